@@ -25,7 +25,8 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def _ring(chunks: list[Tensor], group: Group) -> None:
-    ring.all_gather(chunks[-1:] + chunks[:-1], group)  # its ranks hold chunk r+1
+    # Turned by one, since the ring expects chunk r+1 on rank r.
+    ring.all_gather(chunks[-1:] + chunks[:-1], group)
 
 
 _RULES = {"ring": _ring, "one_shot": one_shot.all_gather, "native": native.all_gather}
@@ -57,8 +58,9 @@ def all_gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The tensors of all ranks: of shape (N, *shape), in order of rank; or a handle whose `wait()`
-    returns that.
+    """The tensors of all ranks, in order of rank: of shape (N, *shape).
+
+    With `async_op`, a handle whose `wait()` returns that.
 
     tensor: any dtype and shape, the same on every rank; it is not changed. n: instead, the ranks
     hold the N chunks of n elements that `reduce_scatter` leaves them, which may be of unequal

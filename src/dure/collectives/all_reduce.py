@@ -1,5 +1,6 @@
-"""All-reduce: every rank ends with the reduction over all ranks. Which algorithm carries it is an
-argument.
+"""All-reduce: every rank ends with the reduction over all ranks.
+
+Which algorithm carries it is an argument.
 
 Every algorithm is a file, which declares what it is (`dure.collectives.algorithms.algorithm`); all
 of them are listed in `dure.collectives.algorithms.table`. The bytes that travel are those of the
@@ -65,18 +66,18 @@ def all_reduce(
     hosts: Sequence[Sequence[int]] | None = None,
     predict: auto.Predict | None = None,
 ) -> Tensor | Handle[Tensor]:
-    """The reduction over all ranks of `group`, in place; returns `tensor`, or a handle whose
-    `wait()` returns it.
+    """The reduction over all ranks of `group`, in place; returns `tensor`, or a handle for it.
 
-    tensor: any shape, the same shape and dtype on every rank. group: None is all ranks of
-        torch.distributed.
+    tensor: any shape, the same shape and dtype on every rank.
+    group: None is all ranks of torch.distributed.
     algorithm: `ring` (2(N-1) steps of 1/N of the tensor), `master` (through rank 0), `one_shot`
     (everybody to everybody), `tree` (up to rank 0 and down), `halving_doubling` (a ring's bytes in
     log2 N steps), `hierarchical` (within hosts, then across), `native` (the backend's), `auto` (by
     size, ranks and hosts: `dure.collectives.algorithms.auto`), or an `AllReduce` of your own.
     op: sum, avg, min, max or product, or torch's ReduceOp; what it means for each dtype:
-    `dure.collectives.operation`. async_op: work alongside the program, in the order of issue; until
-    `wait()` the tensor is not to be touched.
+    `dure.collectives.operation`.
+    async_op: work alongside the program, in the order of issue; until `wait()` the tensor is not to
+    be touched.
     hosts: a partition of the ranks, for `hierarchical` and `auto`; found out where not given.
     predict: for `auto`.
 
@@ -84,6 +85,7 @@ def all_reduce(
     operation that the dtype does not have; PeerLostError if a rank is lost while others wait.
     """
     if algorithm in ("native", "auto") and op == "sum" and not async_op:
+        # dure's own backend checks the tensor itself, so the short way may be taken at once.
         carrier = own_transport(group)
         if carrier is not None:
             settle(group)  # type: ignore[arg-type]
@@ -104,6 +106,7 @@ def all_reduce(
         rule = ALL_REDUCES[
             _chosen(tensor, group, partition, predict) if auto_chooses else algorithm
         ]
+    # A collective of its own, the first time: all ranks come by here.
     if rule.over_hosts and partition is None:
         partition = group.hosts()
 
@@ -129,6 +132,8 @@ def _chosen(
     kind = tensor.device.type
     backend = group.backend(tensor.device)
     own = auto.choose(tensor.nbytes, group.size, backend=backend, device=kind) == "native"
+    # Asking who shares a host is an all-gather, at least the first time: not where the answer is
+    # native in any case.
     if hosts is None and not own:
         hosts = group.hosts()
     return auto.choose(

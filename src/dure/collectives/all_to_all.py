@@ -30,6 +30,7 @@ def pairwise(source: Tensor, target: Tensor, group: Group) -> None:
     leaving = source.tensor_split(group.size)
     arriving = target.tensor_split(group.size)
     arriving[group.rank].copy_(leaving[group.rank])
+    # In each step all ranks send at the same distance, so each port has one sender.
     for step in range(1, group.size):
         to = (group.rank + step) % group.size
         origin = (group.rank - step) % group.size

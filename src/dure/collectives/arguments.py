@@ -1,5 +1,4 @@
-"""What the collectives ask of their arguments, before anything travels; and tensors as what
-travels: flat."""
+"""What the collectives ask of their arguments, before anything travels; and tensors made flat."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_writable(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose elements share memory with each other, such as an
-    expanded one."""
+    """Raises ValueError for a tensor whose elements share memory, such as an expanded one."""
     check_tensor(tensor)
+    # A stride of 0 over more than one element: a write would go to the same place again and again.
     if not tensor.is_contiguous() and any(
         stride == 0 and length > 1
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
@@ -47,6 +46,7 @@ def check_writable(tensor: Tensor) -> None:
 
 def flat_of(tensor: Tensor) -> Tensor:
     """The elements in one dimension, contiguous: the tensor's own memory where it is so already."""
+    # Conjugated and negated views mean other values than their memory has.
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 

@@ -68,6 +68,7 @@ def broadcast(
     check_algorithm("broadcast", algorithm, ALGORITHMS)
     group = Group.of(group)
     check_root(root, group.size)
+    # The root is only read; everybody else is written to.
     (check_tensor if group.rank == root else check_writable)(tensor)
     if group.size == 1 or tensor.numel() == 0:
         return Handle.of(tensor) if async_op else tensor

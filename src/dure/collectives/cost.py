@@ -1,5 +1,6 @@
-"""What an all-reduce costs: messages and bytes from the algorithms' own formulas, and the time that
-follows.
+"""What an all-reduce costs: messages, bytes, and the time that follows from them.
+
+Messages and bytes come from the algorithms' own formulas.
 
 A link has alpha seconds for a transfer that is waited for, beta for a byte that is sent, gamma for
 a byte that is reduced, and an overhead for every message. Where each rank has a machine of its own,
@@ -111,11 +112,13 @@ def counts(
     n = nbytes // itemsize
     if ranks == 1 or n == 0:
         return Counts(0, 0, 0, 0)
+    # By rank, since some send more than others: the busiest counts, or all together.
     messages = [messages_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks)]
     assert rule.path is not None  # or it would not be predictable
     path, reduced = rule.path(n, ranks)
     if not shared:
         return Counts(rule.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
+    # A rank waits at most once a round, however many messages it sends in it.
     sent = sum(bytes_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks))
     return Counts(
         min(sum(messages), ranks * rule.rounds(ranks)), sum(messages), sent, reduced * itemsize
@@ -123,6 +126,7 @@ def counts(
 
 
 def _rule(algorithm: str) -> AllReduce:
+    """What the algorithm declares. Raises ValueError where its cost is not known."""
     if algorithm not in ALGORITHMS:
         raise ValueError(
             f"the cost of {algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
@@ -139,7 +143,8 @@ def predict(algorithm: str, nbytes: int, ranks: int, link: Link) -> float:
 def best(nbytes: int, ranks: int, link: Link, algorithms: Sequence[str] = CANDIDATES) -> str:
     """The algorithm that is predicted to be fastest; of equals the first."""
     times = {name: predict(name, nbytes, ranks, link) for name in algorithms}
-    limit = min(times.values()) * (1 + 1e-9)  # equal but for rounding
+    # Equal but for rounding counts as equal: then the order of the table decides.
+    limit = min(times.values()) * (1 + 1e-9)
     return next(name for name in algorithms if times[name] <= limit)
 
 
@@ -150,12 +155,16 @@ def crossovers(
     low: int = 1 << 10,
     high: int = 1 << 30,
 ) -> list[Crossover]:
-    """The sizes between `low` and `high` bytes from which on another algorithm is best, to one
-    element."""
+    """The sizes from which on another algorithm is best, to one element.
+
+    low, high: bytes, between which they are looked for.
+    """
     found: list[Crossover] = []
     size = low
     now = best(low, ranks, link, algorithms)
     while size < high:
+        # Steps of an eighth, in whole elements of 4 bytes; between two sizes with different winners
+        # the change is found by halving.
         above = min(high, size + max(4, size // 8 // 4 * 4))
         then = best(above, ranks, link, algorithms)
         if then != now:
@@ -167,9 +176,8 @@ def crossovers(
                     if best(middle, ranks, link, algorithms) == now
                     else (below, middle)
                 )
-            then = best(
-                above, ranks, link, algorithms
-            )  # between two sizes there may lie more than one change
+            # Between two sizes there may lie more than one change.
+            then = best(above, ranks, link, algorithms)
             found.append(Crossover(above, now, then))
             now = then
         size = above
@@ -177,8 +185,9 @@ def crossovers(
 
 
 def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
-    """The link that explains measured times best: least squares of the relative errors, no number
-    below zero.
+    """The link that explains measured times best: least squares of the relative errors.
+
+    No number is below zero.
 
     Take samples of at least two algorithms and sizes, small and large. With a machine for each rank
     no sample tells beta from gamma, since each of these algorithms sends twice what it reduces:
@@ -188,8 +197,11 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
     rows = [(counts(s.algorithm, s.nbytes, s.ranks, shared), s.seconds) for s in samples]
     if not rows:
         raise ValueError("there is nothing to fit: give measured samples")
+    # Each row divided by its time: the wanted result is 1, and errors are relative, so that long
+    # times do not drown short ones.
     matrix = np.array([np.divide(counted, seconds) for counted, seconds in rows], dtype=float)
     waits, messages, sent, reduced = _nonnegative(matrix)
+    # Then both prices are one, of a byte that is sent or reduced, and it is fitted again.
     if reduced > sent:
         together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
         waits, messages, sent = _nonnegative(together)
@@ -204,19 +216,23 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
 
 
 def _nonnegative(matrix: Any) -> Any:
-    """x without negative numbers, so that matrix·x is nearest to ones: the best of all ways to set
-    some x to zero."""
+    """x without negative numbers, so that matrix·x is nearest to ones.
+
+    It is the best of all ways to set some x to zero.
+    """
     rows, width = matrix.shape
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0  # counts and seconds differ by ten orders of magnitude
     winner = np.zeros(width)
     least = float("inf")
+    # Four numbers have 15 subsets: trying all is exact, and needs no iteration.
     for kept in itertools.chain.from_iterable(
         itertools.combinations(range(width), k) for k in range(1, width + 1)
     ):
         some = matrix[:, kept] / scale[list(kept)]
         solved = np.linalg.lstsq(some, np.ones(rows), rcond=None)[0]
         error = float(np.square(some @ solved - 1).sum())
+        # Fewer numbers come first, and more have to be better by more than rounding.
         if (solved >= 0).all() and error < least - 1e-12:
             winner = np.zeros(width)
             least = error
@@ -253,8 +269,9 @@ class Calibration:
         )
 
     def link(self, backend: str, ranks: int, cores: int) -> Link:
-        """The link of this backend and number of cores, for as many ranks or the nearest number
-        that was measured.
+        """The link of this backend and number of cores.
+
+        For as many ranks, or the nearest number that was measured.
 
         Raises ValueError if nothing was measured.
         """
@@ -265,12 +282,12 @@ class Calibration:
                 f"measures it"
             )
         return self.links[
+            # Nearest by ratio: 8 is as near to 4 as 2 is. Of equals the smaller.
             min(known, key=lambda key: (max(key[1], ranks) / min(key[1], ranks), key[1]))
         ]
 
     def predictor(self, backend: str, cores: int) -> Callable[[str, int, int], float]:
-        """predict(algorithm, nbytes, ranks) by these links, for
-        `all_reduce(..., "auto", predict=...)`."""
+        """predict(algorithm, nbytes, ranks) by these links, for `all_reduce(..., predict=...)`."""
         return lambda algorithm, nbytes, ranks: predict(
             algorithm, nbytes, ranks, self.link(backend, ranks, cores)
         )

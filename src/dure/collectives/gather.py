@@ -29,6 +29,7 @@ def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0
     if parts is None:
         group.send(mine, root)
         return
+    # From all at once: none of them waits for one that is slow.
     parts[root].copy_(mine)
     group.transfer([], [(part, source) for source, part in enumerate(parts) if source != root])
 
@@ -62,8 +63,9 @@ def gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor | None] | None:
-    """The tensors of all ranks, on rank `root`: of shape (N, *shape), in order of rank; None
-    elsewhere.
+    """The tensors of all ranks, in order of rank, on rank `root`; None elsewhere.
+
+    The result has shape (N, *shape).
 
     tensor: any dtype and shape, the same on every rank; it is not changed. async_op: a handle whose
     `wait()` returns it. Raises ValueError, before anything travels, for an algorithm or a root that

@@ -38,39 +38,37 @@ _Started = tuple[int, Pending]
 
 
 class _Shared:
-    """What all groups over one process group have in common: the order of their operations, and
-    what was found out."""
+    """What all groups over one process group share: the order of operations, what was found out."""
 
     def __init__(self) -> None:
         self.line = Line()
         self.hosts: Hosts | None = None
         self.connected = False
         self.peer: int | None = None
-        """The global rank with which the transfer is that is begun or waited for, to be blamed
-        where it fails."""
+        """The global rank of the other end of the current transfer: blamed if that fails."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
+    """What the groups over this process group share; of a single rank, something new."""
     if process_group is None:
         return _Shared()
+    # Two threads may come at once: `setdefault` gives both the same one.
     known = _shared.get(process_group)
     return known if known is not None else _shared.setdefault(process_group, _Shared())
 
 
 def settle(process_group: dist.ProcessGroup) -> None:
-    """Waits until all operations that were issued on a process group through `Group`s have
-    ended."""
+    """Waits until all operations that `Group`s have issued on a process group have ended."""
     known = _shared.get(process_group)
     if known is not None:
         known.line.settle()
 
 
 class _During:
-    """`Group.during`: a class, since it is entered and left in the middle of backward passes, twice
-    a message."""
+    """`Group.during`: a class, because it is entered in backward passes, twice a message."""
 
     __slots__ = ("_before", "_group", "_operation", "_step")
 
@@ -83,6 +81,7 @@ class _During:
         group = self._group
         self._before = group.operation
         group.operation = self._operation
+        # Whoever was waited for last has nothing to do with what may fail now.
         group._shared.peer = None
 
     def __exit__(
@@ -103,10 +102,9 @@ class _During:
 class Group:
     """The ranks 0 … size-1 of a process group, seen from `rank`.
 
-    process_group: a torch.distributed group; None for a group of one. meter: counts what this rank
-        sends.
-    diagnose: called when a transfer fails; by default the error of torch.distributed goes on as it
-    is.
+    process_group: a torch.distributed group; None for a group of one.
+    meter: counts what this rank sends.
+    diagnose: called when a transfer fails; by default torch.distributed's error goes on as it is.
     """
 
     def __init__(
@@ -127,18 +125,21 @@ class Group:
         self._global = (
             dist.get_process_group_ranks(process_group) if process_group is not None else [0]
         )
-        self._places = list(range(self.size))  # of my ranks, in the process group
+        # Errors name ranks of the whole job; transports count places in the process group.
+        self._places = list(range(self.size))
 
     @classmethod
     def default(cls) -> Group:
-        """All ranks of the job, or this process alone where torch.distributed is not
-        initialised."""
+        """All ranks of the job, or this process alone if torch.distributed is not initialised."""
         return cls(dist.group.WORLD if dist.is_initialized() else None)
 
     @classmethod
     def of(cls, group: Group | dist.ProcessGroup | None) -> Group:
-        """The group that is meant: itself, over a group of torch.distributed, or `default` for
-        None."""
+        """The group that is meant.
+
+        A `Group` is itself; of torch.distributed's, a group over it; None is `default`. Raises
+        ValueError for anything else, and where this process is not in the group.
+        """
         if isinstance(group, Group):
             return group
         if group is None:
@@ -152,8 +153,11 @@ class Group:
         return self._global[rank]
 
     def among(self, ranks: Sequence[int]) -> Group:
-        """The group of these ranks of mine, in this order; this rank is one of them. It can do
-        transfers only."""
+        """The group of these ranks of mine, in this order, for transfers only.
+
+        This rank is one of them.
+        """
+        # Shallow: meter, transport and the order of operations are shared with the whole group.
         part = copy.copy(self)
         part.rank = ranks.index(self.rank)
         part.size = len(ranks)
@@ -174,6 +178,7 @@ class Group:
         for part in parts:
             if len(part) > 1:
                 ranks = [self._global[rank] for rank in part]
+                # Every rank makes every group, also those that it is not in: torch wants it so.
                 limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
                 made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
                 if self.rank in part:
@@ -190,8 +195,11 @@ class Group:
         return part
 
     def hosts(self) -> Hosts:
-        """Who shares a host. All ranks call it together; found out once a process group
-        (`dure.collectives.hosts`)."""
+        """Who shares a host (`dure.collectives.hosts`). All ranks call it together.
+
+        It is found out once for each process group.
+        """
+        # All groups over one process group share the answer, so all ranks ask or none does.
         if self._shared.hosts is None:
             numbers = self.all_gather_values(
                 [number_of(name_of_this_host())], "finding out who shares a host"
@@ -200,8 +208,10 @@ class Group:
         return self._shared.hosts
 
     def backend(self, device: torch.device) -> str:
-        """The name of torch's backend for tensors of this device, as "gloo"; empty if there is
-        none."""
+        """The name of torch's backend for tensors of this device, such as "gloo".
+
+        It is empty if there is none.
+        """
         if self.process_group is None:
             return ""
         return backend_name(self.process_group, device)
@@ -215,12 +225,12 @@ class Group:
     def perform(
         self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool = False
     ) -> Value | Handle[Value]:
-        """Does `work`, after all that was issued before: now, or alongside the
-        program if `async_op`.
+        """Does `work` after all that was issued before: now, or alongside the program.
 
         operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
         queued on the stream that is current here.
         """
+        # As they are at the time of the call: on the other thread they may have changed since.
         step = self.step
         inference = torch.is_inference_mode_enabled()
 
@@ -233,6 +243,7 @@ class Group:
         if not async_op:
             self.settle()
             return here()
+        # The work has to come after what the caller has queued on its stream.
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
         def there() -> Value:  # modes, devices and streams are a thread's own
@@ -251,8 +262,10 @@ class Group:
             line.settle()
 
     def _connect(self, device: torch.device) -> None:
-        """torch wants all ranks in the first call on NCCL, and later some of them may transfer
-        alone."""
+        """Makes all ranks take part in the first call on NCCL, as torch wants it.
+
+        Later some of them may transfer alone.
+        """
         if not self._shared.connected and self.backend(device) == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
             self._shared.connected = True
@@ -272,8 +285,10 @@ class Group:
         )
 
     def holds(self, messages: int, nbytes: int) -> bool:
-        """Whether so many messages, of `nbytes` together, leave at once, and lie with their
-        receiver till it asks."""
+        """Whether so many messages, of `nbytes` together, leave at once.
+
+        They lie with their receiver until it asks for them.
+        """
         return self.transport.holds(messages, nbytes)
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -289,11 +304,13 @@ class Group:
         self.transfer([(tensor, to)], [(into, source)])
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives all of these at once: pairs of a contiguous tensor and a rank, on one
-        device.
+        """Sends and receives all of these at once.
+
+        They are pairs of a contiguous tensor and a rank, all on one device.
 
         Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
+        # Both ends leave empty ones out, so nobody waits for one.
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
         if not sends and not receives:
@@ -311,6 +328,8 @@ class Group:
             self.meter.received(into.nbytes)
 
     def _transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """`transfer` of tensors of the CPU, none of them empty."""
+        # From several sources: all are asked for before any is waited for, which may be slow.
         if len(receives) > 1 and len({source for _, source in receives}) > 1:
             self._wait(self._start(sends, receives))
             return
@@ -330,11 +349,12 @@ class Group:
         for tensor, to in sends:
             shared.peer = self._global[to]
             pending = self.transport.post(tensor, self._places[to])
-            if pending is not None:
+            if pending is not None:  # else all of it has left already
                 posted.append((to, pending))
         return posted
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[_Started]:
+        """Begins all sends and receives; what is still under way."""
         posted = self._post(sends)
         expected: list[_Started] = []
         for into, source in receives:
@@ -343,6 +363,7 @@ class Group:
         return expected + posted
 
     def _wait(self, started: Sequence[_Started]) -> None:
+        # One after another; the one that is waited for when it fails is blamed (`_diagnosed`).
         for peer, pending in started:
             self._shared.peer = self._global[peer]
             pending.wait()
@@ -376,6 +397,7 @@ class Group:
         def end() -> None:
             with self.during(operation, step):
                 self._wait(started)
+            # `arrived` is `into` on the CPU; on a GPU the tensor of memory that it passed through.
             for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
                 if arrived is not into:
                     into.copy_(arrived)
@@ -411,6 +433,7 @@ class Group:
         if self.size == 1:
             return [values]
         self.settle()
+        # Where NCCL is the only backend, the numbers have to lie on a GPU.
         device = "cpu" if self.backend(torch.device("cpu")) else "cuda"
         mine = torch.tensor(values, dtype=torch.float64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
@@ -422,8 +445,7 @@ class Group:
     def broadcast_values(
         self, tensors: Sequence[Tensor], counted: bool = True, root: int = 0
     ) -> None:
-        """The root's tensors into every rank's, in place, as one message of their bytes: any dtype
-        and stride.
+        """The root's tensors into every rank's, in place, as one message: any dtype and stride.
 
         counted: whether the meter counts it, as N-1 messages of the root.
         """
@@ -443,13 +465,13 @@ class Group:
             self.meter.received(message.nbytes)
         start = 0
         for tensor in tensors:
+            # A copy, since a dtype wants its bytes at a multiple of its size.
             arrived = (
                 message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
             )
             start += tensor.nbytes
-            if not torch.equal(
-                arrived, tensor
-            ):  # an expanded tensor cannot be written, and never changes
+            # An expanded tensor cannot be written, and never changes.
+            if not torch.equal(arrived, tensor):
                 tensor.copy_(arrived)
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
@@ -457,6 +479,7 @@ class Group:
         if self.size == 1:
             return content or b""
         self.settle()
+        # Only rank 0 knows how long it is: first the length, then the bytes.
         length = torch.tensor([len(content) if content is not None else 0])
         with self.during("broadcast of the run's state"):
             dist.broadcast(length, self._global[0], group=self.process_group)
@@ -468,13 +491,16 @@ class Group:
         return buffer.numpy().tobytes()
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list. Not counted
-        by the meter."""
+        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list.
+
+        Not counted by the meter.
+        """
         if self.size == 1:
             return [content]
         lengths = [int(length) for (length,) in self.all_gather_values([float(len(content))])]
         with self.during("gather of the timelines"):
             if self.rank != 0:
+                # At least one byte, because `frombuffer` refuses none; rank 0 cuts it off.
                 mine = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
                 dist.send(mine, self._global[0], group=self.process_group)
                 return []

@@ -1,5 +1,4 @@
-"""Operations that run alongside the program: a handle for each, and the thread that carries them
-out in order.
+"""Operations alongside the program: a handle for each, and a thread that does them in order.
 
 The operations of one process group run one after another, in the order of issue, on one thread,
 because their messages are told apart by nothing but their order. The thread starts with the first
@@ -45,7 +44,7 @@ class Handle(Generic[Value]):
         error: BaseException | None = None
         try:
             self._value.append(self._work())
-        except BaseException as raised:  # whatever it is belongs to the one who waits
+        except BaseException as raised:  # whatever it is, whoever waits gets it
             error = raised
         self.end(error)
         return error
@@ -63,12 +62,13 @@ class Handle(Generic[Value]):
     def wait(self) -> Value:
         """Waits for the end; returns what the operation returns.
 
-        An error of the operation is raised here, the first time. Who waits once more is told that
-        it failed.
+        An error of the operation is raised here, the first time. Whoever waits once more is told
+        that it failed.
         """
         self._done.wait()
         if self._value:
             return self._value[0]
+        # Given away: an error holds, by its traceback, what the operation used.
         error = self._error
         self._error = None
         if error is None:
@@ -111,16 +111,17 @@ class Line:
     def _serve(self) -> None:
         while True:
             with self._changed:
+                # With the lock held: `put` either finds the thread, or starts another one.
                 if not self._changed.wait_for(lambda: bool(self._waiting), IDLE):
                     self.thread = None
                     return
                 handle = self._waiting.popleft()
                 self._busy = True
-            error = handle.run()
-            del handle
+            error = handle.run()  # without the lock, so that others can issue meanwhile
+            del handle  # its value lives no longer than those who wait for it
             with self._changed:
                 while error is not None and self._waiting:
                     self._waiting.popleft().end(error)
                 self._busy = False
                 self._changed.notify_all()
-            del error
+            del error  # its traceback holds the frames, and so the tensors, of the operation

@@ -30,8 +30,10 @@ def name_of_this_host() -> str:
 
 
 def number_of(name: str) -> float:
-    """48 bits of a name's hash: float64 holds them exactly, and a million names hardly ever
-    collide."""
+    """48 bits of a name's hash: float64 holds them exactly.
+
+    A million names hardly ever collide.
+    """
     return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big"))
 
 
@@ -44,8 +46,10 @@ def partition_by(numbers: Sequence[float]) -> Hosts:
 
 
 def checked(hosts: Sequence[Sequence[int]], size: int) -> Hosts:
-    """The partition in its one order. Raises ValueError unless every rank is on exactly one
-    host."""
+    """The partition in its one order.
+
+    Raises ValueError unless every rank is on exactly one host.
+    """
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(
             f"hosts are {[list(ranks) for ranks in hosts]}, but each of the ranks 0 to {size - 1} "

@@ -1,5 +1,4 @@
-"""The operations of a reduction: sum, average, minimum, maximum, product; and which dtypes have
-them.
+"""The operations of a reduction, sum, average, minimum, maximum, product, and their dtypes.
 
 float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial
 results on (ring, tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype
@@ -12,7 +11,7 @@ The average is the sum divided by N. In float16 each part is divided before the 
 so that no partial sum overflows where the average would not.
 
 Integers wrap around as in torch. For bool sum and max are `or`, product and min are `and`. Minimum
-and maximum give NaN where any rank has NaN, as torch.minimum.
+and maximum give NaN where any rank has NaN, as torch.minimum does.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ class Reduction:
         if signed is None:
             function(one, other, out=out)
             return
+        # Views of the same bits: nothing is copied, and `out` is filled through its view.
         one = one.view(signed)
         other = other.view(signed)
         out = out.view(signed)
         if self.op in ("sum", "product"):
             function(one, other, out=out)
             return
-        lowest = torch.iinfo(
-            signed
-        ).min  # flips the highest bit, which turns unsigned order into signed order
+        # Flipping the highest bit turns unsigned order into signed order; the end flips it back.
+        lowest = torch.iinfo(signed).min
         function(one ^ lowest, other ^ lowest, out=out)
         out.bitwise_xor_(lowest)
 
@@ -90,8 +89,9 @@ class Reduction:
         return tensor.float() if tensor.dtype in _HALVES else tensor
 
     def fold(self, parts: Sequence[Tensor], mine: int, out: Tensor) -> None:
-        """out = the finished result of all parts, in their order; `parts[mine]` is left as it is,
-        unless it is `out`.
+        """out = the finished result of all parts, in their order.
+
+        `parts[mine]` is left as it is, unless it is `out`.
 
         All other parts are scratch. Halves are rounded once.
         """
@@ -101,6 +101,8 @@ class Reduction:
             self.finish(out)
             return
         exact = out.dtype not in _HALVES
+        # Partial results need a place that is not this rank's own part: another rank's will do,
+        # which is not read again. For halves it is one of float32.
         scratch = (
             (parts[1] if mine == 0 else parts[0])
             if exact
@@ -109,6 +111,7 @@ class Reduction:
         target = out if exact else scratch
         so_far = parts[0]
         for position, part in enumerate(parts[1:], 2):
+            # Only the last step writes to `out`, which may be this rank's own part.
             into = target if position == len(parts) else scratch
             self.combine(so_far if exact else so_far.float(), part, into)
             so_far = into
@@ -156,8 +159,11 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
 
 
 def in_torch(reduction: Reduction, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """The operation of torch.distributed whose result `Reduction.finish` completes; for bool, on
-    its bytes."""
+    """The operation of torch.distributed whose result `Reduction.finish` completes.
+
+    For bool it is one on its bytes.
+    """
+    # Backends do not average everywhere; bool travels as bytes of 0 and 1, whose sum could be 2.
     op = reduction.partial().op
     if dtype == torch.bool:
         op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]

@@ -63,8 +63,9 @@ def reduce(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The reduction over all ranks into the tensor of rank `root`, in place; returns `tensor`, or a
-    handle.
+    """The reduction over all ranks into the tensor of rank `root`, in place.
+
+    Returns `tensor`, or a handle whose `wait()` returns it.
 
     tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not
     changed. op: as in `all_reduce`. Raises ValueError, before anything travels, for an algorithm,
@@ -73,12 +74,13 @@ def reduce(
     check_algorithm("reduce", algorithm, ALGORITHMS)
     group = Group.of(group)
     check_root(root, group.size)
+    # Only the root is written to.
     (check_writable if group.rank == root else check_tensor)(tensor)
     reduction = reduction_of(op, tensor.dtype, group.size)
     if group.size == 1 or tensor.numel() == 0:
         return Handle.of(tensor) if async_op else tensor
-    # all that others write on the way: sums of the tree's inner ranks, what a backend likes, parts
-    # of an average
+    # Whether this rank's tensor would be written to on the way, though only the root's may change:
+    # by sums of the tree's inner ranks, by what a backend likes, by an average that divides first.
     spoils = algorithm == "native" or reduction.divides_first(tensor.dtype)
     spoils = spoils or (
         algorithm == "tree" and len(tree.children(group.size, group.rank, root)) > 0

@@ -30,9 +30,8 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 def _ring(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> None:
-    ring.reduce_scatter(
-        chunks[-1:] + chunks[:-1], group, reduction, into
-    )  # its ranks get chunk r+1
+    # Turned by one, since the ring leaves chunk r+1 with rank r.
+    ring.reduce_scatter(chunks[-1:] + chunks[:-1], group, reduction, into)
 
 
 _RULES = {"ring": _ring, "one_shot": one_shot.reduce_scatter, "native": native.reduce_scatter}
@@ -81,6 +80,7 @@ def reduce_scatter(
     def work() -> Tensor:
         flat = flat_of(tensor)
         result = tensor.new_empty(length)
+        # `begin` divides in place, and the caller's tensor is not to change.
         if reduction.divides_first(flat.dtype) and flat.data_ptr() == tensor.data_ptr():
             flat = flat.clone()
         if group.size == 1:

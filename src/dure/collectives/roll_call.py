@@ -24,8 +24,10 @@ from dure.errors import PeerLostError
 
 
 def transfer_seconds(deadline: float) -> float:
-    """How long a transfer may take so that, the roll call included, everybody has raised within
-    `deadline` seconds."""
+    """How long a transfer may take, so that everybody has raised within `deadline` seconds.
+
+    The rest of them is for the roll call.
+    """
     return deadline - min(2.0, deadline / 4)
 
 
@@ -38,8 +40,11 @@ def deadline_of(seconds: float) -> float:
 
 
 class Answer(msgspec.Struct):
-    """What a rank says. failed: its own error, if it had one. waited_for: the peer of the transfer
-    that failed."""
+    """What a rank says.
+
+    failed: its own error, if it had one. waited_for: the peer of the transfer that failed.
+    timed_out: whether that peer was silent, as far as the error tells.
+    """
 
     failed: str | None = None
     waited_for: int | None = None
@@ -71,19 +76,24 @@ class Known:
     deaths: dict[int, str]
 
     def verdict(self, size: int, operation: str, step: str, waited: str) -> Verdict:
-        """The lost ranks, as far as can be known. waited: how long a transfer was waited for, in
-        words."""
+        """The lost ranks, as far as can be known.
+
+        waited: how long a transfer was waited for, in words.
+        """
         failed = {
             rank: f"failed: {answer.failed}"
             for rank, answer in self.answers.items()
             if answer.failed
         }
+        # Certain are deaths that were seen, and errors that ranks had of their own.
         guilty = failed | self.deaths
         if guilty:
             return Verdict(
                 tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values()))
             )
         absent = set(range(size)) - self.answers.keys()
+        # Of those that did not answer, the ones that somebody waited for: a rank may be slow with
+        # its answer only because its own transfer still waits.
         suspects = {answer.waited_for for answer in self.answers.values()} & absent
         lost = suspects or absent
         timed_out = all(
@@ -131,6 +141,8 @@ class RollCall:
         mine = Answer(waited_for=peer, timed_out=any(sign in text for sign in _SIGNS_OF_SILENCE))
         self.answer(mine)
         known = Known({self.rank: mine}, {})
+        # Until all have answered or one is known to be dead. Whoever is done first writes a
+        # verdict, which ends the wait of all others.
         until = time.monotonic() + self.patience
         while time.monotonic() < until:
             told = self._get("verdict")
@@ -154,16 +166,15 @@ class RollCall:
         """The first verdict written stands for all."""
         try:
             standing = self.store.compare_set("verdict", "", msgspec.json.encode(verdict).decode())
-        except (
-            RuntimeError
-        ):  # the store is gone together with its holder: each rank tells what it knows
+        except RuntimeError:
+            # The store is gone together with its holder: each rank tells what it knows.
             return verdict
         return msgspec.json.decode(standing, type=Verdict)
 
     def _set(self, key: str, value: str) -> None:
         try:
             self.store.set(key, value)
-        except RuntimeError:
+        except RuntimeError:  # without the store nobody can be told
             return
 
     def _get(self, key: str) -> str | None:
@@ -186,14 +197,16 @@ def watched(process_group: Group | dist.ProcessGroup | None) -> Group:
         or group.size != dist.get_world_size()
     ):
         return group
+    # Over dure alone, errors name the lost ranks already.
     backends = {group.backend(torch.device(kind)) for kind in ("cpu", "cuda")} - {""}
     if backends == {"dure"}:
         return group
-    number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][
-        0
-    ]  # rank 0's: a place that is new to all
+    # Rank 0's clock names a place that is new to all: answers of an earlier roll call of the same
+    # job may still stand in the store. Up to 2^52, float64 is exact.
+    number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][0]
     store = PrefixStore(f"roll call {number:.0f}", _get_default_store())
     device = next(kind for kind in ("cpu", "cuda") if group.backend(torch.device(kind)))
+    # The backend's own time-out is how long a transfer may take.
     options = group.process_group._get_backend(torch.device(device)).options
     roll_call = RollCall(
         store, group.rank, group.size, deadline_of(options._timeout.total_seconds())

@@ -1,8 +1,7 @@
 """Scatter: every rank ends with its part of the root's tensor.
 
 `linear`: the root sends each of the N-1 others its m elements: (N-1)·m by one link, and nothing
-    travels twice.
-`native`: the backend's own; counted as linear.
+travels twice. `native`: the backend's own; counted as linear.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -71,8 +70,9 @@ def scatter(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """Row r of the root's `source` into the `tensor` of rank r, in place; returns `tensor`, or a
-    handle.
+    """Row r of the root's `source` into the `tensor` of rank r, in place.
+
+    Returns `tensor`, or a handle whose `wait()` returns it.
 
     source: on rank `root`, of shape (N, *tensor.shape) and the same dtype; elsewhere it is not
     looked at. Raises ValueError, before this rank sends anything, for an algorithm or a root that
@@ -91,6 +91,7 @@ def scatter(
         if group.size == 1 and rows is not None:
             flat.copy_(flat_of(rows))
         else:
+            # None on all ranks but the root.
             parts = list(flat_of(rows).view(group.size, -1)) if rows is not None else None
             _RULES[algorithm](flat, parts, group, root)
         return give_back(flat, tensor)
@@ -99,6 +100,7 @@ def scatter(
 
 
 def _checked(source: Tensor | None, tensor: Tensor, size: int) -> Tensor:
+    """The root's source. Raises ValueError if it does not fit."""
     if source is None:
         raise ValueError("the root of a scatter gives a source")
     check_tensor(source)

@@ -28,8 +28,11 @@ Numbers = Mapping[str, Sequence[float]]
 
 
 class Field(NamedTuple):
-    """A part of a tail. width: numbers of a rank. own: whether every rank has numbers of its own.
-    is_time: whether they are one moment, in two parts."""
+    """A part of a tail.
+
+    width: numbers of a rank. own: whether every rank has numbers of its own. is_time: whether they
+    are one moment, in two parts.
+    """
 
     name: str
     width: int
@@ -87,6 +90,7 @@ class Tail:
         numbers = [0.0] * self.length
         for name, values in said.items():
             field, _, mine = self._places[name]
+            # Moments come as one number and travel as two, see above.
             parts = divmod(values[0], 1.0) if field.is_time else values
             # a slice takes any length, and would move all that follows
             if len(parts) != field.width:
@@ -114,5 +118,6 @@ def common_start(group: Group, clock_offset: float) -> float:
 
     clock_offset: seconds to add to this machine's clock to get rank 0's. All ranks call it.
     """
+    # Rank 0's clock at this moment, told to all, and turned back into each rank's own time.
     now = time.perf_counter() + clock_offset
     return group.all_gather_values([now])[0][0] - clock_offset

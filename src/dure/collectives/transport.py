@@ -32,8 +32,11 @@ class Pending(Protocol):
 
 
 class Begun(NamedTuple):
-    """A call under way. end: waits until the result is there, and tells since when, in seconds of
-    `time.perf_counter`; is_read: whether the source may be written to again."""
+    """A call under way.
+
+    end: waits until the result is there, and tells since when, in seconds of `time.perf_counter`.
+    is_read: whether the source may be written to again.
+    """
 
     end: Callable[[], float]
     is_read: Callable[[], bool]
@@ -70,8 +73,10 @@ class Transport:
         self.expect(into, source).wait()
 
     def holds(self, messages: int, nbytes: int) -> bool:
-        """Whether so many messages, of `nbytes` together, leave at once, and lie with their
-        receiver till it asks."""
+        """Whether so many messages, of `nbytes` together, leave at once.
+
+        They lie with their receiver until it asks for them.
+        """
         return False
 
     def reaches(self, device: torch.device) -> bool:
@@ -95,17 +100,21 @@ class Transport:
     def prepare_all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType
     ) -> Callable[[], Callable[[], float]]:
-        """An all-reduce that is begun again and again, by calling what is returned, when the one
-        before has ended. That gives what waits for its end, and tells when that was, in seconds of
-        `time.perf_counter`."""
+        """An all-reduce that is begun again and again, by calling what is returned.
+
+        It is begun when the one before has ended. Each call gives what waits for its end, and tells
+        when that was, in seconds of `time.perf_counter`.
+        """
         raise NotImplementedError
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """A reduce-scatter that is begun again and again, when the source of the one before is
-        read. What is returned is given contiguous tensors that together are this rank's own block,
-        if that does not lie in `source`."""
+        """A reduce-scatter that is begun again and again, by calling what is returned.
+
+        It is begun when the source of the one before is read. It is given contiguous tensors that
+        together are this rank's own block, if that does not lie in `source`.
+        """
         raise NotImplementedError
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
@@ -159,13 +168,14 @@ class OverTorch(Transport):
 
 
 def _there(work: dist.Work | None) -> dist.Work:
-    """torch gives None to those who are not in the group, and nobody asks for them."""
+    """torch gives None to ranks that are not in the group; those do not come here."""
     assert work is not None
     return work
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
     """torch's name of the backend for tensors of this device; empty if there is none."""
+    # torch writes "cpu:gloo,cuda:nccl".
     pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
     return next((name for kind, _, name in pairs if kind == device.type), "")
 

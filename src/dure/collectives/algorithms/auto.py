@@ -49,9 +49,8 @@ def choose(
     """The name of an all-reduce.
 
     nbytes: of the tensor. hosts: who shares one; None is all on one. backend: torch's name of what
-        carries the bytes.
-    device: the type of the tensor's device. predict: a cost model, asked for the candidates
-    `candidates`.
+    carries the bytes. device: the type of the tensor's device. predict: a cost model, which is
+    asked for each of the `candidates`.
     """
     if ranks == 1 or (backend, device) in (("dure", "cpu"), ("nccl", "cuda")):
         return "native"
@@ -63,13 +62,16 @@ def choose(
         return "one_shot"
     if nbytes <= SHORT:
         return "tree"
+    # ranks & (ranks - 1) clears the lowest one bit: 0 for a power of two.
     if nbytes <= LONG or ranks & (ranks - 1) == 0:
         return "halving_doubling"
     return "ring"
 
 
 def candidates(ranks: int, hosts: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """The algorithms among which a cost model chooses: those that depend on hosts only where the
-    hosts have a hierarchy."""
+    """The algorithms among which a cost model chooses.
+
+    Those that depend on hosts are among them only where the hosts have a hierarchy.
+    """
     hierarchy = hosts is not None and 1 < len(hosts) < ranks
     return [name for name, rule in PREDICTABLE.items() if hierarchy or not rule.over_hosts]

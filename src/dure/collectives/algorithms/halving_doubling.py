@@ -43,8 +43,7 @@ def power_below(size: int) -> int:
 
 
 def folds_into(size: int, rank: int) -> int | None:
-    """The rank that stands for an even one of the first 2e; None for those that take part
-    themselves."""
+    """The rank that stands for an even one of the first 2e; None for ranks that take part."""
     return rank + 1 if rank < 2 * (size - power_below(size)) and rank % 2 == 0 else None
 
 
@@ -54,12 +53,15 @@ def folded(size: int, rank: int) -> int | None:
 
 
 def schedule(n: int, size: int, rank: int) -> list[Step]:
-    """The steps of the halving; the doubling is the same backwards. Empty for a rank that is
-    folded."""
+    """The steps of the halving; the doubling is the same backwards.
+
+    Empty for a rank that is folded.
+    """
     power = power_below(size)
     extra = size - power
     if folds_into(size, rank) is not None:
         return []
+    # Among those that take part ranks are numbered anew: of the first 2e only the odd ones count.
     number = rank // 2 if rank < 2 * extra else rank - extra
     start = 0
     end = n
@@ -70,6 +72,7 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
         middle = start + (end - start) // 2
         lower = (start, middle)
         upper = (middle, end)
+        # The partner keeps what this rank gives, since the bit differs; then back to its rank.
         keep, give = (upper, lower) if number & distance else (lower, upper)
         steps.append(Step(2 * other + 1 if other < extra else other + extra, keep, give))
         start, end = keep
@@ -87,6 +90,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
         return
     stands_for = folded(group.size, group.rank)
     steps = schedule(n, group.size, group.rank)
+    # The larger half of the first window, or a whole tensor of the rank that is folded.
     scratch = torch.empty(
         n if stands_for is not None else (n + 1) // 2, dtype=flat.dtype, device=flat.device
     )
@@ -99,6 +103,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
         part = scratch[: mine.numel()]
         group.exchange(flat[slice(*give)], partner, part, partner)
         reduction.combine(mine, part, mine)
+    # `mine` is the only window whose sum is complete here; all others arrive finished.
     reduction.finish(mine)
     for partner, keep, give in reversed(steps):
         group.exchange(flat[slice(*keep)], partner, flat[slice(*give)], partner)
@@ -116,8 +121,10 @@ def sends(n: int, size: int, rank: int) -> list[int]:
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends: both halves of every window it halves, and n for a rank that is
-    folded into it."""
+    """Elements that `rank` sends.
+
+    Both halves of every window that it halves, and n for a rank that is folded into it.
+    """
     return sum(sends(n, size, rank))
 
 
@@ -133,8 +140,10 @@ def rounds(size: int) -> int:
 
 
 def path(n: int, ranks: int) -> tuple[float, float]:
-    """As `even_path` among the power of two below N; where N is folded, the whole tensor before and
-    after."""
+    """As `even_path` among P ranks, the power of two that is not above N.
+
+    Where N is folded, the whole tensor before and after.
+    """
     power = power_below(ranks)
     halved = n * (power - 1) / power
     folded = n if ranks > power else 0

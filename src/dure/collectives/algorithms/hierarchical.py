@@ -36,13 +36,18 @@ def all_reduce(
     reduction: Reduction = SUM,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """The reduction over all ranks, in place on every rank. hosts: who shares one; found out where
-    not given."""
+    """The reduction over all ranks, in place on every rank.
+
+    flat: contiguous, of one dimension. hosts: who shares one; found out where not given.
+    """
     partition = group.hosts() if hosts is None else checked(hosts, group.size)
     neighbours = next(ranks for ranks in partition if group.rank in ranks)
+    # As many lanes as the smallest host has ranks: on every host there is a rank for each lane.
     lanes = ring.chunks_of(flat, min(map(len, partition)))
     local = group.among(neighbours)
+    # An average is divided once, after the sum over the hosts.
     one_shot.reduce_scatter(lanes, local, reduction.partial())
+    # On a larger host the last ranks have no lane, and wait for the result.
     if local.rank < len(lanes):
         across = group.among([ranks[local.rank] for ranks in partition])
         ring.all_reduce(lanes[local.rank], across, reduction)
@@ -61,8 +66,10 @@ def _position(
 def sends_within(
     n: int, size: int, rank: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The lengths of the messages that `rank` sends to its host's other ranks. hosts: None is one
-    host."""
+    """The lengths of the messages that `rank` sends to its host's other ranks.
+
+    hosts: None is one host.
+    """
     partition, host, place = _position(size, rank, hosts)
     lanes = lengths_of(n, min(map(len, partition)))
     lengths = [length for index, length in enumerate(lanes) if index != place]
@@ -74,8 +81,10 @@ def sends_within(
 def lane_of(
     n: int, size: int, rank: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> tuple[int, int, int]:
-    """What `rank` takes across hosts: (elements of its lane, or 0; number of hosts; its own host's
-    number)."""
+    """What `rank` takes across hosts.
+
+    Elements of its lane, or 0; the number of hosts; the number of its own host.
+    """
     partition, host, place = _position(size, rank, hosts)
     lanes = lengths_of(n, min(map(len, partition)))
     return (lanes[place] if place < len(lanes) else 0), len(partition), host

@@ -24,6 +24,7 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
     if group.rank != root:
         group.send(flat, root)
         return
+    # The root's own part, then the others' in order of rank, each as soon as it has come.
     total = reduction.accumulator(flat)
     incoming = torch.empty_like(flat)
     for source in range(group.size):

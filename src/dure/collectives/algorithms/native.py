@@ -30,6 +30,7 @@ def _carried(tensor: Tensor) -> Tensor:
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    # A backend that divides on the way saves a pass over the tensor.
     averages = reduction.op == "avg" and group.transport.averages(flat.device)
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
     dist.all_reduce(_carried(flat), operation, group=group.process_group)
@@ -39,22 +40,19 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
 
 
 def is_planned(group: Group) -> bool:
-    """Whether what all ranks begin by a plan is carried by the backend alone, several calls at
-    once."""
+    """Whether the backend alone carries what all ranks begin by a plan, several calls at once."""
     return group.transport.apart
 
 
 def is_split_phase(group: Group) -> bool:
-    """Whether ranks that share memory sum what all have begun when they come to it, so that none
-    waits in between."""
+    """Whether ranks that share memory end later what they begin, so that none waits in between."""
     return group.transport.split_phase
 
 
 def prepare_all_reduce(
     flat: Tensor, group: Group, reduction: Reduction = SUM
 ) -> Callable[[], Callable[[], float]]:
-    """`all_reduce` of a tensor that is reduced again and again, where all ranks know what comes, as
-    by a plan.
+    """`all_reduce` of a tensor that is reduced again and again, where all ranks know that it comes.
 
     It is begun by calling what is returned, which gives what waits for its end, and tells when that
     was, in seconds of `time.perf_counter`. Over other backends than dure's it is done at once.
@@ -86,6 +84,7 @@ def prepare_at_once(
 
 
 def _count_all_reduce(flat: Tensor, group: Group) -> None:
+    """On the meter: one message each way, as long as a ring's together."""
     nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize
     group.meter.sent(nbytes)
     group.meter.received(nbytes)
@@ -143,8 +142,11 @@ def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
 
 
 def all_gather(chunks: list[Tensor], group: Group) -> None:
-    """Fills all `chunks` in place, where this rank's chunk r is the complete one. Unequal ones
-    travel padded."""
+    """Fills all `chunks` in place, where this rank's chunk r is the complete one.
+
+    Unequal ones travel padded.
+    """
+    # torch wants tensors of one size. The rows of one padded matrix are what is filled.
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
     if all(chunk.numel() == longest for chunk in chunks):
@@ -167,14 +169,17 @@ def all_gather(chunks: list[Tensor], group: Group) -> None:
 def reduce_scatter(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> None:
-    """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`. Unequal ones travel
-    padded."""
+    """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`, or else in its place.
+
+    Unequal ones travel padded.
+    """
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
     into = mine if into is None else into
     padded = mine.new_zeros(group.size, longest)
     for chunk, row in zip(chunks, padded, strict=True):
         row[: chunk.numel()] = chunk
+    # A tensor apart from `into`, which may be shorter than the padded result.
     whole = torch.empty_like(padded[0])
     operation = in_torch(reduction, mine.dtype)
     dist.reduce_scatter(
@@ -196,6 +201,7 @@ def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
 
 
 def _meter(group: Group, sent: Tensor, received: Tensor) -> None:
+    """One message each way; an empty one does not leave."""
     if sent.numel():
         group.meter.sent(sent.nbytes)
     group.meter.received(received.nbytes)

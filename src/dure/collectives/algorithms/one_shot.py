@@ -1,5 +1,4 @@
-"""One-shot all-reduce: everybody sends chunk j directly to rank j, which adds and sends the result
-to everybody.
+"""One-shot all-reduce: everybody sends chunk j directly to rank j, which adds and sends it back.
 
 The tensor of n elements is cut into N chunks. In the reduce-scatter every rank sends its chunk j to
 rank j, for all j at once, and rank r adds the N parts of chunk r in order of rank; in the
@@ -37,8 +36,7 @@ def others(group: Group) -> list[int]:
 def reduce_scatter(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> None:
-    """Reduces the ranks' `chunks` so that this rank's chunk r is complete, in `into` or else in
-    place.
+    """Reduces the ranks' `chunks` so that this rank's chunk r is complete, in `into` or in place.
 
     There may be fewer chunks than ranks: then the last ranks get none.
     """
@@ -48,8 +46,11 @@ def reduce_scatter(
         group.transfer(sends, [])
         return
     mine = chunks[group.rank]
+    # Room for the parts of all others; this rank's own one stays where it is, at its place in the
+    # order of ranks.
     parts = list(torch.empty(group.size - 1, mine.numel(), dtype=mine.dtype, device=mine.device))
     parts.insert(group.rank, mine)
+    # The rank before this one sends to this one first, hence the other way round.
     group.transfer(sends, [(parts[rank], rank) for rank in reversed(ranks)])
     reduction.fold(parts, group.rank, mine if into is None else into)
 

@@ -26,8 +26,10 @@ from dure.collectives.operation import SUM, Reduction
 
 
 def chunks_of(flat: Tensor, size: int) -> list[Tensor]:
-    """N views of a flat tensor; the first n mod N hold one element more; some are empty if n <
-    N."""
+    """N views of a flat tensor; the first n mod N hold one element more.
+
+    Some are empty if n < N.
+    """
     return list(flat.tensor_split(size))
 
 
@@ -45,6 +47,7 @@ def reduce_scatter(
     if size == 1:
         reduction.fold(chunks, 0, into)
         return whole
+    # Two buffers in turn: what arrived in the step before leaves while the next part arrives.
     longest = max(chunks, key=Tensor.numel)
     buffers = [torch.empty_like(longest) for _ in range(min(2, size - 1))]
     leaving = chunks[group.rank]
@@ -52,6 +55,7 @@ def reduce_scatter(
         own = chunks[(group.rank - step - 1) % size]
         part = buffers[step % 2][: own.numel()]
         group.exchange(leaving, whole, part, (group.rank - 1) % size)
+        # The sum so far comes first, the own chunk second: the order of the ring.
         reduction.combine(part, own, into if step == size - 2 else part)
         leaving = part
     reduction.finish(into)
@@ -76,8 +80,10 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends: two passes over all chunks, but for r+1 in the first and r+2 in
-    the second."""
+    """Elements that `rank` sends in two passes.
+
+    All chunks but r+1 in the first, and all but r+2 in the second.
+    """
     lengths = lengths_of(n, size)
     return 2 * n - lengths[(rank + 1) % size] - lengths[(rank + 2) % size] if size > 1 else 0
 

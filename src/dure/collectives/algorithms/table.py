@@ -1,5 +1,7 @@
-"""The all-reduces that dure brings along. One more is a file, which declares an `ALL_REDUCE`, and a
-line here."""
+"""The all-reduces that dure brings along.
+
+One more is a file, which declares an `ALL_REDUCE`, and a line here.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ _FILES = (
     "dure.collectives.algorithms.native",
 )
 
+# By name and not by an import of each, so that the list is the only place that knows them.
 _DECLARED: tuple[AllReduce, ...] = tuple(import_module(file).ALL_REDUCE for file in _FILES)
 
 ALL_REDUCES: dict[str, AllReduce] = {declared.name: declared for declared in _DECLARED}

@@ -25,6 +25,7 @@ from dure.collectives.operation import SUM, Reduction
 
 def children(size: int, rank: int, root: int = 0) -> list[int]:
     """The ranks whose parent is `rank`, nearest first."""
+    # Up to the lowest one bit of the position: beyond it, v + 2^k has another parent.
     position = (rank - root) % size
     found = []
     distance = 1
@@ -41,9 +42,12 @@ def parent(size: int, rank: int, root: int = 0) -> int:
 
 
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
-    """The reduction over all ranks, in place on `root`; the other ranks with children are left with
-    a part of it."""
+    """The reduction over all ranks, in place on `root`.
+
+    The other ranks with children are left with a part of it.
+    """
     below = children(group.size, group.rank, root)
+    # Leaves receive nothing, and need no room for it.
     incoming = torch.empty_like(flat) if below else flat
     for child in below:
         group.receive(incoming, child)
@@ -58,6 +62,7 @@ def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
     """The root's tensor into every rank's, in place."""
     if group.rank != root:
         group.receive(flat, parent(group.size, group.rank, root))
+    # Farthest first: the child with most below it has the longest way to go.
     group.transfer(
         [(flat, child) for child in reversed(children(group.size, group.rank, root))], []
     )

@@ -62,8 +62,10 @@ class Bucket:
         return torch.zeros(self.n, dtype=self.work, device=self.device)
 
     def vector(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All elements, in the work dtype: the tensors' own memory if it is one piece of that
-        dtype, or else a copy."""
+        """All elements, of shape (n,), in the work dtype.
+
+        The tensors' own memory if it is one piece of that dtype, else a copy.
+        """
         whole = one_piece(tensors) if self.work == self.dtype else None
         return (
             whole
@@ -72,8 +74,7 @@ class Bucket:
         )
 
     def tensors(self, vector: Tensor) -> list[Tensor]:
-        """The vector as tensors of the bucket's shapes and dtype; views of it, where the dtype is
-        the same."""
+        """The vector as tensors of the bucket's shapes and dtype; views, if that is its dtype."""
         pieces = torch.split(vector, self.lengths)
         return [
             piece.to(self.dtype).view(shape)
@@ -82,6 +83,7 @@ class Bucket:
 
     def give_back(self, vector: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the vector's elements into the tensors, unless they are there already."""
+        # `vector` was the tensors' own memory (`one_piece`).
         if vector.data_ptr() == tensors[0].data_ptr() and vector.dtype == self.dtype:
             return
         whole = one_piece(tensors)
@@ -93,11 +95,14 @@ class Bucket:
 
 
 def one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The vector whose consecutive pieces the tensors are, as the gradients of a flat buffer; None
-    if they are not."""
+    """The vector whose consecutive pieces the tensors are; None if they are not.
+
+    Such are the gradients of a flat buffer.
+    """
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
     offset = first.storage_offset()
+    # Each has to begin where the one before it ends, in the same storage.
     for tensor in tensors:
         if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != offset:
             return None

@@ -37,8 +37,11 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Numbers travel as halves: `bfloat16` (any size, 8 bits) or `float16` (up to 65504, 11
-    bits)."""
+    """Numbers travel as halves.
+
+    dtype: `bfloat16` (any size, 8 bits) or `float16` (up to 65504, 11 bits). Raises ValueError for
+    others.
+    """
 
     name: ClassVar[str] = "cast"
     dtype: str = "bfloat16"
@@ -84,6 +87,8 @@ class CastCompressor:
         if self.message is None:
             self.message = self._memory(group)
         vector = self.bucket.vector(tensors)
+        # float16 ends at 65504: divided first, the sum is as small as the mean. bfloat16 has the
+        # range of float32, and needs none of it.
         divided = self.half == torch.float16
         self.message.copy_(vector.div_(group.size) if divided else vector)
         all_reduce(self.message, group, algorithm)
@@ -91,8 +96,7 @@ class CastCompressor:
         self.bucket.give_back(vector.mul_(group.size) if divided else vector, tensors)
 
     def _memory(self, group: Group) -> Tensor:
-        """Where the halves are, for all calls: shared memory, if the backend reduces there in
-        place."""
+        """Where the halves are, for all calls: shared memory, if the backend reduces there."""
         if self.bucket.device.type == "cpu" and group.backend(self.bucket.device) == "dure":
             return empty_shared(self.bucket.n, dtype=self.half)
         return torch.empty(self.bucket.n, dtype=self.half, device=self.bucket.device)

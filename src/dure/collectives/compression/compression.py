@@ -35,14 +35,16 @@ class Compressor(Protocol):
         group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
-        """Replaces each tensor, in place, by an approximation of its sum over the ranks: the same
-        bits on all ranks.
+        """Replaces each tensor, in place, by an approximation of its sum over the ranks.
 
-        tensors: of the shapes and the dtype that the compressor was made for; all ranks call it
-            together.
+        It has the same bits on all ranks.
+
+        tensors: of the shapes and the dtype that the compressor was made for. All ranks call it
+        together.
+
         algorithm: what carries the bytes. A compression whose ranks' bytes are gathered takes
-        `ring` and `native` as they are, `auto` as `native` on a backend that is made for the
-        device, and for all others sends directly to everybody; the bytes are the same.
+        `ring` and `native` as they are, and `auto` as `native` on a backend that is made for the
+        device. For all others every rank sends directly to everybody; the bytes are the same.
 
         A number that is not finite on any rank arrives as one on all ranks, and error feedback is
         then left as it was. Raises ValueError for other tensors than expected; PeerLostError if a
@@ -50,8 +52,10 @@ class Compressor(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """All that it needs to go on with the same bits: tensors, numbers, and lists of them. They
-        are its own."""
+        """All that it needs to go on with the same bits: tensors, numbers, and lists of them.
+
+        They are copies.
+        """
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`. Raises ValueError if it is another bucket's."""
@@ -59,8 +63,7 @@ class Compressor(Protocol):
 
 @dataclass(frozen=True)
 class Compression:
-    """What all compressions have in common: a name, a text form, compressors and, for most, a
-    codec."""
+    """What all compressions have in common: a name, a text form, compressors, mostly a codec."""
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = True
@@ -93,8 +96,9 @@ class Compression:
         algorithm: Algorithm = "one_shot",
         call: int | None = None,
     ) -> int:
-        """Bytes that `rank` of `size` sends in an `all_reduce`; gathered payloads: N-1 times their
-        length.
+        """Bytes that `rank` of `size` sends in an `all_reduce`.
+
+        For gathered payloads that is N-1 times their length.
 
         call: the number of the call, from 0, for those whose first calls differ (`PowerSGD`); None:
         a later one.
@@ -102,18 +106,18 @@ class Compression:
         return (size - 1) * self.codec(Bucket(like)).nbytes
 
     def payload_bytes(self, like: Sequence[Tensor]) -> int:
-        """Length of what `encode` makes of tensors of these shapes. Raises ValueError where there
-        is no codec."""
+        """Length of what `encode` makes of tensors of these shapes.
+
+        Raises ValueError where there is no codec.
+        """
         return self.codec(Bucket(like)).nbytes
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor], seed: int = 0, *position: int) -> Tensor:
-        """The tensors as bytes: uint8 of shape (payload_bytes(tensors),), for a message to somebody
-        else.
+        """The tensors as bytes, for a message: uint8 of shape (payload_bytes(tensors),).
 
         seed, position: what the random numbers of `QSGD` are a function of; give the round and the
-            client. Nothing is
-        remembered: for error feedback there is `ErrorFeedback`.
+        client. Nothing is remembered: for error feedback there is `ErrorFeedback`.
         """
         codec = self.codec(Bucket(tensors))
         payload = torch.empty(codec.nbytes, dtype=torch.uint8, device=codec.bucket.device)
@@ -135,6 +139,7 @@ class Compression:
                 f"and shapes"
             )
         codec.check(payload)
+        # Codecs only add, as in a sum over ranks: to decode is to add to zeros.
         vector = codec.bucket.zeros()
         codec.add(payload, vector, 1)
         return codec.bucket.tensors(vector)

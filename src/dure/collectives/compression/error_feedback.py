@@ -27,6 +27,7 @@ class ErrorFeedback:
         self, n: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> None:
         self.error = torch.zeros(n, dtype=dtype, device=device)
+        # Two vectors in turn: p is formed in the one, while the other still has the old error.
         self._corrected = torch.empty_like(self.error)
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
-"""The sum of compressed parts: every rank encodes its part, all parts are all-gathered, and each
-rank decodes and adds them in order of rank.
+"""The sum of compressed parts: they are all-gathered, and every rank decodes and adds them.
+
+Every rank encodes its part; the parts are added in order of rank.
 
 Parts that are not linear (signs, levels, indices) cannot be added on the way, so a rank sends its
 payload of L bytes to all N-1 others: (N-1)·L bytes in N-1 messages. The sum of N parts is not
@@ -23,16 +24,20 @@ from dure.collectives.group import Group
 
 
 class Codec(Protocol):
-    """Bytes of a bucket's vector, and back. The vector has shape (n,) and the bucket's `work`
-    dtype."""
+    """Bytes of a bucket's vector, and back.
+
+    The vector has shape (n,) and the bucket's `work` dtype.
+    """
 
     bucket: Bucket
     nbytes: int
     """Length of a payload: the same for every content."""
 
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
-        """Fills `payload`, uint8 of shape (nbytes,). seed, position: what random numbers are a
-        function of."""
+        """Fills `payload`, uint8 of shape (nbytes,).
+
+        seed, position: what random numbers are a function of.
+        """
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         """into += sign · (what the payload decodes to); sign is 1 or -1."""
@@ -85,12 +90,16 @@ class GatheredCompressor:
         group = Group.of(group)
         vector = bucket.vector(tensors)
         corrected = vector if self.feedback is None else self.feedback.corrected(vector)
+        # (call, rank): no two payloads of a run are rounded by the same random numbers.
         codec.encode(corrected, self.payload, self.seed, (self.calls, group.rank))
         payloads = all_gather(self.payload, group, carrier(algorithm, group, self.payload))
         self.calls += 1
+        # All payloads, so that all ranks decide alike; what was sent is this rank's own one,
+        # decoded.
         if self.feedback is not None and all(map(codec.is_finite, payloads)):
             codec.add(self.payload, corrected, -1)
             self.feedback.keep()
+        # In order of rank, and from zero on every rank: the same bits everywhere.
         vector.zero_()
         for payload in payloads:
             codec.add(payload, vector, 1)
@@ -104,6 +113,7 @@ class GatheredCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`. Raises ValueError if it is another bucket's."""
         if self.feedback is not None:
             error = state.get("error")
             if error is None or error.shape != self.feedback.error.shape:

@@ -47,8 +47,10 @@ class NoCompression(Compression):
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
-    """Elements that a rank sends in an all-reduce. Raises ValueError for `auto`, which may be any
-    of the others."""
+    """Elements that a rank sends in an all-reduce.
+
+    Raises ValueError for `auto`, which may be any of the others.
+    """
     if algorithm not in ALL_REDUCES:
         raise ValueError(
             f"what {algorithm!r} sends depends on its choice; name one of {', '.join(ALL_REDUCES)}"
@@ -69,6 +71,7 @@ class PlainCodec:
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         given = numbers(payload, self.dtype)
+        # In blocks, so that a piece is converted and added while it is in the cache.
         for _, part in in_blocks(1, len(into), into.device):
             into[part].add_(given[part].to(into.dtype), alpha=sign)
 

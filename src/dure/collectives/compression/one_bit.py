@@ -1,5 +1,4 @@
-"""1-bit SGD: of each number the sign travels, and of each column the means of its positive and its
-negative ones.
+"""1-bit SGD: signs travel, and of each column the means of its positive and its negative numbers.
 
     p = g + e                                  error feedback
     sent_ij = mean of the p_ij ≥ 0 in column j, where p_ij ≥ 0;  mean of the others, elsewhere
@@ -58,8 +57,7 @@ def columns_of(shape: torch.Size) -> tuple[int, int]:
 
 
 class OneBitCodec:
-    """Payload: the means of what is at least 0, one a column; those of the others; then each
-    column's signs."""
+    """Payload: each column's mean of what is at least 0; then of the others; then its signs."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -69,6 +67,7 @@ class OneBitCodec:
         self.nbytes = self.split + sign_bytes(self.columns)
 
     def _means(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """The means in a payload, as views: those of what is at least 0, those of the others."""
         upper, lower = numbers(payload[: self.split], self.bucket.work).view(2, self.count)
         return upper, lower
 
@@ -83,13 +82,17 @@ class OneBitCodec:
             signs.copy_(bits)
             above[which] += counts
             below[which] += matrix.shape[1] - counts
+            # NaN stays NaN in `clamp`, so a column that is not finite has a mean that is not.
             upper[which] += matrix.clamp(min=0).sum(1)
             lower[which] += matrix.clamp(max=0).sum(1)
+        # Where no number has a sign its sum is 0, and so is its mean.
         upper.div_(above.clamp_(min=1))
         lower.div_(below.clamp_(min=1))
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         upper, lower = self._means(payload)
+        # One where the number is at least 0: it chooses the upper mean, and its complement the
+        # lower.
         table = bits_table(0.0, 1.0, into.dtype, into.device)
         for which, matrix, signs in in_columns(self.columns, into, payload[self.split :]):
             ones = unpack_signs(signs, matrix.shape[1], table)

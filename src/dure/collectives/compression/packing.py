@@ -27,11 +27,14 @@ _GATHER_BITS = 0x0102040810204080  # brings the lowest bits of a word's bytes in
 
 
 def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns; on a
-    GPU, in one piece."""
+    """A matrix in pieces of about `BLOCK` elements, each begun at a multiple of 8 columns.
+
+    On a GPU it is one piece.
+    """
     block = BLOCK if device.type == "cpu" else max(rows * length, 1)
     height = max(1, block // max(length, 1))
     width = min(length, block)
+    # Whole rows where they are short, pieces of one row where they are long.
     for top in range(0, rows, height):
         for left in range(0, length, max(width, 1)):
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, length))
@@ -40,8 +43,7 @@ def in_blocks(rows: int, length: int, device: torch.device) -> Iterator[tuple[sl
 def in_columns(
     columns: Sequence[tuple[int, int]], vector: Tensor, signs: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A vector of n numbers that stands for columns, and their signs, each column's in whole bytes;
-    in pieces.
+    """A vector that stands for columns, and their signs, each column's in whole bytes; in pieces.
 
     columns: (how many, length of each), as they lie one after another in the vector. Yields which
     columns, their numbers (columns, length) and their signs (columns, ⌈length/8⌉), both as views.
@@ -73,8 +75,10 @@ def numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉); and how many of a
-    row, int64 (rows,)."""
+    """Which numbers of a matrix (rows, L) are at least 0: uint8 (rows, ⌈L/8⌉).
+
+    And how many of each row are: int64 (rows,).
+    """
     if matrix.device.type == "cpu":
         at_least_0 = np.greater_equal(matrix.numpy(), 0)
         counts = np.count_nonzero(at_least_0, axis=1)
@@ -86,6 +90,8 @@ def pack_signs(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack_signs_in_torch(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """`pack_signs` where numpy is not, on a GPU."""
+    # Eight bools are the bytes of one word of 64 bits; a multiplication shifts each to a bit of its
+    # own in the highest byte, without a carry between them.
     signs = matrix >= 0
     padded = pad(signs.view(torch.uint8), (0, -matrix.shape[1] % 8)).contiguous()
     return (padded.view(torch.int64) * _GATHER_BITS >> 56).to(torch.uint8), signs.sum(1)
@@ -116,6 +122,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     out: uint8 (packed_bytes(n, bits),).
     """
     if bits > 8:
+        # The low bytes as they are, then the rest packed: the split falls on a whole byte.
         low = len(codes)
         out[:low].copy_(codes & 255)
         pack((codes >> 8).to(torch.uint8), bits - 8, out[low:])
@@ -139,9 +146,12 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _pack_by_numpy(codes: Array, bits: int, out: Array) -> None:
+    """`pack` on a CPU; up to 7 bits."""
     count = -(-len(codes) // 8)
     if len(codes) % 8:
         codes = np.concatenate([codes, np.zeros(-len(codes) % 8, np.uint8)])
+    # 8 codes are the bytes of a word. Each round joins neighbours in pairs, until all lie side by
+    # side at the low end of the word.
     words = codes.view(np.int64)
     for lane in (16, 32, 64):
         words = _closer(words, bits, lane)
@@ -153,11 +163,14 @@ def _pack_by_numpy(codes: Array, bits: int, out: Array) -> None:
 
 
 def _unpack_by_numpy(packed: Array, bits: int, n: int) -> Array:
+    """`unpack` on a CPU; up to 7 bits."""
     count = -(-n // 8)
     if len(packed) < count * bits:
         packed = np.concatenate([packed, np.zeros(count * bits - len(packed), np.uint8)])
     words = np.zeros(0, np.int64)
     for lane in (64, 32, 16):
+        # `_pack_by_numpy` backwards, begun at the lane whose numbers fill one byte, if there is
+        # one.
         if bits * lane == 64:
             words = packed.astype(f"u{lane // 8}").view(np.int64)
         elif lane == 64:
@@ -187,12 +200,12 @@ def unpack_in_torch(packed: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _closer(words: Words, bits: int, lane: int) -> Words:
-    """In every lane of so many bits, what the upper half holds is brought down onto what the lower
-    half holds.
+    """In every lane of so many bits, brings the upper half's numbers down onto the lower half's.
 
     Before, half a lane of 8, 16 or 32 bits holds 1, 2 or 4 numbers.
     """
     half = lane // 2
+    # In place where it can be: a new array costs more than the arithmetic.
     upper = words & _mask(half, lane, half)
     upper >>= half - bits * lane // 16
     upper |= words & _mask(half, lane, 0)
@@ -213,4 +226,5 @@ def _apart(words: Words, bits: int, lane: int) -> Words:
 def _mask(bits: int, lane: int, shift: int) -> int:
     """The `bits` bits above `shift` in every lane of a word, as a signed number of 64 bits."""
     mask = sum(((1 << bits) - 1) << (start + shift) for start in range(0, 64, lane)) & (2**64 - 1)
+    # torch and numpy have the words as signed numbers, and refuse larger ones.
     return mask - 2**64 if mask >> 63 else mask

@@ -1,5 +1,6 @@
-"""PowerSGD: a gradient is sent as a matrix of low rank, by one step of a power iteration that all
-ranks make together.
+"""PowerSGD: a gradient travels as a matrix of low rank, found by one step of a power iteration.
+
+All ranks make that step together.
 
 For each weight, as a matrix M_w (n, m) of n = its first dimension on rank w, with the same Q (m, r)
 on all ranks:
@@ -95,8 +96,7 @@ class PowerSGD(Compression):
 
 
 class Matrix(NamedTuple):
-    """A tensor that is compressed: which one, where it begins in the vector, rows, columns,
-    rank."""
+    """A tensor that is compressed: which one, its start in the vector, rows, columns, rank."""
 
     tensor: int
     start: int
@@ -119,6 +119,7 @@ def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Ma
             n = shape[0]
             m = length // shape[0]
             r = min(settings.rank, n, m)
+            # Two factors have r·(n + m) elements, the matrix n·m.
             if r * (n + m) * settings.min_compression < n * m:
                 matrices.append(Matrix(number, start, n, m, r))
         start += length
@@ -141,8 +142,11 @@ def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows, as many, whose span contains that of the factor's (r, n), r ≤ n, whatever
-    its rank is."""
+    """Orthonormal rows, as many, whose span contains that of the factor's.
+
+    factor: (r, n), r ≤ n, of whatever rank.
+    """
+    # QR by Householder reflections: Q is orthonormal even where columns depend on each other.
     rows: Tensor = torch.linalg.qr(factor.t()).Q.t().contiguous()
     return rows
 
@@ -170,6 +174,7 @@ class PowerSGDCompressor:
         self.calls = 0
         self.factors: list[Tensor] = []
         for matrix in self.matrices:
+            # On the CPU, and then moved: the same numbers whatever the device.
             random = generator(seed, "power-sgd", matrix.tensor)
             factor = torch.randn(matrix.r, matrix.m, generator=random, dtype=bucket.work)
             self.factors.append(factor.to(bucket.device))
@@ -193,6 +198,8 @@ class PowerSGDCompressor:
 
     def _all_reduce_factors(self, vector: Tensor, group: Group, algorithm: Algorithm) -> None:
         """Replaces the vector by the approximation of its sum."""
+        # The first message: the factors P, and after them all that is not compressed. `lefts`,
+        # `rest` and `rights` are views of the messages, so an all-reduce fills them.
         corrected = self.feedback.corrected(vector)
         first, second = map(vector.new_empty, message_lengths(self.bucket, self.matrices))
         lefts = factors_in(first, [(matrix.r, matrix.n) for matrix in self.matrices])
@@ -204,21 +211,26 @@ class PowerSGDCompressor:
 
         for matrix, factor, left in zip(self.matrices, self.factors, lefts, strict=True):
             torch.mm(orthonormal(factor), matrix.of(corrected).t(), out=left)
+        # What is not compressed leaves no error behind, so nothing has to be added to it.
         for part, piece in zip(self.rest, rest, strict=True):
             piece.copy_(vector[part])
         all_reduce(first, group, algorithm)
 
+        # Of the summed P, which all ranks have with the same bits.
         bases = list(map(orthonormal, lefts))
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
             torch.mm(basis, matrix.of(corrected), out=right)
         all_reduce(second, group, algorithm)
 
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
+            # The sum goes where the gradient was; its N-th part is what this rank has sent, and
+            # what is left of `corrected` is the error.
             torch.mm(basis.t(), right, out=matrix.of(vector))
             matrix.of(corrected).sub_(matrix.of(vector), alpha=1 / group.size)
         for part, piece in zip(self.rest, rest, strict=True):
             vector[part].copy_(piece)
             corrected[part].zero_()
+        # The same on all ranks: one overflow must not spoil the factors and errors of later calls.
         if bool(second.isfinite().all()):
             self.factors = [right.clone() for right in rights]
             self.feedback.keep()
@@ -232,6 +244,7 @@ class PowerSGDCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`. Raises ValueError if its shapes are others."""
         error = state.get("error")
         factors = state.get("factors", [])
         known = [factor.shape for factor in self.factors]

@@ -1,5 +1,6 @@
-"""QSGD: numbers are rounded at random to one of 2s+1 levels, so that the mean of what arrives is
-what was sent.
+"""QSGD: numbers are rounded at random to one of 2s+1 levels, without bias.
+
+The mean of what arrives is what was sent.
 
 For a bucket v of numbers, with a random choice of its own for each number:
 
@@ -38,8 +39,7 @@ from dure.randomness.seeds import derive
 
 @dataclass(frozen=True)
 class QSGD(Compression):
-    """Random rounding to `levels` on each side of 0, relative to the norm of every `bucket`
-    numbers.
+    """Random rounding to `levels` on each side of 0, relative to the norm of each `bucket`.
 
     levels: 1 are 2 bits a number, 7 are 4 bits, 127 are 8 bits; at most 32767. bucket: a multiple
     of 8; short ones are more exact. Raises ValueError for others.
@@ -74,13 +74,14 @@ class QSGDCodec:
         self.length = settings.bucket
         self.code = torch.uint8 if self.bits <= 8 else torch.int32
         self.split = -(-bucket.n // self.length) * bucket.work.itemsize
+        # Pieces of whole buckets that stay in the cache; on a GPU, one piece. Buckets are multiples
+        # of 8 numbers, so that a piece begins at a whole byte.
         on_cpu = bucket.device.type == "cpu"
         self.step = max(BLOCK // self.length, 1) * self.length if on_cpu else max(bucket.n, 1)
         self.nbytes = self.split + packed_bytes(bucket.n, self.bits)
 
     def _blocks(self) -> Iterator[tuple[int, int, slice]]:
-        """Where pieces begin and end, of whole buckets but for the last one; and which buckets they
-        are."""
+        """Where pieces begin and end, and which buckets they are: whole ones, but for the last."""
         for start in range(0, self.bucket.n, self.step):
             end = min(start + self.step, self.bucket.n)
             yield start, end, slice(start // self.length, -(-end // self.length))
@@ -99,17 +100,23 @@ class QSGDCodec:
         norms[: whole // self.length] = norms_of(vector[:whole].view(-1, self.length))
         if whole < len(vector):
             norms[-1:] = norms_of(vector[None, whole:])
+        # A bucket of zeros would be divided by 0: any unit but 0 gives zeros. NaN fails the
+        # comparison too, and makes levels that do not matter, since its norm is NaN on arrival.
         units = torch.where(norms > 0, norms, 1) / self.levels
         for start, end, buckets in self._blocks():
             rows = self._rows(vector[start:end])
             exact = torch.div(rows, units[buckets, None], out=scratch[: len(rows)]).view(-1)[
                 : end - start
             ]
+            # x + u, with u in [0, 1), rounds down to the upper level with probability x - ⌊x⌋. The
+            # 1 that the noise has too many is taken off again together with the shift to levels
+            # from 0.
             exact.add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
             codes = exact.to(torch.int32).clamp_(0, 2 * self.levels).to(self.code)
             pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
 
     def _codes(self, payload: Tensor, start: int, end: int) -> Tensor:
+        """The levels plus s of the numbers from `start` to `end`."""
         levels = payload[self.split :]
         return unpack(
             levels[start * self.bits // 8 : packed_bytes(end, self.bits)], self.bits, end - start
@@ -137,6 +144,8 @@ class QSGDCodec:
 def norms_of(rows: Tensor) -> Tensor:
     """The 2-norm of each row; NaN where it is not finite. Squares neither overflow nor vanish."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    # Between these bounds no square that counts has overflowed or vanished. Other rows are divided
+    # by their largest number first.
     safe = torch.finfo(rows.dtype).tiny ** 0.25
     unsafe = ~((norms > safe) & (norms < 1 / safe))
     if bool(unsafe.any()):
@@ -149,12 +158,15 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 class Noise:
-    """Random numbers, uniform in [1, 2), that depend on the seed alone: the bits of the mantissa
-    are drawn."""
+    """Random numbers, uniform in [1, 2), that depend on the seed alone.
+
+    The bits of the mantissa are drawn.
+    """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        # A random mantissa under the exponent of 1 is uniform in [1, 2), without a division.
         mantissa, one = (23, 0x3F800000) if dtype == torch.float32 else (52, 0x3FF0000000000000)
         self.mask = (1 << mantissa) - 1
         self.one = one

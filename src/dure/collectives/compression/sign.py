@@ -1,5 +1,4 @@
-"""Signs with error feedback: of each number only the sign travels, and of each tensor the mean
-magnitude.
+"""Signs with error feedback: only signs travel, and of each tensor the mean magnitude.
 
     p = g + e;  sent = ‖p‖₁/d · sgn(p) for a tensor of d numbers, sgn(0) = 1;  e = p - sent
 
@@ -63,6 +62,7 @@ class SignCodec:
         for which, piece, signs in in_columns(self.columns, vector, payload[self.split :]):
             signs.copy_(pack_signs(piece)[0])
             scales[which] += piece.abs().sum(1)
+        # A tensor without elements has the scale 0, not 0/0.
         scales.div_(torch.tensor(self.bucket.lengths, device=scales.device).clamp_(min=1))
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:

@@ -1,5 +1,4 @@
-"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept for
-later.
+"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept.
 
     p = g + e                     error feedback
     sent = the k largest |p|      e = p - sent, which is 0 at the places that were sent
@@ -42,8 +41,10 @@ whole."""
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The `ratio` of the numbers that is largest, with error feedback. Raises ValueError unless it
-    is in (0, 1]."""
+    """The `ratio` of the numbers that is largest, with error feedback.
+
+    Raises ValueError unless `ratio` is in (0, 1].
+    """
 
     name: ClassVar[str] = "top-k"
     remembers: ClassVar[bool] = True
@@ -58,8 +59,7 @@ class TopK(Compression):
 
 
 class TopKCodec:
-    """Payload: the k numbers in the work dtype, in the order of their places; then the places,
-    int32, ascending."""
+    """Payload: the k numbers in the work dtype, by place; then the places, int32, ascending."""
 
     def __init__(self, bucket: Bucket, ratio: float) -> None:
         if bucket.n >= 2**31:
@@ -80,6 +80,7 @@ class TopKCodec:
 
     def _largest(self, vector: Tensor) -> Tensor:
         """The places of the k largest numbers, ascending, int64."""
+        # All of them: nothing to search.
         if self.k == self.bucket.n:
             return torch.arange(self.k, device=vector.device)
         if vector.device.type != "cpu":
@@ -89,8 +90,12 @@ class TopKCodec:
         return torch.from_numpy(places[first_largest(magnitudes[places], self.k)])
 
     def _bits(self, vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers without their signs as whole numbers, which have the same order, infinity and
-        NaN at the end."""
+        """The numbers' magnitudes as whole numbers, of the same order.
+
+        Infinity and NaN come at the end.
+        """
+        # Without its sign bit an IEEE number is ordered as the whole number of the same bits. The
+        # array is kept from call to call: a new one would be faulted in page by page.
         whole = np.dtype(f"i{vector.itemsize}")
         if len(self._magnitudes) != len(vector):
             self._magnitudes = np.empty(len(vector), dtype=whole)
@@ -98,22 +103,26 @@ class TopKCodec:
         return self._magnitudes
 
     def _candidates(self, magnitudes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Ascending places that hold the k largest and few others: those above a guess, or else
-        all."""
+        """Ascending places that hold the k largest and few others.
+
+        Those are the ones above a guess, or else all.
+        """
         n = len(magnitudes)
         k = self.k
         if n >= 8 * SAMPLE and 4 * k <= n:
+            # The seed is n alone: which numbers are looked at changes the time, never the result.
             sample = magnitudes[np.random.Generator(np.random.PCG64(n)).integers(0, n, SAMPLE)]
             expected = k / n * SAMPLE
-            rank = (
-                SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)
-            )  # four deviations on the safe side
+            # About `expected` numbers of the sample are among the k largest, give or take its root;
+            # four deviations on the safe side, the guess is hardly ever too high.
+            rank = SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)
             places = np.flatnonzero(magnitudes >= np.partition(sample, rank)[rank])
             if len(places) >= k:
                 return places
         return np.arange(n)
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
+        # Places are different ones, so the order of additions does not matter for the bits.
         values, places = self._parts(payload)
         into.index_add_(0, places, values, alpha=sign)
 
@@ -126,6 +135,7 @@ class TopKCodec:
         return bool(self._parts(payload)[0].isfinite().all())
 
     def check(self, payload: Tensor) -> None:
+        # Ascending places are different ones, so first and last tell the range of all.
         places = self._parts(payload)[1]
         if self.k and (
             int(places[0]) < 0
@@ -137,6 +147,7 @@ class TopKCodec:
 
 def first_largest(magnitudes: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
     """Which numbers are the k largest, the first ones where they are equal: bool."""
+    # All above the k-th largest, and of those equal to it as many as are missing, from the front.
     least = np.partition(magnitudes, len(magnitudes) - k)[len(magnitudes) - k]
     chosen: np.ndarray[Any, Any] = magnitudes > least
     equal = np.flatnonzero(magnitudes == least)

@@ -1,5 +1,4 @@
-"""Collectives at the speed of memory: the torch.distributed backend `dure` for the ranks of one
-host.
+"""Collectives at the speed of memory: torch.distributed's backend `dure` for ranks of one host.
 
     import dure
     torch.distributed.init_process_group("dure")

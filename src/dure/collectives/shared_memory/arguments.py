@@ -1,5 +1,4 @@
-"""Tensors as the backend's calls take them: what is refused with ValueError or TypeError, and parts
-laid end to end."""
+"""Tensors as the backend's calls take them: what is refused, and parts laid end to end."""
 
 from __future__ import annotations
 
@@ -15,12 +14,14 @@ from dure.collectives.shared_memory.calls import AVG, SUM, check_reducible, chec
 
 
 def single(values: list[Any]) -> Any:
+    """The one value of a list. torch's calls have lists for processes with several devices."""
     if len(values) != 1:
         raise ValueError(f"a rank has one device here and so gives one tensor, not {len(values)}")
     return values[0]
 
 
 def check_like(tensor: Tensor, other: Tensor) -> None:
+    """Raises ValueError unless the tensor can be carried, and has the other's dtype."""
     check_tensor(tensor)
     if tensor.dtype != other.dtype:
         raise ValueError(
@@ -29,7 +30,9 @@ def check_like(tensor: Tensor, other: Tensor) -> None:
 
 
 def reducible(tensor: Tensor, op: int) -> Tensor:
+    """The tensor as it is reduced. Raises ValueError if the operation makes no sense for it."""
     check_tensor(tensor)
+    # The sum of complex numbers is that of their parts; a product, or an order, is not.
     if tensor.is_complex() and op in (SUM, AVG):
         tensor = torch.view_as_real(tensor)
     check_reducible(tensor.dtype, op)
@@ -38,6 +41,7 @@ def reducible(tensor: Tensor, op: int) -> Tensor:
 
 def unequal(sizes: Sequence[int]) -> int:
     """A hash of sizes that are not all the same, which all ranks must agree on; else 0."""
+    # crc32 because Python's own hash differs between processes; 1 more, so that it is never 0.
     return 1 + zlib.crc32(repr(tuple(sizes)).encode()) if len(set(sizes)) > 1 else 0
 
 
@@ -63,14 +67,14 @@ def offers(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
+    """Parts along the first dimension: of these lengths, or `size` of them if there are none."""
     if splits:
         return list(torch.split(tensor, splits))
     return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size
 
 
 def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
-    """Raises ValueError unless `output` is one of as many equal parts of `source` as there are
-    ranks."""
+    """Raises ValueError unless `source` is as long as one `output` for each rank."""
     _check_dtypes("reduce_scatter", output, source)
     if source.numel() != output.numel() * ranks:
         raise ValueError(

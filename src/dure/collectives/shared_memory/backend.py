@@ -95,7 +95,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._rank = rank
         self._size = size
         self._store = store
-        self._process = os.getpid()
+        self._process = os.getpid()  # a forked child must not end its parent's group
         self._group_name = ""
         self._description = ""
         # Keys of an earlier group of the same ranks may still stand in the store.
@@ -115,9 +115,10 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._ranks: Collectives = self._across or self._host
         self._moves = Moves(self._ranks, rank, size)
         self._line = Line(f"dure group of {size}", self._host.failed)
+        # In place of the method, on this object: callers get the short way without a further call.
         if self._across is None:
             self.all_reduce = self._host.direct(self._line, self.all_reduce)
-        self._mailbox = Mailbox(self._host, NUMBER_OF)
+        self._mailbox = Mailbox(self._host, NUMBER_OF)  # which goes on while a collective waits
         self._here = next(host for host in self.hosts if rank in host)
         self.begun = BegunCalls(
             host=self._host,
@@ -151,6 +152,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def name(self) -> str:
         return "dure"
 
+    # torch asks by several names, those of C++ and those of Python.
     getRank = rank  # noqa: N815
     getSize = size  # noqa: N815
     getBackendName = name  # noqa: N815
@@ -191,6 +193,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._line.now(lambda: self._moves.all_reduce(tensor, op))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        # The common case, one tensor and a caller that waits, goes the short way.
         if len(tensors) == 1 and not getattr(opts, "asyncOp", True):
             self.all_reduce(tensors[0], operation_of(opts.reduceOp))
             return FINISHED  # type: ignore[return-value]
@@ -215,6 +218,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def _checked_blocks(
         self, output: Tensor, blocks: Sequence[Tensor], op: int
     ) -> tuple[Tensor, list[Tensor]]:
+        """The output and the blocks as they are reduced. Raises ValueError if they do not fit."""
         output = reducible(output, op)
         blocks = [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
@@ -249,6 +253,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
+        # All pairs are checked before the first call begins: a rank that fails in the middle would
+        # end the group.
         for output, source in zip(outputs, inputs, strict=True):
             check_scattered(output, source, self._size)
         pairs = [
@@ -282,6 +288,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         return self._issue(run, opts, tensors)
 
     def _check_gathered(self, outputs: Sequence[Tensor], source: Tensor) -> None:
+        """Raises ValueError unless there is an output for each rank, and this one's fits."""
         for tensor in (source, *outputs):
             check_tensor(tensor)
         if len(outputs) != self._size:
@@ -333,6 +340,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
+                # A strided output is filled through a contiguous one; `chunk` of nothing is one
+                # chunk.
                 dense = dense_like(output)
                 blocks = (
                     dense.view(-1).chunk(self._size) if dense.numel() else [source] * self._size
@@ -439,6 +448,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         """
 
         def run() -> None:
+            # In the group's turn, so that no other collective sees the changed time-out.
             before = self._host.timeout
             self._host.timeout = timeout.total_seconds() if timeout is not None else before
             try:
@@ -478,7 +488,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Tensor]) -> Work:
         """Runs a call at once where the caller waits for it anyway; else in line."""
-        # Options of torch, which not all have the field
+        # Not all of torch's options have this field; where it is missing, a handle is always right.
         if not getattr(opts, "asyncOp", True):
             self._line.now(run)
             return FINISHED  # type: ignore[return-value]
@@ -491,16 +501,22 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         return self._line.later(lambda: None, [])
 
     def abort(self) -> None:
-        """Ends the group for all ranks at once; what is under way raises PeerLostError
-        everywhere."""
+        """Ends the group for all ranks at once.
+
+        What is under way raises PeerLostError everywhere.
+        """
         if not self._closed:
             self._host.end("aborted the group")
 
     def shutdown(self, timeout: timedelta | None = None) -> None:
-        """Leaves the group: destroy_process_group calls it. Calls in line end first, or the group
-        is aborted."""
+        """Leaves the group: destroy_process_group calls it.
+
+        Calls in line end first. If they do not within `timeout`, the group is aborted.
+        """
         if self._closed or os.getpid() != self._process:
             return
+        # The order: no new calls; calls in line end; peers are told; and only then is memory given
+        # back that a call, here or at a peer, might use.
         self._closed = True
         seconds = timeout.total_seconds() if timeout is not None else self._host.timeout
         ended = self._line.close(seconds)
@@ -511,6 +527,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         if self._across is not None:
             self._across.close()
         leaving.keep(self.begun.close())
+        # Before memory goes: what somebody has kept of this group raises from now on.
         for name in _OF_RANKS:
             setattr(self._ranks, name, _destroyed)
         self.all_reduce = self.transport.sum = _destroyed

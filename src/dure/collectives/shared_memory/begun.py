@@ -1,4 +1,6 @@
-"""Calls that are begun, and ended later: what all ranks know that all begin, as by a plan.
+"""Calls that are begun now and ended later, where all ranks know that all of them begin them.
+
+They know it as by a plan, such as the order of layers in a backward pass.
 
     one host, the C core    split-phase: up to four are under way, nobody waits in between, and
                             ranks read each other's messages where they lie
@@ -34,8 +36,10 @@ from dure.collectives.transport import Begun
 
 
 class BegunCalls:
-    """The begun calls of one rank. across: where the group spans hosts. op: a number of
-    `calls.OPERATIONS`."""
+    """The begun calls of one rank.
+
+    across: where the group spans hosts. op: a number of `calls.OPERATIONS`.
+    """
 
     def __init__(
         self, host: Host, across: Across | None, line: Line, moves: Moves, rank: int, size: int
@@ -48,14 +52,13 @@ class BegunCalls:
         self._size = size
         self._closed = False
         self._lent: deque[tuple[int, Tensor, list[object]]] = deque()
-        """A call's number, what all ranks read, and what the call uses."""
+        """Of each begun call its number, what all ranks read, and what else the call uses."""
         self._starting: list[object] = []
-        """What the call uses that was begun last, even if an interrupt came then."""
+        """What the last begun call uses: kept even if an interrupt comes before `_lend`."""
 
     @property
     def apart(self) -> bool:
-        """Whether every rank has a host of its own, so that what all begin by a plan is begun at
-        once."""
+        """Whether every rank has a host of its own: what all begin by a plan is begun at once."""
         return self._across is not None and self._across.apart
 
     @property
@@ -71,17 +74,21 @@ class BegunCalls:
     # All-reduce.
 
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
-        """`all_reduce`, where all ranks know that all of them begin it, for as many elements, as by
-        a plan.
+        """`all_reduce` that is begun now and ended later.
 
-        What is returned waits for its end, and tells when that was, in seconds of
-        `time.perf_counter`. Where ranks share memory by the C core nobody waits in between: up to
-        four are under way, what all have begun is summed by ranks that begin last or have come to
-        the end, and all are ended together, by all ranks alike; any other call ends them. Where
-        ranks are `apart` the next one may be begun before, and nobody asks the others first, which
-        takes longer than a short sum: between two hosts with the core in C ranks that begin
-        different things are told when these have come, and otherwise they wait until the group's
-        time-out is over. Elsewhere it is done at once, and checked.
+        All ranks know that all of them begin it, for as many elements, as by a plan. What is
+        returned waits for its end, and tells when that was, in seconds of `time.perf_counter`.
+
+        Where ranks share memory by the C core, nobody waits in between. Up to four are under way.
+        What all have begun is summed by ranks that begin last, or that have come to the end. All
+        are ended together, by all ranks alike, and any other call ends them as well.
+
+        Where ranks are `apart`, the next one may be begun before this one has ended. Nobody asks
+        the others first, because that takes longer than a short sum. Ranks that begin different
+        things get a MismatchError when these have come, between two hosts with the core in C;
+        otherwise they wait until the group's time-out is over.
+
+        Elsewhere it is done at once, and checked.
         """
         across = self._across
         tensor = reducible(tensor, op)
@@ -94,15 +101,19 @@ class BegunCalls:
     def prepare_all_reduce(
         self, tensor: Tensor, op: int = SUM
     ) -> Callable[[], Callable[[], float]]:
-        """`begin_all_reduce` of one tensor, for those who begin it again and again: all that can be
-        is looked at here.
+        """`begin_all_reduce` of one tensor, for callers that begin it again and again.
+
+        All that can be looked at ahead is looked at here.
 
         It is begun by calling what is returned, when the one before has ended. MPI calls it a
         persistent request.
         """
         tensor = reducible(tensor, op)
+        # Nothing to prepare; and memory without elements has no address in the pool.
         if not self.split_phase or not tensor.numel():
             return lambda: self.begin_all_reduce(tensor, op)
+        # `post`, `end` and `begin` share the number of the call that was begun last: it is begun
+        # again only when the one before has ended.
         host = self._host
         number = 0
         message = tensor
@@ -126,6 +137,7 @@ class BegunCalls:
             if message is not tensor:
                 with torch.inference_mode():
                     message.copy_(tensor)
+            # Kept until all ranks are through with it, even if the caller drops what it has.
             self._line.promptly(post)
             self._lend(number, message, [])
             return end
@@ -137,8 +149,9 @@ class BegunCalls:
     def begin_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()
     ) -> Begun:
-        """`reduce_scatter_single`, begun on all ranks and ended later: nobody waits in between,
-        nothing is copied.
+        """`reduce_scatter_single`, begun on all ranks and ended later.
+
+        Nobody waits in between, and nothing is copied.
 
         output, source: contiguous. Where ranks share memory by the C core a source that is not in
         shared memory (`empty_shared`) is copied there first, and any other call ends those that are
@@ -154,9 +167,11 @@ class BegunCalls:
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """`begin_reduce_scatter` of the same tensors again and again: what is returned begins it,
-        when the message of the one before is read (`Begun.is_read`), and is given what is this
-        rank's own."""
+        """`begin_reduce_scatter` of the same tensors again and again.
+
+        What is returned begins it, and is given what is this rank's own. It is called when the
+        message of the one before is read (`Begun.is_read`).
+        """
         check_scattered(output, source, self._size)
         output = reducible(output, op)
         source = reducible(source, op)
@@ -189,6 +204,7 @@ class BegunCalls:
         return begun
 
     def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> Begun:
+        """Where nothing can be begun: the end only tells when it was."""
         blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
         end = self._at_once(lambda: self._moves.reduce_scatter(output, blocks, op))
         return Begun(end, lambda: True)
@@ -196,6 +212,7 @@ class BegunCalls:
     def _prepare_scatter(
         self, output: Tensor, source: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], Begun]:
+        """Split-phase, by the C core; what is returned begins it with what is this rank's own."""
         message = source
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
@@ -214,6 +231,8 @@ class BegunCalls:
             block = own
             # `start` is kept for what it keeps: the list that C has of what is own
             used: list[object] = [output, own, start]
+            # Before the call is posted: an interrupt may come after that and before `_lend`, and
+            # C would write to memory that is gone.
             self._starting = used
             self._line.promptly(post)
             block = ()
@@ -223,6 +242,7 @@ class BegunCalls:
         return begin
 
     def _begun(self, number: int, used: list[object]) -> Begun:
+        """A split-phase reduce-scatter under way. used: what is needed until its end."""
         host = self._host
 
         def end() -> float:
@@ -230,13 +250,15 @@ class BegunCalls:
             used.clear()  # others read the message alone
             return time.perf_counter()
 
+        # `number` is this call's, an argument: by then the closure's may be that of a later one.
         return Begun(end, lambda: self._closed or host.is_read(number))
 
     # All-gather.
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
-        """`all_gather_single`, begun on all ranks and ended by what is returned, which tells when
-        it had ended.
+        """`all_gather_single`, begun on all ranks.
+
+        What is returned ends it, and tells when it had ended.
 
         output, source: contiguous; the source may be its place in the output. Where ranks are
         `apart`, all must know that all begin it, as with `begin_reduce_scatter`; elsewhere it is
@@ -258,15 +280,20 @@ class BegunCalls:
     # The three ways.
 
     def _lend(self, number: int, source: Tensor, used: list[object]) -> None:
-        """Keeps what a call that was begun reads and writes until no rank needs it; `used`: what
-        only this one does."""
+        """Keeps what a begun call reads and writes until no rank needs it.
+
+        used: what only this rank uses.
+        """
         lent = self._lent
+        # Calls are read in the order of their numbers, so the first that is not read ends the
+        # search.
         while lent and self._host.is_read(lent[0][0]):
             lent.popleft()
         lent.append((number, source, used))
 
     def _planned(self, call: Callable[[], UnderWay]) -> Callable[[], float]:
         """Begins what is planned; what is returned waits for its end, and tells when that was."""
+        # `now` returns nothing, so the call leaves here what it has begun.
         begun: list[UnderWay] = []
         self._line.now(lambda: begun.append(call()))
         (under_way,) = begun
@@ -278,6 +305,7 @@ class BegunCalls:
         return end
 
     def _at_once(self, call: Callable[[], None]) -> Callable[[], float]:
+        """Does it here; what is returned tells when that was."""
         self._line.now(call)
         ended = time.perf_counter()
         return lambda: ended

@@ -1,5 +1,4 @@
-"""What a rank asks for in a call: kinds, dtypes and operations as numbers, and the call in words
-for errors."""
+"""What a rank asks for in a call: kinds, dtypes and operations as numbers; calls in words."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ KINDS: Final = dict(
             "begun all_reduce",
             "end of begun all_reduces",
         ),
-        start=1,
+        start=1,  # 0 is a rank that has not called yet: its memory is zeros
     )
 )
 
@@ -75,6 +74,8 @@ SENSIBLE: Final = {
     if op not in ((BAND, BOR, BXOR) if dtype.is_floating_point else (AVG,))
 }
 """The reductions that make sense."""
+# All further dtypes of torch, which travel and are not reduced. In the order of their names, and
+# without aliases such as torch.cfloat: so a dtype has the same number on all ranks.
 _OTHERS: Final = tuple(
     value
     for name, value in sorted(vars(torch).items())
@@ -88,8 +89,10 @@ NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's part in a collective. count: elements; extra: a hash of sizes where they may be
-    unequal."""
+    """One rank's part in a collective.
+
+    count: elements. extra: a hash of the sizes where they may be unequal, else 0.
+    """
 
     kind: int
     dtype: int = 0
@@ -114,10 +117,13 @@ class Call:
 
 
 def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
-    """The number of torch's operation. Raises ValueError for the ones that are not reductions of
-    plain tensors."""
+    """The number of torch's operation.
+
+    Raises ValueError for the ones that are not reductions of plain tensors.
+    """
     if op == _SUM:  # by far the most frequent, and the others take a microsecond
         return SUM
+    # A ReduceOp holds the plain operation as `op`; a RedOpType is one itself.
     number = _BY_REDUCE_OP.get(getattr(op, "op", op))  # type: ignore[arg-type]
     if number is None:
         raise ValueError(
@@ -163,8 +169,10 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension. Tensors of one element or none are contiguous whatever
-    their strides."""
+    """A contiguous tensor in one dimension.
+
+    Tensors of one element or none are contiguous whatever their strides.
+    """
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -174,8 +182,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
-    """The error for ranks whose calls differ; the same on every rank. names: what errors call the
-    ranks."""
+    """The error for ranks whose calls differ; the same on every rank.
+
+    names: what errors call the ranks.
+    """
+    # Ranks that have made the same call stand together: "ranks 0, 2: …; rank 1: …".
     made: dict[str, list[int]] = {}
     for name, call in zip(names, calls, strict=True):
         made.setdefault(str(call), []).append(name)

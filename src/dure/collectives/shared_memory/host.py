@@ -1,5 +1,4 @@
-"""The ranks of one host, and what both cores (C and torch) know of each other: who is lost, and
-what it last did."""
+"""The ranks of one host, as both cores (C and torch) know them: who is lost, what it last did."""
 
 from __future__ import annotations
 
@@ -42,8 +41,10 @@ class Members:
 
 @dataclass(frozen=True)
 class Pull:
-    """What a rank reads of a peer's input: bytes from `offset` on, into the contiguous tensor
-    `into`."""
+    """What a rank reads of a peer's input: bytes from `offset` on, as many as `into` has.
+
+    into: contiguous.
+    """
 
     offset: int
     into: Tensor
@@ -51,8 +52,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class Deal:
-    """A range of bytes of its input that a rank offers to a peer, and how many bytes it wants of
-    that peer."""
+    """What a rank offers to a peer, and how many bytes it wants of that peer.
+
+    offset, nbytes: the range of its input that it offers, in bytes.
+    """
 
     offset: int = 0
     nbytes: int = 0
@@ -61,8 +64,10 @@ class Deal:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the number of the call it has begun last, of the one it has finished last,
-    and that call."""
+    """How far a rank is.
+
+    begun, finished: the numbers of the last call it has begun, and finished; last: the former.
+    """
 
     begun: int
     finished: int
@@ -71,14 +76,19 @@ class Progress:
 
 
 class Watch:
-    """Sees processes die, by their pidfd: also those that are no children, and at once, before they
-    are reaped."""
+    """Sees processes die, by their pidfd.
+
+    That works for processes that are no children as well, and at once, before they are reaped.
+    """
 
     def __init__(self, members: Members) -> None:
         self._processes = members.processes
         self._fds = [_pidfd(process) for process in members.processes]
 
     def dead(self, rank: int) -> bool:
+        """Whether the process of a rank has ended."""
+        # A pidfd becomes readable when its process ends. Without one, /proc tells; a zombie (Z) is
+        # dead as well.
         if self._fds[rank] < 0:
             return not _runs(self._processes[rank])
         poll = select.poll()
@@ -86,6 +96,7 @@ class Watch:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Gives the descriptors back."""
         for fd in self._fds:
             if fd >= 0:
                 os.close(fd)
@@ -101,6 +112,7 @@ def _pidfd(process: int) -> int:
 
 def _runs(process: int) -> bool:
     try:
+        # "pid (name) state …", and a name may hold spaces and brackets: split at the last one.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
@@ -126,8 +138,10 @@ class Collectives(Protocol):
     """What a group needs of its ranks: those of one host (`Host`) or of several (`Across`)."""
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
-        """In place; with a root only the root's tensor changes. `op`: a number of
-        `calls.OPERATIONS`."""
+        """In place; with a root only the root's tensor changes.
+
+        op: a number of `calls.OPERATIONS`.
+        """
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
         """`out` becomes the reduction of all ranks' `blocks[rank]`."""
@@ -139,8 +153,7 @@ class Collectives(Protocol):
         pulls: dict[int, Pull],
         deals: Sequence[Deal] | None = None,
     ) -> None:
-        """Every rank offers `parts`, one after another, as its input, and pulls what it wants of
-        its peers'.
+        """Every rank offers `parts`, end to end, and pulls what it wants of its peers'.
 
         deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then
         the peer's to say. What a rank wants of itself is the caller's to copy.
@@ -157,7 +170,7 @@ class Host(ABC):
         self.members = members
         self.timeout = timeout
         self._watch = Watch(members)
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # from `tick`, through C, to `failure`
         # Where the group spans hosts: what this rank does, in words; seconds that it waits longer,
         # because a rank it waits for may itself wait for the network; how to tell the others of a
         # loss, which returns the one told first; and what has been told.
@@ -170,7 +183,7 @@ class Host(ABC):
     """Whether this is the C core."""
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
-        """`all_reduce(tensor, op)` in the line's turn, for those who count microseconds.
+        """`all_reduce(tensor, op)` in the line's turn, by the shortest way.
 
         otherwise: does it for tensors, and at times, that need more care.
         """
@@ -184,20 +197,29 @@ class Host(ABC):
     def prepare_reduce_scatter(
         self, message: Tensor, out: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], int]:
-        """What begins to make `out` the reduction of all ranks' block of `message`, which lies in
-        the pool, and returns the call's number. Where calls are `split_phase`. It is given parts
-        that together are this rank's own block, if that lies elsewhere; it is called again when the
-        call before has ended."""
+        """What begins a reduce-scatter of `message`, and returns the call's number.
+
+        Only where calls are `split_phase`.
+
+        `out` becomes the reduction of all ranks' block of `message`, which lies in the pool. What
+        is returned is given parts that together are this rank's own block, if that lies elsewhere;
+        it is called again when the call before has ended.
+        """
         raise NotImplementedError
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
-        """What begins to make `message`, which lies in the pool, the reduction of all ranks', and
-        returns the call's number. Where calls are `split_phase`."""
+        """What begins an all-reduce of `message`, and returns the call's number.
+
+        Only where calls are `split_phase`. `message`, which lies in the pool, becomes the reduction
+        of all ranks'.
+        """
         raise NotImplementedError
 
     def end_call(self, number: int) -> None:
-        """Waits for the end of a call that was begun, and of those before; all-reduces end all that
-        are under way."""
+        """Waits for the end of a begun call, and of those before it.
+
+        The end of an all-reduce is that of all that are under way.
+        """
         raise NotImplementedError
 
     def is_read(self, number: int) -> bool:
@@ -235,8 +257,10 @@ class Host(ABC):
         """Bytes that came out of the channel from `source`; never waits."""
 
     def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
-        """Reads a body out of the channel from `source` if all of it has come, after just this
-        header; whether it did. Else nothing is read."""
+        """Reads a body out of the channel from `source`, if it has come after just this header.
+
+        Returns whether it did. Else nothing is read.
+        """
         return False
 
     @abstractmethod
@@ -286,8 +310,12 @@ class Host(ABC):
     # What follows from it.
 
     def abort(self, loss: PeerLostError) -> PeerLostError:
-        """Ends the group for all ranks of the host; returns the error that was told first, the same
-        everywhere."""
+        """Ends the group for all ranks of the host.
+
+        Returns the error that was told first, the same everywhere.
+        """
+        # First what the hosts agree on, then what the ranks of this one agree on. Another rank may
+        # have published before: what stands then is what all raise.
         self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
         return self.aborted() or loss
 
@@ -296,12 +324,14 @@ class Host(ABC):
         text = self._published_loss()
         if text is None:
             return None
+        # It was cut off if it was too long for its place: then the text as it stands.
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(text, type=Loss).error()
         return PeerLostError((), "a call", "this group", text.decode(errors="replace"))
 
     def look_around(self, waited: float) -> PeerLostError | None:
         """What there is to say of the ranks that are missing; called while a collective waits."""
+        # Death and leaving are certain, and told at once; silence is told after the time-out.
         missing = self.missing()
         loss = self.loss_among(missing, *self._now())
         if loss is None and waited >= self.timeout + self.grace:
@@ -315,6 +345,7 @@ class Host(ABC):
 
     def loss_among(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError | None:
         """The error for those of `ranks` that have died or left."""
+        # A process that ended in order has left as well: death is what is told.
         dead = [rank for rank in ranks if self._watch.dead(rank)]
         left = [rank for rank in ranks if rank not in dead and self.progress(rank).left]
         if dead:
@@ -328,11 +359,13 @@ class Host(ABC):
         return self._lost(ranks, f"did not come within {self.timeout:g} s", operation, step)
 
     def _lost(self, ranks: Sequence[int], reason: str, operation: str, step: str) -> PeerLostError:
+        """The error for these ranks, with what the first of them last did."""
         names = tuple(self.members.names[rank] for rank in ranks)
         did = self._last_did(ranks[0]) if ranks else ""
         return PeerLostError(names, operation, step, f"{reason}{did}")
 
     def _last_did(self, rank: int) -> str:
+        """How far a rank came, in words, as the end of a reason."""
         progress = self.progress(rank)
         if self.doing is not None:  # its calls on this host are parts of the group's
             return ""
@@ -346,20 +379,24 @@ class Host(ABC):
         )
 
     def tick(self, waited: float) -> bool:
-        """Called now and then while a collective waits; True: give up, with the error kept for
-        `failure`."""
+        """Looks at the peers, now and then while a collective waits.
+
+        True: give up. `failure` then has the error.
+        """
         try:
             self._error = self.look_around(waited)
-        except BaseException as error:  # Ctrl-C, above all
+        except BaseException as error:  # Ctrl-C, above all; nothing may be raised through C
             self._error = error
         return self._error is not None
 
     def failure(self) -> BaseException:
         """The error with which this rank gives up; all others get to know it."""
+        # Taken away, so that a later wait does not find an old error.
         error = self._error
         self._error = None
         if isinstance(error, PeerLostError):
             return self.abort(error)
+        # A rank that stops waiting, by Ctrl-C for example, would hold up its peers: it tells them.
         self.end(f"was interrupted ({type(error).__name__})")
         assert error is not None
         return error
@@ -369,6 +406,9 @@ class Host(ABC):
         self.abort(PeerLostError((self.members.names[self.members.rank],), *self._now(), reason))
 
     def failed(self, error: Exception) -> None:
-        """Ends the group because a call has failed here. Arguments are checked before a call
-        begins, so that this is a surprise: the others are told, and do not wait."""
+        """Ends the group because a call has failed here.
+
+        Arguments are checked before a call begins, so that this is a surprise: the others are told,
+        and do not wait.
+        """
         self.end(f"failed ({type(error).__name__}: {error})")

@@ -1,5 +1,7 @@
-"""How a process leaves its groups: at its end, so that no peer waits for it, and in a forked child,
-which has its parent's groups and must not use them."""
+"""How a process leaves its groups: when it ends, and in a forked child.
+
+At its end no peer is to wait for it. A forked child has its parent's groups, and must not use them.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ def keep(tensors: list[Tensor]) -> None:
 @atexit.register
 def leave_all() -> None:
     """A process that ends without destroying its groups leaves them."""
+    # At the end of the interpreter parts of a group may be gone: no error helps anybody then.
     for group in list(_groups):
         with contextlib.suppress(Exception):
             group.leave()
@@ -51,4 +54,6 @@ def _abandon_all() -> None:
         group.abandon()
 
 
+# A child has the parent's mappings and sockets, but none of its threads: whatever it did in these
+# groups, peers would take for the parent's.
 os.register_at_fork(after_in_child=_abandon_all)

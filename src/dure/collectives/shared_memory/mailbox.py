@@ -1,5 +1,4 @@
-"""Messages from one rank of a host to another: matched by source and tag, in the order in which
-they were sent.
+"""Messages between ranks of a host, matched by source and tag in the order of sending.
 
 A message is a header and its bytes, streamed through the channel from its sender to its receiver;
 one that nobody has asked for yet is put aside. Sends and receives make progress when somebody waits
@@ -31,13 +30,15 @@ ANY = -1
 _SOON = 0.001
 """Seconds after which the thread takes over what nobody waits for."""
 _ASIDE_BYTES = 64 << 20
-"""Of messages that nobody has asked for, from each source, before it has to wait."""
+"""Bytes of messages of one source that nobody has asked for; with more, the source has to wait."""
 _QUIET_ROUNDS = 50
-"""Of `_SOON`, after which the thread rests."""
+"""Rounds of `_SOON` seconds in which nothing was under way, after which the thread rests."""
 
 
 class Letter:
-    """A send or receive under way. peer: its other end, or ANY; name: what errors call it.
+    """A send or receive under way.
+
+    peer: its other end, or ANY; name: what errors call it.
 
     Whoever holds the mailbox's lock may finish it, and anybody may look whether it is `done`.
     """
@@ -45,6 +46,8 @@ class Letter:
     def __init__(self, mailbox: Mailbox, tensor: Tensor, peer: int, tag: int, name: str) -> None:
         self.mailbox = mailbox
         self.tensor = tensor
+        # Channels carry bytes in one piece: a strided tensor is sent from a copy, or arrives in
+        # one.
         self.dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         self.peer = peer
         self.tag = tag
@@ -58,11 +61,13 @@ class Letter:
     def finish(self, error: BaseException | None = None) -> None:
         """It is done, or has failed."""
         self.error = error
-        self.done = True  # the last thing that is said: who sees it may read the rest
+        self.done = True  # last: a thread that sees it, without the lock, may read the rest
         if self.receipt is not None:
             self.receipt.finish(error)
 
     def delivered(self, source: int) -> None:
+        """What was asked for has come from `source`; the lock is held."""
+        # In inference mode, as calls in line: the tensor may be a parameter.
         if self.dense is not self.tensor:
             with torch.inference_mode():
                 self.tensor.copy_(self.dense)
@@ -72,8 +77,10 @@ class Letter:
 
 
 class Receipt(Work):
-    """A letter as torch knows it, for those who go on while it is under way. `wait` carries it on
-    itself."""
+    """A letter as torch knows it, for callers that go on while it is under way.
+
+    `wait` carries the letter on itself.
+    """
 
     def __init__(self, letter: Letter) -> None:
         super().__init__([letter.tensor])
@@ -85,8 +92,7 @@ class Receipt(Work):
 
 @dataclass
 class _Stream:
-    """What comes in from one source: a header, then a body, for a receive that has asked for it or
-    to put aside."""
+    """What comes in from one source: a header, then a body, for a receive or to put aside."""
 
     header: Any = field(default_factory=lambda: (c_char * _HEADER.size)())
     read: int = 0  # bytes, of the header or of the body
@@ -123,6 +129,7 @@ class Mailbox:
         self._own = host.members.rank
         self._others = [rank for rank in range(host.members.size) if rank != self._own]
         self._lock = threading.RLock()
+        # By receiver, in the order of sending; and the receives that nothing has come for yet.
         self._leaving: dict[int, deque[Letter]] = {}
         self._wanted: list[Letter] = []
         self._streams = [_Stream() for _ in range(host.members.size)]
@@ -130,6 +137,7 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._work_to_do = threading.Event()
         self._closed = False
+        # Both are changed with the lock held, and read without it where a late answer does no harm.
         self._moves = 0  # how often anything has moved, by which the thread sees that others carry
         self._carriers = 0  # threads that carry letters on at this time
 
@@ -139,13 +147,14 @@ class Mailbox:
         receipt = letter.receipt = Receipt(letter)
         with self._lock:
             self._raise_if_over()
+            # A message to this rank itself never meets a channel: a copy is put aside at once.
             if to == self._own:
                 kind = self._number_of[tensor.dtype]
                 self._arrived(_Aside(to, tag, kind, bytes_of(letter.dense.clone()), complete=True))
                 letter.finish()
             else:
                 self._leaving.setdefault(to, deque()).append(letter)
-                self._step(self._carriers)
+                self._step(self._carriers)  # this thread is none of them
         self._care_for(letter)
         return receipt
 
@@ -156,8 +165,7 @@ class Mailbox:
         return letter
 
     def post(self, tensor: Tensor, to: int, tag: int) -> Work | None:
-        """`send` of a contiguous tensor, for those who count microseconds: None if all of it has
-        left already."""
+        """`send` of a contiguous tensor, by a shorter way; None if all of it has left already."""
         if to == self._own:
             return self.send(tensor, to, tag)
         nbytes = tensor.nbytes
@@ -165,10 +173,13 @@ class Mailbox:
         with self._lock:
             self._raise_if_over()
             went = 0
-            if not self._leaving.get(to):  # nothing is before it
+            # Straight into the channel, unless others are before it: between two ranks messages
+            # keep their order.
+            if not self._leaving.get(to):
                 went = self._host.channel_write(to, header, tensor.data_ptr(), nbytes)
                 if went == _HEADER.size + nbytes:
                     return None
+            # The rest leaves as any other letter does, from the byte at which it stopped.
             letter = self._letter_to(tensor, to, tag)
             letter.moved = went
             receipt = letter.receipt = Receipt(letter)
@@ -177,8 +188,7 @@ class Mailbox:
         return receipt
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Starts to receive from `source`, or from ANY; the work's `source` says from whom it
-        came."""
+        """Starts to receive from `source`, or from ANY; the work's `source` says who it was."""
         letter = self._letter_from(tensor, source, tag)
         receipt = letter.receipt = Receipt(letter)
         with self._lock:
@@ -214,8 +224,9 @@ class Mailbox:
             raise letter.error
 
     def _ask(self, letter: Letter) -> None:
-        """Matches a receive with what was put aside, or lets it wait for what comes; the lock is
-        held."""
+        """Matches a receive with what was put aside, or lets it wait; the lock is held."""
+        # In the order of arrival, so that of two messages with one tag the first is taken first.
+        # One that is still coming in is taken as well: it is handed over when it is complete.
         for aside in self._aside:
             wanted = letter.tag == aside.tag and letter.peer in (ANY, aside.source)
             if wanted and aside.letter is None:
@@ -228,6 +239,7 @@ class Mailbox:
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:
         """Carries all messages on until this one is done; False after `seconds`."""
         start = looked = time.monotonic()
+        # From here on `close` waits for this thread, which uses the channels.
         with self._lock:
             self._carriers += 1
         try:
@@ -246,6 +258,7 @@ class Mailbox:
                     looked = now
                     if (loss := self._look_around(letter, now - start)) is not None:
                         self._end(self._host.abort(loss))
+                # At most a tick, so that a lost peer, which rings for nobody, is looked for.
                 if not moved:
                     self._host.bell_wait(seen, TICK)
         finally:
@@ -254,12 +267,16 @@ class Mailbox:
         return True
 
     def close(self) -> bool:
-        """No more messages: what is still under way fails. Whether nobody uses the host's channels
-        any more."""
+        """No more messages: what is still under way fails.
+
+        Returns whether nobody uses the host's channels any more.
+        """
         self._closed = True
         self._end(self._left())
+        # The thread may rest, or sleep for the bell, and other threads may carry: all look again.
         self._work_to_do.set()
         self._host.ring(self._own)
+        # Not for ever: a rank that leaves must not hang. What is still used then stays.
         if self._thread is not None:
             self._thread.join(1)
         until = time.monotonic() + 1
@@ -273,10 +290,13 @@ class Mailbox:
     # Progress; the lock is held.
 
     def _step(self, others: int) -> bool:
-        """Moves whatever can be moved; whether anything was. others: how many other threads carry,
-        and may wait for what this one has done."""
+        """Moves whatever can be moved; whether anything was.
+
+        others: how many other threads carry, and may wait for what this one has done.
+        """
         moved = False
         for to, letters in self._leaving.items():
+            # One after another: the bytes of a letter lie together in the channel.
             while letters and self._push(to, letters[0]):
                 moved = True
                 if letters[0].moved < len(letters[0].header) + letters[0].dense.nbytes:
@@ -287,13 +307,14 @@ class Mailbox:
                 moved = True
         if moved:
             self._moves += 1
+            # Another thread may wait for a letter that this one has just moved.
             if others:
                 self._host.ring(self._own)
         return moved
 
     def _push(self, to: int, letter: Letter) -> bool:
         """Sends on; whether anything went, or nothing was left to go."""
-        done = max(0, letter.moved - _HEADER.size)
+        done = max(0, letter.moved - _HEADER.size)  # bytes of the body that have left
         header = letter.header[letter.moved :]
         body = letter.dense
         went = self._host.channel_write(to, header, body.data_ptr() + done, body.nbytes - done)
@@ -305,6 +326,7 @@ class Mailbox:
         read = self._host.channel_read
         pulled = False
         while True:
+            # A header may come in pieces; `_open` may say no, and is asked again at the next step.
             if stream.length < 0:
                 address = addressof(stream.header) + stream.read
                 moved = read(source, address, _HEADER.size - stream.read)
@@ -317,6 +339,7 @@ class Mailbox:
             left = stream.length - stream.read
             moved = read(source, body.data_ptr() + stream.read, left) if left else 0
             stream.read += moved
+            # A body without bytes is complete, though nothing moves.
             pulled = pulled or moved > 0 or not left
             if stream.read < stream.length:
                 return pulled
@@ -326,8 +349,10 @@ class Mailbox:
                 return pulled
 
     def _open(self, source: int, stream: _Stream) -> bool:
-        """A header is there: where does its body go? False: nowhere yet, and there is too much put
-        aside already."""
+        """A header is there: finds the place for its body.
+
+        False: there is none yet, because too much is put aside already.
+        """
         length, tag, kind = _HEADER.unpack(stream.header)
         letter = self._wanted_by(source, tag)
         if letter is None and self._full(source):
@@ -340,6 +365,8 @@ class Mailbox:
         if letter is not None and stream.fits:
             stream.body = letter.dense
             return True
+        # Nobody wants it yet, or it does not fit: the bytes have to be read all the same, since
+        # others come after them.
         stream.body = torch.empty(length, dtype=torch.uint8)
         if letter is None:
             stream.aside = _Aside(source, tag, kind, stream.body)
@@ -356,7 +383,8 @@ class Mailbox:
     def _full(self, source: int) -> bool:
         """Whether a source has to wait until somebody asks for its messages.
 
-        It has not while a receive waits for another message of it, which may come after these.
+        It has not while a receive waits for another message of it, which may come after these,
+        and would never be reached.
         """
         if any(letter.peer in (ANY, source) for letter in self._wanted):
             return False
@@ -390,6 +418,7 @@ class Mailbox:
             self._hand_over(aside)
 
     def _hand_over(self, aside: _Aside) -> None:
+        """A complete message that was put aside goes to the receive that wants it."""
         self._aside = [other for other in self._aside if other is not aside]
         letter = aside.letter
         assert letter is not None
@@ -403,6 +432,8 @@ class Mailbox:
         return nbytes == letter.dense.nbytes and kind == self._number_of[letter.tensor.dtype]
 
     def _misfit(self, letter: Letter, source: int, nbytes: int) -> MismatchError:
+        """The error of a receive for which something else has come."""
+        # Only the receiver gets it: the sender is through, its bytes have left.
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
         dtype = str(letter.tensor.dtype).removeprefix("torch.")
         asked = f"recv of {letter.dense.nbytes} bytes of {dtype}"
@@ -412,9 +443,11 @@ class Mailbox:
     # Trouble, and the thread.
 
     def _look_around(self, letter: Letter, waited: float) -> PeerLostError | None:
+        """What there is to say, after a tick, of those that a letter waits for."""
         ended = self._host.aborted()
         if ended is not None:
             return ended
+        # A receive from any rank is lost only when all of them are.
         peers = self._others if letter.peer == ANY else [letter.peer]
         step = f"call {self._host.current()[0]}"
         loss = self._host.loss_among(peers, letter.name, step)
@@ -432,6 +465,7 @@ class Mailbox:
             streams = [stream.letter for stream in self._streams]
             asides = [aside.letter for aside in self._aside]
             sends = [letter for letters in self._leaving.values() for letter in letters]
+            # A set, since a letter is finished once, wherever it is found.
             for letter in {*streams, *asides, *sends, *self._wanted}:
                 if letter is not None and not letter.done:
                     letter.finish(loss)
@@ -439,14 +473,17 @@ class Mailbox:
             self._wanted.clear()
 
     def _raise_if_over(self) -> None:
+        """Raises PeerLostError if the group has ended, or was left."""
         if self._closed:
             raise self._left()
         if self._host.is_over():
             raise self._host.aborted() or AssertionError("over without a reason")
 
     def _care_for(self, letter: Letter) -> None:
+        """Makes the thread look after a letter for which nobody may wait."""
         if letter.done or self._work_to_do.is_set():
             return
+        # A thread only where letters are left under way: most ranks never need one.
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="dure mailbox", daemon=True)
             self._thread.start()
@@ -456,16 +493,18 @@ class Mailbox:
         try:
             self._carry_what_nobody_carries()
         except BaseException as error:
+            # Nobody waits for this thread: without this the peers would find out by the time-out.
             self._host.end(f"failed to carry its messages ({type(error).__name__}: {error})")
             self._end(self._host.aborted() or self._left())
             raise
 
     def _carry_what_nobody_carries(self) -> None:
-        """Looks every now and then for messages that nobody has carried on meanwhile; rests when
-        there are none."""
+        """Looks now and then for messages that nobody carries on; rests if there are none."""
         quiet = 0
         while not self._closed:
             if quiet >= _QUIET_ROUNDS:
+                # With the lock, under which letters are added: none can come in between, and find
+                # the event set.
                 with self._lock:
                     if not self._pending():
                         self._work_to_do.clear()
@@ -473,6 +512,7 @@ class Mailbox:
                 quiet = 0
             before = self._moves
             time.sleep(_SOON)  # a thread that waits for a message carries it itself, and faster
+            # Something has moved without this thread, so somebody else carries: leave it to them.
             if not self._pending() or self._moves != before:
                 quiet += not self._pending()
                 continue

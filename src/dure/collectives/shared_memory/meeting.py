@@ -30,6 +30,7 @@ Core = Literal["auto", "c", "torch"]
 
 _SPIN = 1e-6
 _YIELD = 60e-6
+# Seconds that a waiting rank spins, then gives its core away, before it sleeps in the kernel.
 _mappings: WeakValueDictionary[tuple[int, int, int], Mapping] = WeakValueDictionary()
 # The pools of peers: a process maps each once, for all groups.
 
@@ -69,6 +70,7 @@ class Meeting:
 
     def read(self, key: str, whose: int) -> bytes:
         """What rank `whose` has written. Raises PeerLostError if it does not in time."""
+        # One limit for all that is read, so that many late ranks do not add up.
         left = max(0.001, self._until - time.monotonic())
         try:
             self.store.wait([key], timedelta(seconds=left))
@@ -80,6 +82,7 @@ class Meeting:
             ) from error
 
     def cards(self, own: Card) -> list[Card]:
+        """The cards of all ranks, in order of rank. Raises PeerLostError as `read` does."""
         self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
         return [
             msgspec.json.decode(self.read(f"card {rank}", rank), type=Card)
@@ -105,6 +108,8 @@ def meet(
     """
     meeting = Meeting(store, rank, names, timeout)
     shared = pool()
+    # Processes of different users may not open each other's /proc/<pid>/fd: for dure they are on
+    # different hosts.
     host = f"{name_of_this_host()} {os.getuid()}"
     cards = meeting.cards(
         Card(
@@ -116,12 +121,15 @@ def meet(
         )
     )
     hosts = hosts_of(cards)
+    # From here on ranks are places on this host; `names` and `processes` follow the same order.
     here = next(host for host in hosts if rank in host)
     members = Members(
         here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here)
     )
+    # All ranks read the same cards, and so choose the same core.
     if any(cards[r].core == "torch" for r in here):
         segment, descriptor = _segment(meeting, here, cards, portable.segment_bytes(len(here)))
+        # Pipes have no names either: peers open them by their numbers, which the store tells.
         doors = Doors.made(len(here))
         meeting.store.set(f"doors {rank}", msgspec.json.encode(doors.addresses).decode())
         addresses = [
@@ -129,7 +137,8 @@ def meet(
         ]
         return hosts, PortableHost(members, timeout, segment, descriptor, doors, addresses)
     segment, descriptor = _segment(meeting, here, cards, native.segment_bytes(len(here)))
-    os.close(descriptor)
+    os.close(descriptor)  # the mapping stays
+    # Where ranks outnumber cores, spinning takes a core from the very rank that is waited for.
     crowded = len(here) > len(os.sched_getaffinity(0))
     peers = [_pool_of(cards[r], shared) for r in here]
     return hosts, NativeHost(
@@ -153,6 +162,7 @@ def _segment(
         os.ftruncate(descriptor, nbytes)
         mapping = Mapping(descriptor, nbytes)
         meeting.store.set(key, str(descriptor))
+        # Peers reach the file by this process's descriptor, which has to stay open until then.
         for rank in here[1:]:
             meeting.read(f"mapped {rank}", rank)
         return mapping, descriptor
@@ -167,6 +177,7 @@ def _pool_of(card: Card, own: Pool) -> Mapping:
         return own.mapping
     descriptor = open_of(card.process, card.pool)
     try:
+        # The inode, since numbers of processes and descriptors are used again.
         key = (card.process, card.pool, os.fstat(descriptor).st_ino)
         mapping = _mappings.get(key)
         if mapping is None:

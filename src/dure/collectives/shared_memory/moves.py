@@ -48,6 +48,7 @@ class Moves:
 
     def reduce(self, tensor: Tensor, op: int, root: int) -> None:
         """On ranks other than the root the tensor stays as it is."""
+        # Only the root's tensor is written to, so the others need no copy back.
         dense = tensor.contiguous()
         self._ranks.all_reduce(dense, op, root)
         if root == self._rank and dense is not tensor:
@@ -79,18 +80,23 @@ class Moves:
             self._ranks.exchange(call, [], {root: Pull(0, dense)})
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> None:
-        """outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known
-        to all."""
+        """Every rank's tensor on all ranks.
+
+        outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to
+        all.
+        """
         sizes = [output.numel() for output in outputs]
         extra = unequal(sizes)
         call = Call(
             kind=ALL_GATHER,
             dtype=NUMBER_OF[source.dtype],
+            # Of unequal parts the sum, since the count has to agree on all ranks.
             count=sum(sizes) if extra else source.numel(),
             extra=extra,
         )
         dense = source.contiguous()
         self._ranks.exchange(call, [dense], self._pulls(outputs))
+        # A source that is its own place in the output is there already.
         own = outputs[self._rank]
         if own.data_ptr() != dense.data_ptr():
             own.view(-1).copy_(dense.view(-1))
@@ -104,6 +110,8 @@ class Moves:
     def gather(self, targets: Sequence[Tensor], source: Tensor, root: int) -> None:
         """targets: on the root one a rank, elsewhere none."""
         dense = [dense_like(target) for target in targets]
+        # Every rank says what it gives to the root; the root also says what room it has for each.
+        # What the root keeps for itself is in both, so that its own sizes are compared as well.
         deals = [
             Deal(
                 nbytes=source.nbytes if rank == root else 0,
@@ -127,6 +135,7 @@ class Moves:
         """sources: on the root one a rank, elsewhere none."""
         parts = [source.contiguous() for source in sources]
         dense = dense_like(output)
+        # Only the root offers: a range of its parts, laid end to end, to each rank.
         given = offers(parts) if parts else [(0, 0)] * self._size
         deals = [
             Deal(offset, nbytes, dense.nbytes if rank == root else 0)
@@ -172,8 +181,10 @@ class Moves:
         pulls: dict[int, Pull],
         deals: Sequence[Deal],
     ) -> None:
-        """An exchange in which ranks know only their own sizes. What a rank keeps for itself does
-        not take part."""
+        """An exchange in which ranks know only their own sizes.
+
+        What a rank keeps for itself does not take part.
+        """
         count = sum(part.numel() for part in parts)
         call = Call(kind=kind, dtype=NUMBER_OF[dtype], root=root, count=count)
         self._ranks.exchange(call, parts, pulls, deals)

@@ -1,5 +1,4 @@
-"""The C core: the collectives of a host in plain C on shared memory, called without copies and
-without the GIL."""
+"""The C core: the collectives of a host in plain C on shared memory, without copies or the GIL."""
 
 from __future__ import annotations
 
@@ -40,6 +39,7 @@ from dure.collectives.shared_memory.pool import Mapping, Pool
 from dure.collectives.shared_memory.work import Line
 from dure.machine.c_library import c_library
 
+# As in core.h, which has more of each.
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP, _BAD_SIZES = range(5)
 _STAGE = 1
 _POOL = 2
@@ -47,17 +47,21 @@ _POOL = 2
 UNDER_WAY = 4
 """Split-phase calls that a rank may have begun and not ended."""
 
+# Up to a slot, one copy and one sync are cheaper than cutting a tensor into parts. A stage has four
+# windows of this size, small enough to stay in the caches.
 SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 2 << 20
 ALL_CHANNELS = 256 << 20
-"""Bytes of a channel, and about how many of all of a group, one from each rank to each. What fits
-into a channel leaves at once; the rest of a longer one waits until the receiver has made room, and
-then for a thread that finds a core."""
+"""CHANNEL_BYTES are those of one channel, at most; ALL_CHANNELS about those of all of a group.
+
+There is a channel from each rank to each. A message that fits into it leaves at once. The rest of a
+longer one waits until the receiver has made room, and then for a thread that finds a core.
+"""
 
 
 class Posted(Structure):
-    """A rank's call, as C has it."""
+    """A rank's call, as C has it: `struct call` in core.h, field by field."""
 
     _fields_ = (
         ("number", c_uint64),
@@ -100,8 +104,7 @@ _Tick = ctypes.CFUNCTYPE(c_int, c_double)
 
 
 class _Interpreter(Structure):
-    """What the core needs of Python to run signal handlers while it waits, so that Ctrl-C ends a
-    wait."""
+    """What the core needs of Python to run signal handlers while it waits, for Ctrl-C."""
 
     _fields_ = (
         ("PyGILState_Ensure", c_void_p),
@@ -115,6 +118,8 @@ class _Interpreter(Structure):
 
     @classmethod
     def this(cls) -> _Interpreter:
+        """This interpreter's functions."""
+        # By address, so that the library is built without Python's headers.
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         return cls(
             *(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names)
@@ -133,6 +138,7 @@ class _Interpreter(Structure):
         self.kind = self.value = self.traceback = None
         kind: Any = held[0]
         value: Any = held[1]
+        # PyErr_Fetch may give an error that was not made yet: its class, and what it is made of.
         error = (
             value
             if kind is None or isinstance(value, BaseException)
@@ -149,6 +155,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its functions as in core.h."""
     signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "core_segment_bytes": (c_uint64, (c_int, c_uint64, c_uint64, c_uint64)),
         "core_open": (
@@ -208,8 +215,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _short_way() -> Callable[..., int] | None:
-    """`core_all_reduce` without ctypes; None where the package was installed without Python's
-    headers."""
+    """`core_all_reduce` without ctypes; None where dure was installed without Python's headers."""
     try:
         module = importlib.import_module("dure.collectives.shared_memory._direct")
     except ImportError:
@@ -231,6 +237,7 @@ def segment_bytes(size: int) -> int:
 
 
 def _channel_bytes(size: int) -> int:
+    # One for each ordered pair of ranks, in whole pages.
     return max(STAGE_BYTES, min(CHANNEL_BYTES, ALL_CHANNELS // size**2 // 4096 * 4096))
 
 
@@ -261,6 +268,7 @@ class NativeHost(Host):
         self._segment = segment
         self._pool = pool
         self._peers = list(peers)
+        # C keeps addresses in these: they live as long as the host, as do segment, pool and peers.
         self._tick = _Tick(lambda waited: not self.tick(waited))
         self._interpreter = _Interpreter.this()
         spin, give = (int(1e9 * seconds) for seconds in patience)
@@ -280,15 +288,18 @@ class NativeHost(Host):
             raise MemoryError("the C core could not be opened: out of memory")
         for rank, mapping in enumerate(self._peers):
             core.core_set_pool(self._core, rank, mapping.address, mapping.nbytes)
-        self._all_reduce = core.core_all_reduce
+        self._all_reduce = core.core_all_reduce  # looked up once, for the call that is made most
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
+        # dtype and operation in one number: each argument takes ctypes time.
         code = NUMBER_OF[tensor.dtype] + 256 * op
         status = self._all_reduce(self._core, code, root, tensor.numel(), tensor.data_ptr())
         if status:
             raise self._failed(status)
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
+        # All that each call would look up is looked up once: a sum of a few kilobytes takes no
+        # longer than a few attributes in Python.
         reduce = _short_way() or self._by_ctypes
         core = self._core
         function = ctypes.cast(self._all_reduce, c_void_p).value or 0
@@ -306,6 +317,8 @@ class NativeHost(Host):
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
             )
+            # Calls in line come first, and whoever has the turn goes on: then the slow way, which
+            # gets in line. It also says what is wrong with a tensor.
             if code is None or not dense or line.ahead or not take_turn(False):
                 return otherwise(tensor, op)
             try:
@@ -336,11 +349,12 @@ class NativeHost(Host):
     ) -> Callable[[Sequence[Tensor]], int]:
         start = self._c.core_begin_reduce_scatter
         posted = self._posted_in_pool(BEGUN_REDUCE_SCATTER, message, op)
-        into = out.data_ptr()
+        into = out.data_ptr()  # `out` and `message` are kept by the caller (`BegunCalls._lend`)
         parts = (_Part * 0)()
 
         def begin(own: Sequence[Tensor]) -> int:
             nonlocal parts  # which C reads until the end
+            # Filled again rather than made anew, since the call before has ended.
             parts = parts if len(parts) == len(own) else (_Part * len(own))()
             for part, tensor in zip(parts, own, strict=True):
                 part.address = tensor.data_ptr()
@@ -355,11 +369,14 @@ class NativeHost(Host):
         return lambda: self._number_of(begin(self._core, posted), posted)
 
     def _number_of(self, status: int, posted: Posted) -> int:
+        """The number of a call that was begun; raises what its status says."""
         if status:
             raise self._failed(status)
         return int(posted.number)
 
     def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
+        """A call whose message lies in this process's pool."""
+        # Where every rank has mapped it, at another address each: hence an offset.
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
         posted = posted_call(
@@ -391,12 +408,14 @@ class NativeHost(Host):
         for rank, pull in pulls.items():
             pulled[rank] = _Pull(pull.offset, pull.into.nbytes, pull.into.data_ptr())
         posted = posted_call(call, sum(part.nbytes for part in parts))
+        # A single part that lies in the pool is read there by the peers, without a stage.
         if (
             len(parts) == 1
             and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None
         ):
             posted.place = _POOL
             posted.pool = offset
+        # NULL for C where what each rank offers follows from the call.
         dealt = (
             (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals))
             if deals
@@ -407,6 +426,8 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def _failed(self, status: int) -> BaseException:
+        """The error that a status other than 0 stands for."""
+        # A peer may still be in the middle of a sum that it writes to this rank's pool.
         if status in (_GAVE_UP, _ABORTED):
             self._pool.pin()
         if status == _GAVE_UP:
@@ -427,11 +448,13 @@ class NativeHost(Host):
         return unequal(number, call, self._deal, self.members.names)
 
     def _this_call(self, rank: int) -> Posted:
+        """The call that is worked on, as a rank has posted it."""
         call = Posted()
         self._c.core_this_call(self._core, rank, call)
         return call
 
     def _deal(self, rank: int, peer: int) -> tuple[int, int]:
+        """The bytes that a rank offers to a peer, and those that it wants of it."""
         deal = _Deal()
         self._c.core_deal(self._core, rank, peer, deal)
         return deal.bytes, deal.wanted
@@ -459,6 +482,7 @@ class NativeHost(Host):
     def progress(self, rank: int) -> Progress:
         call = Posted()
         self._c.core_last_call(self._core, rank, call)
+        # The numbers of `core_look` in life.c, here and below.
         begun, finished, left = (
             int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3)
         )
@@ -489,6 +513,7 @@ class NativeHost(Host):
         self._c.core_leave(self._core)
 
     def close(self) -> None:
+        # After this a NULL would reach C: the group lets nobody come here any more (`_OF_RANKS`).
         super().close()
         self._c.core_close(self._core)
         self._core = None

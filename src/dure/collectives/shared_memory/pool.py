@@ -1,5 +1,4 @@
-"""Tensors that live in shared memory: what `empty_shared` returns is reduced in place, without
-staging copies.
+"""Tensors that live in shared memory: those of `empty_shared` are reduced in place, without copies.
 
 A process has one pool: a file without a name (memfd), as large as the machine's memory and empty
 until touched, so that it can grow without being mapped again. Peers on the host open it by
@@ -26,7 +25,7 @@ from torch import Tensor
 _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: the mapping is address space, not memory
 _POPULATE = 23  # MADV_POPULATE_WRITE
-_PUNCH_FROM = 1 << 24
+_PUNCH_FROM = 1 << 24  # bytes from which memory goes back to the system; less is used again soon
 _MOST = 256 << 30  # so that the pools of hundreds of ranks fit into one address space
 
 
@@ -44,14 +43,18 @@ class Mapping:
 
 
 def open_of(pid: int, descriptor: int, flags: int = os.O_RDWR) -> int:
-    """The file that another process of this host holds as `descriptor`. Raises OSError where that
-    is not allowed."""
+    """The file that another process of this host holds as `descriptor`.
+
+    Raises OSError where that is not allowed.
+    """
     return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 class Pool:
-    """This process's shared memory, and which of it is free. `allocate` and `release` may come from
-    any thread."""
+    """This process's shared memory, and which of it is free.
+
+    `allocate` and `release` may come from any thread.
+    """
 
     def __init__(self) -> None:
         wanted = min(_MOST, os.sysconf("SC_PHYS_PAGES") * _PAGE)
@@ -70,9 +73,8 @@ class Pool:
         self._free = [(0, self.nbytes)]  # offset and length, in order, never adjacent
         self._used: set[int] = set()
         self._pinned: set[int] = set()
-        self._lock = (
-            threading.RLock()
-        )  # a tensor may be collected, and so released, in the middle of `allocate`
+        # Reentrant: a tensor may be collected, and so released, in the middle of `allocate`.
+        self._lock = threading.RLock()
 
     def offset(self, address: int, nbytes: int) -> int | None:
         """Where in the pool a piece of memory lies; None if it is not in the pool."""
@@ -82,6 +84,7 @@ class Pool:
     def allocate(self, nbytes: int) -> int:
         """The offset of `nbytes` that nobody uses, on a page of its own."""
         length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        # First fit: the pool is so large that gaps do no harm.
         with self._lock:
             for index, (offset, room) in enumerate(self._free):
                 if room >= length:
@@ -92,21 +95,23 @@ class Pool:
             else:
                 raise MemoryError(f"the shared pool has no {nbytes} bytes left of {self.nbytes}")
             self._used.add(offset)
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # older kernels fault the pages in one by one
+        # All pages at once, not by a fault for each at its first use; older kernels cannot.
+        with contextlib.suppress(OSError, ValueError):
             self.mapping.memory.madvise(_POPULATE, offset, length)
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` gave for `nbytes`."""
         length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         if length >= _PUNCH_FROM:
             with contextlib.suppress(OSError, ValueError):
                 self.mapping.memory.madvise(mmap.MADV_REMOVE, offset, length)
         with self._lock:
             self._used.discard(offset)
+            # Lost on purpose, see `pin`.
             if offset in self._pinned:
                 return
+            # Joined with its free neighbours, so that none are adjacent.
             at = bisect.bisect(self._free, (offset, 0))
             start = offset
             end = offset + length
@@ -127,9 +132,11 @@ class Pool:
             self._pinned |= self._used
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the pool, whose memory comes back when it is gone."""
         nbytes = math.prod(size) * dtype.itemsize
         offset = self.allocate(nbytes)
         block = _block_of(max(1, nbytes)).from_address(self.address + offset)
+        # Tensors share storage, and views outlive tensors: what all of them keep is this block.
         weakref.finalize(block, self._released, os.getpid(), offset, nbytes).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(size))
 
@@ -140,8 +147,8 @@ class Pool:
 
 @lru_cache(256)
 def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """A kind of buffer that can be watched: the pool takes the memory back when its last tensor is
-    gone."""
+    """A kind of buffer that can be watched, so that the pool sees when its last tensor is gone."""
+    # A subclass is what weak references can be made to. Making one is slow, hence the cache.
     return type("Block", (ctypes.c_char * nbytes,), {})
 
 
@@ -161,6 +168,7 @@ def _forget() -> None:
     _pool = None
 
 
+# The child shares the parent's file: it makes a pool of its own when it needs one.
 os.register_at_fork(after_in_child=_forget)
 
 

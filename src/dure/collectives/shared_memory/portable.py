@@ -1,5 +1,6 @@
-"""The torch core: the same collectives where no C compiler was at hand. Same results, slower; the
-oracle of the C core.
+"""The torch core: the same collectives where no C compiler was at hand.
+
+It gives the same results, more slowly; tests compare the C core with it.
 
 Tensors pass through shared memory, and torch adds them. What orders memory is the kernel: a rank
 that has written says so through a pipe to each peer, and a peer reads only what it has been told
@@ -55,12 +56,14 @@ _LEFT = 2
 _BYTES = 3
 _CALL = 4
 _SAID = struct.Struct("<qq")  # who, how many syncs
-_LONGEST_WRITE = 1 << 20
+_LONGEST_WRITE = 1 << 20  # bytes of a body that are offered to a pipe, which takes less anyway
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:
-    """As the C core has it. torch.minimum of 0.0 and -0.0 is either, depending on where in the
-    tensor they stand."""
+    """The minimum as the C core has it.
+
+    torch.minimum of 0.0 and -0.0 is either, depending on where in the tensor they stand.
+    """
     return torch.where((one < other) | (one != one), one, other)
 
 
@@ -82,8 +85,10 @@ _FOLDS_OF_BOOLS = {**_FOLDS, SUM: torch.logical_or, PRODUCT: torch.logical_and}
 
 
 def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
-    """tensors[0] op tensors[1] op …, in this order; half precision is summed in float32 and rounded
-    once."""
+    """tensors[0] op tensors[1] op …, in this order.
+
+    Half precision is reduced in float32 and rounded once.
+    """
     dtype = tensors[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     fold = (_FOLDS_OF_BOOLS if dtype == torch.bool else _FOLDS)[op]
@@ -97,8 +102,7 @@ def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Doors:
-    """The pipes of a rank: one that its peers say their syncs through, and one for the messages of
-    each peer."""
+    """The pipes of a rank: one for the syncs of its peers, one for the messages of each of them."""
 
     syncs: tuple[int, int]
     messages: tuple[tuple[int, int], ...]
@@ -107,14 +111,14 @@ class Doors:
     @classmethod
     def made(cls, size: int) -> Doors:
         def pipe() -> tuple[int, int]:
+            # No reader or writer here ever waits in the kernel, where it would not see a peer die.
             return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         return cls(pipe(), tuple(pipe() for _ in range(size)), pipe())
 
     @property
     def addresses(self) -> list[int]:
-        """What peers have to know: the write end for syncs, then the write ends for messages by
-        sender."""
+        """What peers have to know: the write end for syncs, then those for messages, by sender."""
         return [self.syncs[1], *(write for _, write in self.messages)]
 
     def close(self) -> None:
@@ -131,8 +135,7 @@ def segment_bytes(size: int) -> int:
 class PortableHost(Host):
     """A host over torch.
 
-    segment: the group's shared memory, all zeros at first; descriptor: its file, which closes with
-        this.
+    segment: the group's shared memory, all zeros at first; descriptor: its file, closed by `close`.
     doors: this rank's pipes; addresses: of each rank's `Doors`.
     """
 
@@ -151,6 +154,7 @@ class PortableHost(Host):
         size = members.size
         rank = members.rank
         memory = segment.tensor()
+        # The segment: the reason of the end, seats, deals (offset, offered, wanted), stages.
         numbers = memory[_REASON_BYTES:][: 8 * size * (_SEAT + 3 * size)].view(torch.int64)
         self._reason = memory[:_REASON_BYTES]
         self._seats = numbers[: size * _SEAT].view(size, _SEAT)
@@ -159,19 +163,21 @@ class PortableHost(Host):
         self._stages = stages.view(size, 2, _STAGE_BYTES)  # of each rank: its input, its result
         self._arrived = [0] * size
         self._syncs = self._number = 0
-        self._inbox = b""
+        self._inbox = b""  # a message about a sync that has come in part
         self._writers = [-1] * size
         self._letters = [-1] * size
         for peer in range(size):
             if peer != rank:
                 self._writers[peer] = _opened(members.processes[peer], addresses[peer][0])
                 self._letters[peer] = _opened(members.processes[peer], addresses[peer][1 + rank])
+        # Peers whose pipe was full: `bell_wait` wakes when one of them takes bytes again.
         self._blocked: set[int] = set()
         self._bell = self._waiters = 0
 
     # Synchronisation.
 
     def _sync(self) -> None:
+        """Tells all ranks that this one has arrived, and waits until all have."""
         self._syncs += 1
         self._arrived[self.members.rank] = self._syncs
         said = _SAID.pack(self.members.rank, self._syncs)
@@ -180,7 +186,7 @@ class PortableHost(Host):
                 _write_whole(writer, said)
         try:
             self._await()
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt as error:  # the others are told by `failure`
             self._error = error
             raise self.failure() from None
 
@@ -193,6 +199,7 @@ class PortableHost(Host):
                 raise ended
             if not self.missing():
                 return
+            # Peers are looked at only after a tick in which nothing was said.
             if not self._hear(TICK) and self.missing() and self.tick(time.monotonic() - start):
                 raise self.failure()
 
@@ -204,13 +211,16 @@ class PortableHost(Host):
         self._inbox += os.read(reader, 1 << 16)
         whole = len(self._inbox) // _SAID.size * _SAID.size
         for who, syncs in _SAID.iter_unpack(self._inbox[:whole]):
+            # `_ring_all` says 0, which only wakes.
             self._arrived[who] = max(self._arrived[who], syncs)
         self._inbox = self._inbox[whole:]
         return True
 
     def _begin(self, call: Call, nbytes: int) -> None:
+        """Posts a call, before its first sync. nbytes: of this rank's input."""
         self._number += 1
         own = self._seats[self.members.rank]
+        # In the order of `progress`; `extra` is cut to what a signed number holds.
         words = [
             nbytes,
             call.kind,
@@ -227,6 +237,7 @@ class PortableHost(Host):
         """After the first sync: raises, on every rank the same, unless all have called the same."""
         calls = [self.progress(rank).last for rank in range(self.members.size)]
         same = [(call.kind, call.dtype, call.op, call.root, call.extra) for call in calls]
+        # From GATHER on, ranks may give unequal sizes, which their deals compare.
         counts = [call.count for call in calls if call.kind < GATHER]
         error = None
         if len(set(same)) > 1 or len(set(counts)) > 1:
@@ -264,6 +275,8 @@ class PortableHost(Host):
             results = [
                 _as(self._stages[rank, 1], window).tensor_split(size)[rank] for rank in range(size)
             ]
+            # Every rank sums its N-th part of the window. Whoever is early with the next window
+            # writes its input only: results are read until all have met at the next sync.
             stages[self.members.rank].copy_(window)
             self._sync()
             if start == 0:
@@ -282,6 +295,7 @@ class PortableHost(Host):
         self._begin(call, sum(block.nbytes for block in blocks))
         flat = [block.view(-1) for block in blocks]
         target = out.view(-1)
+        # A stage has a share for each block, of whole numbers of 8 bytes, so that any dtype fits.
         most = _STAGE_BYTES // size // 8 * 8 // out.itemsize
         longest = max(1, *(block.numel() for block in flat))
         for start in range(0, longest, most):
@@ -292,6 +306,8 @@ class PortableHost(Host):
             self._sync()
             if start == 0:
                 self._compare(deals=False)
+            # Blocks of other ranks may be longer than this one's, which is through then but still
+            # syncs.
             window = target[start : start + most]
             if window.numel():
                 window.copy_(reduced([self._share(peer, rank, window) for peer in range(size)], op))
@@ -312,6 +328,7 @@ class PortableHost(Host):
     ) -> None:
         rank = self.members.rank
         given = [bytes_of(part) for part in parts]
+        # One piece, copied only where there are several parts; the empty one is for no parts.
         mine = (
             given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
         )
@@ -320,7 +337,7 @@ class PortableHost(Host):
             words = [[deal.offset, deal.nbytes, deal.wanted] for deal in deals]
             self._deals[rank] = torch.tensor(words, dtype=torch.int64)
         start = 0
-        longest = 1
+        longest = 1  # until the first sync, after which all know the longest input
         while start < longest:
             window = mine[start : start + _STAGE_BYTES]
             self._stages[rank, 0, : window.numel()].copy_(window)
@@ -336,8 +353,10 @@ class PortableHost(Host):
         self._finish()
 
     def _take(self, peer: int, start: int, offset: int, into: Tensor) -> None:
-        """Copies what lies in the window from `start` on of the peer's bytes [offset, offset +
-        len(into))."""
+        """Copies what a window holds of the peer's bytes [offset, offset + len(into)).
+
+        start: where in the peer's bytes the window begins.
+        """
         low = max(offset, start)
         high = min(offset + into.numel(), start + _STAGE_BYTES)
         if low < high:
@@ -348,6 +367,7 @@ class PortableHost(Host):
     # Messages.
 
     def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
+        # The memory of a tensor as a buffer, without a copy.
         body = (ctypes.c_char * min(nbytes, _LONGEST_WRITE)).from_address(address)
         if not header and not nbytes:
             return 0
@@ -386,6 +406,7 @@ class PortableHost(Host):
                 poll.register(writer, select.POLLOUT)
             poll.poll(1000 * seconds)
         finally:
+            # `ring` has written a byte for each thread that waits: this one takes its own.
             self._waiters -= 1
             with contextlib.suppress(BlockingIOError):
                 os.read(self._doors.wake[0], 1)
@@ -416,6 +437,7 @@ class PortableHost(Host):
         return [rank for rank, syncs in enumerate(self._arrived) if syncs < self._syncs]
 
     def _publish_loss(self, text: bytes) -> None:
+        # The first reason stays. A lock of the file, which the kernel frees if its holder dies.
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             if not self._reason[0]:

@@ -1,5 +1,7 @@
-"""What a group asks of the shared-memory backend: messages without torch's layers around them, the
-shortest sum, and begun calls."""
+"""What a group asks of the shared-memory backend: messages, the shortest sum, and begun calls.
+
+None of them passes through torch's layers.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +49,7 @@ class OverMemory(Transport):
         self._begun = begun
         self._moves = moves
         self._line = line
+        # What `holds` promises is of this host's channels: over a network nothing is known.
         self._held = 0 if across is not None else host.channel_bytes
         self.sum = sum  # type: ignore[assignment, method-assign]
         self.apart = begun.apart
@@ -77,6 +80,7 @@ class OverMemory(Transport):
             self._mailbox.fetch(into, place, 0)
 
     def _far(self) -> Across:
+        """What carries messages to ranks of other hosts."""
         assert self._across is not None, "all ranks are here"
         return self._across
 

@@ -1,5 +1,4 @@
-"""What hosts tell each other of a lost rank, through the group's store: the first one that tells is
-right for all."""
+"""What hosts tell each other of a lost rank, through the group's store: the first one holds."""
 
 from __future__ import annotations
 
@@ -11,10 +10,11 @@ from dure.errors import PeerLostError
 
 
 class Verdict:
-    """One group's, as one rank asks for it and gives it. It has a connection of its own to the
-    store."""
+    """One group's verdict, as one rank asks for it and gives it."""
 
     def __init__(self, store: Store) -> None:
+        # Of its own, since a connection of a TCPStore serves one request at a time, and another
+        # thread's may wait for a key.
         self._store = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
         self._store_is_gone = False
 
@@ -22,6 +22,7 @@ class Verdict:
         """Tells all hosts; returns what was told first."""
         try:
             text = msgspec.json.encode(Loss.of(loss)).decode()
+            # It sets the key if nobody has; either way it returns what stands there now.
             return msgspec.json.decode(
                 self._store.compare_set("verdict", "", text), type=Loss
             ).error()

@@ -1,5 +1,4 @@
-"""Handles of asynchronous calls, and the thread that runs a group's collectives in the order of
-their issue."""
+"""Handles of asynchronous calls, and the thread that runs them in the order of their issue."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from dure.errors import DureError
 
 
 class Work(dist.Work):
-    """One call, under way or done. The first to wait for a failed one gets its error, as does
-    everyone after.
+    """One call, under way or done. Everybody who waits for a failed one gets its error.
 
     tensors: what the future holds when the call is done.
     """
@@ -40,6 +38,8 @@ class Work(dist.Work):
         What hangs on its future may wait for other calls of the group, as some communication hooks
         of DistributedDataParallel do: it runs on a thread of its own, unless `here` can wait.
         """
+        # `get_future` takes the same lock: either it sees that the call is done, or its future is
+        # seen here. So a future is settled once.
         with self._lock:
             if self._done.is_set():
                 return
@@ -54,6 +54,7 @@ class Work(dist.Work):
             ).start()
 
     def _settle(self, future: Future[Any]) -> None:
+        """Tells those that wait for the future. An error is its value, see `_result_of`."""
         error = self._error
         if error is None:
             future.set_result(self._tensors)
@@ -61,8 +62,10 @@ class Work(dist.Work):
             future.set_result(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the call is done. Raises its error, or TimeoutError after `timeout`; the call
-        then goes on."""
+        """True when the call is done.
+
+        Raises its error, or TimeoutError after `timeout`; the call then goes on.
+        """
         seconds = timeout.total_seconds() if timeout else 0
         if not self._await(seconds if seconds > 0 else None):
             raise TimeoutError(f"the call is not done after {seconds:g} s; it goes on")
@@ -84,6 +87,7 @@ class Work(dist.Work):
             future = self._future
         if settled:
             self._settle(future)
+        # A new one for each caller: its errors are raised in `_result_of`.
         return future.then(_result_of)
 
     def is_completed(self) -> bool:
@@ -96,6 +100,7 @@ class Work(dist.Work):
         return self._error
 
     def result(self) -> list[Tensor]:
+        """The tensors, when the call is done. Raises its error."""
         self.wait()
         return self._tensors
 
@@ -109,8 +114,10 @@ class Work(dist.Work):
 
 
 def _result_of(future: Future[Any]) -> Any:
-    """What a future holds, or the error it holds: raised here, it reaches C++ as an error and not
-    as a value."""
+    """What a future holds; an error that it holds is raised.
+
+    Raised here, it reaches C++ as an error and not as a value.
+    """
     value = future.value()
     if isinstance(value, BaseException):
         raise value
@@ -160,13 +167,14 @@ class Line:
         )
         self.ahead = 0  # calls in line or running on the thread
         self._count = threading.Lock()
-        self._door = threading.Lock()
+        self._door = threading.Lock()  # between the threads: take a call and the turn together
         self._threads: list[threading.Thread] = []
         self._free = 0  # threads that do not settle a future
         self._closed = False
 
     def abandon(self) -> None:
         """In a forked child: the line, and its thread, are the parent's."""
+        # Taken for ever, if it is not taken already: no call begins in this process.
         self._closed = True
         self.turn.acquire(blocking=False)
 
@@ -180,6 +188,7 @@ class Line:
 
     def now(self, call: Callable[[], None]) -> None:
         """Runs a call and returns when it is done."""
+        # Somebody is before it: it gets in line, so that the order of issue is the order of calls.
         if not self.begin():
             self.later(call, ()).wait()
             return
@@ -202,7 +211,7 @@ class Line:
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except DureError:  # which the others get as well
+        except DureError:  # the other ranks get it as well, from the core
             raise
         except Exception as error:
             if self._failed is not None:
@@ -222,8 +231,10 @@ class Line:
         return work
 
     def _start_thread(self) -> None:
-        """One more thread that takes calls; two are enough unless futures wait for calls that
-        futures wait for."""
+        """One more thread that takes calls.
+
+        Two are enough unless futures wait for calls that futures wait for.
+        """
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._threads.append(thread)
         self._free += 1
@@ -231,9 +242,9 @@ class Line:
 
     def _run(self) -> None:
         while True:
-            with self._door:  # who takes the next call also takes the next turn
+            with self._door:  # the thread that takes the next call also takes the next turn
                 item = self._waiting.get()
-                if item is None:
+                if item is None:  # the end, which `close` has put there
                     self._waiting.put(None)  # for the other threads
                     return
                 self.turn.acquire()
@@ -246,6 +257,7 @@ class Line:
                 error = raised
             finally:
                 self.turn.release()
+            # Only now may a caller run its call by itself: the turn is free, and this one is done.
             with self._count:
                 self.ahead -= 1
                 self._free -= 1
@@ -255,6 +267,7 @@ class Line:
             work.finish(error, here=True)
             with self._count:
                 self._free += 1
+            # Their tensors would live until the next call comes.
             del item, call, work, error
 
     def close(self, seconds: float) -> bool:
@@ -265,6 +278,7 @@ class Line:
         self._waiting.put(None)
         until = time.monotonic() + seconds
         for thread in threads:
+            # A callback of a future may destroy the group, on a thread of the line.
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

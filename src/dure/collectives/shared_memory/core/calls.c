@@ -1,6 +1,7 @@
 /* What every collective begins and ends with: post the call, wait for all, see that all called the same. */
 #include "core.h"
 
+/* A multiplicative hash: the constant is 2^64 divided by the golden ratio. */
 static uint64_t mixed(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
     return hash ^ (hash >> 29);
@@ -27,6 +28,7 @@ char *stage_of(struct core *core, int rank, uint64_t window) {
 void begin(struct core *core, struct call *call) {
     struct seat *seat = &core->seats[core->rank];
     call->number = core->at = ++core->number;
+    /* `begun` and `finished` are for errors only; the sync that follows publishes the call itself. */
     atomic_store_explicit(&seat->begun, call->number, memory_order_relaxed);
     seat->calls[call->number % CALLS] = *call;
     seat->fingerprint[call->number % CALLS] = fingerprint(call);

@@ -12,6 +12,7 @@ static struct channel *channel_of(struct core *core, int from, int to) {
 /* Bytes [at, at + n) of the ring, from or to plain memory. */
 static void fill_ring(char *ring, uint64_t capacity, uint64_t at, const char *from, uint64_t n) {
     if (n == 0) return;
+    /* Up to the end of the ring, and what is left from its beginning on. */
     uint64_t first = least(n, capacity - at % capacity);
     memcpy(ring + at % capacity, from, first);
     memcpy(ring, from + first, n - first);
@@ -29,6 +30,7 @@ static void empty_ring(const char *ring, uint64_t capacity, uint64_t at, char *i
 uint64_t core_channel_write(struct core *core, int to, const char *header, uint64_t header_bytes, const char *body,
                             uint64_t body_bytes) {
     struct channel *channel = channel_of(core, core->rank, to);
+    /* Nobody else writes head. The acquire of tail: what is written comes after the consumer has read there. */
     uint64_t head = atomic_load_explicit(&channel->head, memory_order_relaxed);
     uint64_t tail = atomic_load_explicit(&channel->tail, memory_order_acquire);
     uint64_t room = core->channel_bytes - (head - tail);
@@ -50,7 +52,7 @@ uint64_t core_channel_read(struct core *core, int from, char *into, uint64_t byt
     if (moved == 0) return 0;
     empty_ring((const char *)(channel + 1), core->channel_bytes, tail, into, moved);
     atomic_store_explicit(&channel->tail, tail + moved, memory_order_release);
-    core_ring(core, from);
+    core_ring(core, from); /* there is room: the sender may wait for it */
     return moved;
 }
 
@@ -62,6 +64,7 @@ int core_channel_take(struct core *core, int from, const char *header, uint64_t 
     uint64_t ready = atomic_load_explicit(&channel->head, memory_order_acquire) - tail;
     const char *ring = (const char *)(channel + 1);
     if (ready < header_bytes + bytes) return 0;
+    /* Byte by byte, since a header may go on at the beginning of the ring; it has 24 of them. */
     for (uint64_t i = 0; i < header_bytes; i++)
         if (ring[(tail + i) % core->channel_bytes] != header[i]) return 0;
     empty_ring(ring, core->channel_bytes, tail + header_bytes, into, bytes);
@@ -92,6 +95,7 @@ int core_bell_wait(struct core *core, uint32_t seen, uint64_t nanoseconds) {
         if (atomic_load(&seat->bell) != seen) return 0;
         sched_yield();
     }
+    /* As with sleepers (core.h, 2): first waiting, then a look at the bell; core_ring does it the other way round. */
     atomic_fetch_add(&seat->waiting, 1);
     int interrupted = 0;
     if (atomic_load(&seat->bell) == seen) interrupted = futex_wait(&seat->bell, seen, nanoseconds);

@@ -47,7 +47,7 @@ static void pull_window(struct core *core, const struct pull *pulls, uint64_t in
         if (call->place == STAGE) {
             uint64_t from = index * core->stage_bytes;
             take(&pulls[rank], from, from + core->stage_bytes, stage_of(core, rank, core->windows + index));
-        } else if (index == 0)
+        } else if (index == 0) /* slots and pools hold all of the input at once */
             take(&pulls[rank], 0, call->bytes,
                  call->place == POOL ? core->pools[rank] + call->pool : slot_of(core, rank));
     }
@@ -73,7 +73,7 @@ static int after_first_sync(struct core *core, const struct call *call, const st
     if (deals != NULL) {
         if (!deals_agree(core)) return BAD_SIZES;
         for (int rank = 0; rank < core->size; rank++) {
-            dealt[rank] = pulls[rank];
+            dealt[rank] = pulls[rank]; /* where in its input a peer has put this rank's part, only the peer knows */
             dealt[rank].offset = deals_of(core, rank)[core->rank].offset;
         }
         pulls = dealt;
@@ -91,6 +91,7 @@ static int after_first_sync(struct core *core, const struct call *call, const st
         status = core_sync(core);
     }
     core->windows += count;
+    /* Slots and stages have a second copy, a tensor in a pool has not: its owner waits until all have read it. */
     return status == DONE && pooled ? core_sync(core) : status;
 }
 

@@ -39,7 +39,7 @@
  *
  * 5. A split-phase call (split_phase.c) has one sync, at which a rank arrives when it begins the call and waits when it
  *    ends it. Its message lies in a pool; peers read it until they have ended the call, which seat.read tells its
- *    owner (release, acquire) before he writes there again. Posted calls stay long enough: a rank that begins call j
+ *    owner (release, acquire) before it writes there again. Posted calls stay long enough: a rank that begins call j
  *    has ended call j - UNDER_WAY, so its peers have begun that one, and ended call j - 2 * UNDER_WAY = j - CALLS,
  *    whose place it takes. Every other kind of call ends those that are under way before it begins, so that 1 holds.
  *    All-reduces that were begun are ended together by one call more, END_OF_ALL_REDUCES, whose sync tells that all
@@ -55,12 +55,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Bytes of a cache line. What different ranks write lies on lines of its own, so that they do not take lines away
+ * from each other. */
 #define LINE 64
 #define REASON_BYTES 4096
 
 enum status { DONE = 0, MISMATCH = 1, ABORTED = 2, GAVE_UP = 3, BAD_SIZES = 4, UNFINISHED = 5 };
 
-/* Kinds of calls; the Python side has the same numbers (calls.py). */
+/* Kinds of calls; the Python side has the same numbers (calls.py). The order matters: up to BROADCAST, and from
+ * BEGUN_REDUCE_SCATTER on, all ranks have the same count (`fingerprint` in calls.c). */
 enum kind {
     ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER,
     BEGUN_REDUCE_SCATTER, BEGUN_ALL_REDUCE, END_OF_ALL_REDUCES
@@ -97,7 +100,7 @@ struct deal {
 
 struct seat {
     _Alignas(LINE) _Atomic uint64_t arrived;
-    uint64_t fingerprint[CALLS];
+    uint64_t fingerprint[CALLS];  /* of each of `calls`: ranks compare one number instead of a struct */
     _Atomic uint64_t finished;    /* the number of the last call that this rank has finished */
     _Atomic uint64_t begun;       /* the number of the last call that it has begun */
     _Atomic uint32_t left;        /* 1 when the rank has left the group */
@@ -105,18 +108,20 @@ struct seat {
     _Alignas(LINE) struct call calls[CALLS];
     _Alignas(LINE) _Atomic uint64_t taken[CALLS]; /* elements of the rank's part of a sum that somebody has taken on */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung when a channel from or to this rank has moved */
-    _Atomic uint32_t waiting;
+    _Atomic uint32_t waiting;             /* threads of this rank that sleep for the bell */
 };
 
 struct header {
     uint64_t magic, size, slot_bytes, stage_bytes, channel_bytes;
     _Alignas(LINE) _Atomic uint32_t bell;
-    _Alignas(LINE) _Atomic uint32_t sleepers;
+    _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks that sleep for it; if none do, no system call is made */
     _Alignas(LINE) _Atomic uint32_t aborting; /* 1: somebody writes the reason */
     _Atomic uint32_t aborted;                 /* 1: the reason is written */
     char reason[REASON_BYTES];
 };
 
+/* A ring of `channel_bytes` bytes lies right after it. The counts only grow, and 64 bits never overflow: full
+ * (head - tail == channel_bytes) and empty (head == tail) differ. */
 struct channel {
     _Alignas(LINE) _Atomic uint64_t head; /* bytes written, ever */
     _Alignas(LINE) _Atomic uint64_t tail; /* bytes read, ever */

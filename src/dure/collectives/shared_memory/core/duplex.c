@@ -47,9 +47,10 @@ static double seconds_now(void) { return 1e-9 * (double)now_ns(); }
 /* With the lock: the connection is of no use any more. */
 static void break_off(struct duplex *duplex) {
     duplex->broken = 1;
+    /* Whatever was sent in full is still on this list until it is received. */
     for (struct exchange *each = duplex->receiving; each != NULL; each = each->next) each->status = ABORTED;
     duplex->sending = duplex->receiving = duplex->newest = NULL;
-    shutdown(duplex->socket, SHUT_RDWR);
+    shutdown(duplex->socket, SHUT_RDWR); /* both threads return from poll, and so does the peer */
     pthread_cond_broadcast(&duplex->begun);
     pthread_cond_broadcast(&duplex->unsent);
     pthread_cond_broadcast(&duplex->sent);
@@ -95,6 +96,8 @@ static void *send_the_rest(void *it) {
     struct duplex *duplex = it;
     pthread_mutex_lock(&duplex->lock);
     while (!duplex->broken) {
+        /* It stays valid without the lock: only note_sent moves `sending` on, and the receiver does not end an exchange
+         * that has not left. */
         struct exchange *exchange = duplex->sending;
         if (exchange == NULL) {
             pthread_cond_wait(&duplex->unsent, &duplex->lock);
@@ -117,11 +120,13 @@ static void *send_the_rest(void *it) {
 static int take(struct duplex *duplex, void *into, uint64_t bytes) {
     for (uint64_t at = 0; at < bytes;) {
         int awaited = (int)(bytes - at < PIECE ? bytes - at : PIECE);
+        /* A system call less where the number is the same as last time. */
         if (awaited != duplex->awaited)
             setsockopt(duplex->socket, SOL_SOCKET, SO_RCVLOWAT, &awaited, sizeof awaited), duplex->awaited = awaited;
         struct pollfd ready = {duplex->socket, POLLIN, 0};
         poll(&ready, 1, -1);
         ssize_t n = recv(duplex->socket, (char *)into + at, bytes - at, MSG_DONTWAIT);
+        /* 0: the peer has closed, or break_off has shut the socket. */
         if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) return 0;
         if (n > 0) at += (uint64_t)n;
     }
@@ -139,6 +144,7 @@ static int wait_until_sent(struct duplex *duplex, const struct exchange *exchang
 
 static void reduce(const struct duplex *duplex, const struct exchange *exchange, uint64_t at, uint64_t bytes) {
     const char *own = exchange->own + at, *theirs = duplex->piece;
+    /* In the order of hosts at both ends, so that both get the same bits. */
     const char *ins[] = {duplex->first ? own : theirs, duplex->first ? theirs : own};
     char *outs[] = {exchange->into + at};
     int dtype = exchange->call.dtype;
@@ -149,10 +155,12 @@ static void reduce(const struct duplex *duplex, const struct exchange *exchange,
 static int take_all(struct duplex *duplex, struct exchange *exchange) {
     struct call *theirs = &exchange->theirs;
     if (!take(duplex, theirs, sizeof *theirs)) return 0;
+    /* If it is another call, its bytes are taken out of the way, as many as its own length says. */
     int same = memcmp(theirs, &exchange->call, sizeof *theirs) == 0;
     for (uint64_t at = 0; at < theirs->bytes;) {
         uint64_t rest = theirs->bytes - at, bytes = rest < PIECE ? rest : PIECE;
         if (!take(duplex, same && exchange->own == NULL ? exchange->into + at : duplex->piece, bytes)) return 0;
+        /* Where the sum replaces what leaves, that has to have left first. */
         if (same && exchange->own != NULL) {
             if (exchange->into == exchange->out && !wait_until_sent(duplex, exchange, sizeof *theirs + at + bytes))
                 return 0;
@@ -160,6 +168,7 @@ static int take_all(struct duplex *duplex, struct exchange *exchange) {
         }
         at += bytes;
     }
+    /* Over means both ways: the owner may change `out` then. */
     return wait_until_sent(duplex, exchange, whole(exchange));
 }
 
@@ -201,7 +210,7 @@ struct duplex *duplex_open(int socket, int first) {
     duplex->piece = aligned_alloc(LINE, PIECE);
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC); /* for duplex_wait, whose limit is in now_ns */
     pthread_mutex_init(&duplex->lock, NULL);
     pthread_cond_t *conditions[] = {&duplex->begun, &duplex->unsent, &duplex->sent, &duplex->ended};
     for (int k = 0; k < 4; k++) pthread_cond_init(conditions[k], &clock);
@@ -240,6 +249,7 @@ void duplex_begin(struct duplex *duplex, struct exchange *exchange) {
         duplex->receiving = exchange;
         pthread_cond_signal(&duplex->begun);
     }
+    /* Nothing is before it: the caller sends here, under the lock, which never waits for the network. */
     if (duplex->sending == NULL) {
         duplex->sending = exchange;
         note_sent(duplex, exchange, send_some(duplex, exchange));

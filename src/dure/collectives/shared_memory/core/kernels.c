@@ -3,14 +3,14 @@
  * line once in and once out, and all inputs are read ahead at once. Half precision is summed in float32, a tile of
  * some KB at a time, and rounded once, at the end.
  *
- * Every kernel is compiled for plain, AVX2 and AVX-512 machines (kernels.inc); which one runs is found out at the
- * first call. They give the same bits: the order of additions does not depend on the width of a vector.
+ * Every kernel is compiled for plain, AVX2 and AVX-512 machines (kernels.inc); which one runs is decided at
+ * run time. They give the same bits: the order of additions does not depend on the width of a vector.
  */
 #include "core.h"
 
 #include <string.h>
 
-#define TILE 16384 /* bytes of a tile of float32 in which half precision is summed */
+#define TILE 16384 /* bytes of a tile of float32 in which half precision is summed; two fit into a cache of 32 KB */
 
 typedef uint8_t u8;
 typedef int8_t i8;
@@ -48,6 +48,7 @@ static uint32_t bits_of(float value) {
  * normalises subnormal numbers), keep infinities and NaN apart. */
 static float from_half(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = (uint32_t)(half & 0x7fffu) << 13;
+    /* 112 is the difference of the biases, 127 and 15; 13 that of the lengths of the fractions, 23 and 10. */
     float value = float_of(magnitude) * 0x1p112f;
     if ((half & 0x7c00u) == 0x7c00u) value = float_of(magnitude | 0x7f800000u);
     return float_of(bits_of(value) | sign);
@@ -56,6 +57,8 @@ static float from_half(uint16_t half) {
 /* Float to half, to nearest, ties to even. */
 static uint16_t to_half(float value) {
     uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    /* NaN stays one, and quiet. From 65520 on, half a step above the largest half, it is infinite. Below 2^-14 halves
+     * are subnormal. The last line adds half a step less one, and one more for odd numbers: a tie goes to the even. */
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu));
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
     if (magnitude < 0x38800000u) /* subnormal: adding 0.5 lets the adder round to the last place of a half */
@@ -65,6 +68,7 @@ static uint16_t to_half(float value) {
 
 static uint16_t to_bfloat(float value) {
     uint32_t bits = bits_of(value);
+    /* To nearest, ties to even, on the upper 16 bits; a NaN could be rounded to infinity, so it is replaced. */
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
@@ -116,7 +120,7 @@ uint64_t core_width(int dtype) {
     return dtype >= 0 && dtype < DTYPES ? widths[dtype] : 1;
 }
 
-/* Elements `at` to `at + n` of halves, n at most a tile's. */
+/* Elements `at` to `at + n` of halves, n at most a tile's. An average is divided in float32, before it is rounded. */
 static void tile_of_halves(const struct kernels *use, char *const *outs, int n_outs, const char *const *ins, int n_ins,
                            uint64_t at, uint64_t n, int dtype, int op) {
     _Alignas(LINE) char sums[TILE], next[TILE];

@@ -15,7 +15,10 @@ struct layout {
     uint64_t seats, deals, slots, stages, channels, end;
 };
 
-/* A stage holds two windows of input and two of results; a slot one small input; each of them twice. */
+/* The file is all zeros at first, which is the right beginning of every counter and flag. Pages that nobody touches
+ * take no memory, so slots, stages and channels may be generous.
+ *
+ * Of each rank: two slots of a small input each, and a stage of two windows of input and two of results. */
 static struct layout layout_of(uint64_t size, uint64_t slot, uint64_t stage, uint64_t channel) {
     struct layout at;
     at.seats = rounded(sizeof(struct header), LINE);
@@ -54,6 +57,7 @@ struct core *core_open(void *segment, int rank, int size, uint64_t slot_bytes, u
     core->slot_bytes = slot_bytes;
     core->stage_bytes = stage_bytes;
     core->channel_bytes = channel_bytes;
+    /* Only where ranks share cores can one be kept from running for a whole time slice. */
     core->help_from = size > sysconf(_SC_NPROCESSORS_ONLN) ? WORTH_HELPING : UINT64_MAX;
     core->share_bytes = SHARE;
     core->spin_ns = spin_ns;
@@ -89,8 +93,10 @@ void core_leave(struct core *core) {
 /* Ends the group for all ranks. The first reason stays; returns whether it is this one. */
 int core_abort(struct core *core, const char *reason) {
     uint32_t nobody = 0;
+    /* `aborting` elects who writes the reason, `aborted` says that it can be read. */
     int first = atomic_compare_exchange_strong(&core->header->aborting, &nobody, 1);
     if (first) {
+        /* The last byte stays 0. */
         strncpy(core->header->reason, reason, REASON_BYTES - 1);
         atomic_store(&core->header->aborted, 1);
     }
@@ -101,10 +107,12 @@ int core_abort(struct core *core, const char *reason) {
 /* The reason, or NULL. Whoever lost the race to give a reason waits for the winner's here. */
 const char *core_aborted(struct core *core) {
     if (!atomic_load(&core->header->aborting)) return NULL;
+    /* Not for ever: whoever gave the reason may have died while it wrote it. */
     for (int tries = 0; !atomic_load(&core->header->aborted) && tries < 1000000; tries++) relax();
     return core->header->reason;
 }
 
+/* One number, for native.py: `what` is 0 to 3 of the seat of `rank`, 4 and 5 of this rank itself. */
 uint64_t core_look(struct core *core, int rank, int what) {
     struct seat *seat = &core->seats[rank];
     switch (what) {
@@ -117,11 +125,13 @@ uint64_t core_look(struct core *core, int rank, int what) {
     }
 }
 
+/* For the text of errors: nothing orders it with its owner, who may post another call meanwhile. */
 void core_last_call(struct core *core, int rank, struct call *call) {
     struct seat *seat = &core->seats[rank];
     *call = seat->calls[atomic_load(&seat->begun) % CALLS];
 }
 
+/* The call that this rank works on, as `rank` has posted it: of another rank, to be asked after the first sync. */
 void core_this_call(struct core *core, int rank, struct call *call) {
     *call = core->seats[rank].calls[core->at % CALLS];
 }

@@ -2,7 +2,7 @@
  *
  * A tensor of one slot or less: every rank copies it to its slot; one sync; every rank that wants the sum reads all
  * slots. Tensors in pools: one sync; rank r reads its N-th part of all tensors and writes the sum to all, then helps
- * those that are behind; one sync.
+ * those that are not through; one sync.
  * Other tensors go through windows in the stages, small enough to stay in the cache: a rank copies in what others
  * sum, sums its own part, copies out what others have summed. The three steps of neighbouring windows run between
  * the same two syncs:
@@ -20,6 +20,8 @@ static int reduce_slots(struct core *core, const struct call *call, char *tensor
     if (status != DONE) return status;
     if (!agreed(core)) return MISMATCH;
     if (!wants(core, call)) return DONE;
+    /* The own tensor is the same as the own slot, and in the cache. One sync is enough: the slot is written again in the
+     * call after the next, when all have read it. */
     for (int rank = 0; rank < core->size; rank++) srcs[rank] = rank == core->rank ? tensor : slot_of(core, rank);
     core_reduce(&tensor, 1, srcs, core->size, call->count, call->dtype, call->op);
     return DONE;
@@ -28,6 +30,7 @@ static int reduce_slots(struct core *core, const struct call *call, char *tensor
 /* A rank takes on its own part, and then, in calls that take milliseconds, what is left of the parts of ranks that do
  * not run. */
 static int reduce_pools(struct core *core, const struct call *call) {
+    /* `count` is at least the whole part: nothing is left for others to take on. */
     if (call->bytes * (uint64_t)core->size < core->help_from) sum_share(core, call, core->rank, call->count);
     else sum_all_parts(core, call);
     return core_sync(core);
@@ -49,6 +52,7 @@ static void copy_in(struct core *core, const struct call *call, struct window wi
     struct range mine = part_of(window.n, width, core->rank, core->size);
     char *stage = stage_of(core, core->rank, window.number);
     tensor += window.from * width;
+    /* What is before and after the own part, which only this rank reads, and reads from the tensor. */
     memcpy(stage, tensor, mine.from * width);
     memcpy(stage + mine.to * width, tensor + mine.to * width, (window.n - mine.to) * width);
 }
@@ -60,6 +64,8 @@ static void sum_part(struct core *core, const struct call *call, struct window w
     struct range mine = part_of(window.n, width, core->rank, core->size);
     uint64_t own = (window.from + mine.from) * width;
     int nd = 0;
+    /* To the stage for the others, unless this rank is the root and so the only one that wants it; and to the own
+     * tensor, if this rank wants it. */
     for (int rank = 0; rank < core->size; rank++)
         srcs[rank] = rank == core->rank ? tensor + own : stage_of(core, rank, window.number) + mine.from * width;
     if (call->root != core->rank) dsts[nd++] = result_of(core, core->rank, window.number) + mine.from * width;
@@ -69,6 +75,7 @@ static void sum_part(struct core *core, const struct call *call, struct window w
 
 static void copy_out(struct core *core, const struct call *call, struct window window, char *tensor) {
     uint64_t width = core_width(call->dtype);
+    /* Beginning with the next rank, so that not all read from the same one at a time. */
     for (int step = 1; step < core->size; step++) {
         int rank = (core->rank + step) % core->size;
         struct range part = part_of(window.n, width, rank, core->size);
@@ -81,6 +88,8 @@ static void copy_out(struct core *core, const struct call *call, struct window w
 static int reduce_windows(struct core *core, const struct call *call, char *tensor) {
     uint64_t most = core->stage_bytes / core_width(call->dtype), count = (call->count + most - 1) / most;
     int status = DONE;
+    /* Stages and results of windows w and w + 2 share a place. Between their uses lies a sync, at which all have read
+     * the former. After the last window no sync is needed: the next call has its own. */
     for (uint64_t w = 0; w <= count && status == DONE; w++) {
         if (w > 0 && wants(core, call)) copy_out(core, call, window_at(core, call, w - 1), tensor);
         if (w == count) break;
@@ -88,7 +97,7 @@ static int reduce_windows(struct core *core, const struct call *call, char *tens
         if (w + 1 < count) copy_in(core, call, window_at(core, call, w + 1), tensor);
         status = core_sync(core);
     }
-    core->windows += count;
+    core->windows += count; /* the same on all ranks, for it chooses the place in the stages */
     return status;
 }
 
@@ -116,6 +125,7 @@ int core_all_reduce(struct core *core, int code, int root, uint64_t count, char 
                         .count = count,
                         .place = STAGE};
     call.bytes = count * core_width(call.dtype);
+    /* Below the pool the difference is negative, and as an unsigned number larger than any pool. */
     uint64_t offset = (uint64_t)(tensor - core->pools[core->rank]);
     if (core->pool_bytes >= call.bytes && offset <= core->pool_bytes - call.bytes) {
         call.place = POOL;
@@ -156,6 +166,7 @@ static void sum_block(struct core *core, const struct call *call, const struct p
 /* blocks: the part of the input that each rank sums and keeps; `out` gets the sum of this rank's. The blocks have
  * the same sizes on all ranks, whose hash is call->extra. */
 int core_reduce_scatter(struct core *core, struct call *call, const struct part *blocks, char *out) {
+    /* Of a window of the stage each block has a share, in whole cache lines. */
     uint64_t share = core->stage_bytes / (uint64_t)core->size / LINE * LINE, longest = 0;
     for (int rank = 0; rank < core->size; rank++)
         if (blocks[rank].bytes > longest) longest = blocks[rank].bytes;
@@ -167,6 +178,7 @@ int core_reduce_scatter(struct core *core, struct call *call, const struct part 
     copy_blocks_in(core, blocks, 0, share);
     status = core_sync(core);
     if (status == DONE && !agreed(core)) return finish(core, MISMATCH);
+    /* One sync a window: between two of them a rank sums window w, and copies in w + 1, into the other stage. */
     for (uint64_t w = 0; w < count && status == DONE; w++) {
         sum_block(core, call, &blocks[core->rank], w, share, out);
         if (w + 1 == count) break;

@@ -9,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define TICK_MS 100
+#define TICK_MS 100 /* between two looks at the peers; host.py has the same (TICK) */
 
 uint64_t now_ns(void) {
     struct timespec now;
@@ -35,6 +35,7 @@ void relax(void) {
 
 /* The first rank from `from` on that has not arrived at the awaited sync; `size` if all have. */
 static int missing(const struct core *core, int from) {
+    /* `arrived` never goes back, so a later scan may go on where an earlier one has stopped. */
     while (from < core->size && atomic_load(&core->seats[from].arrived) >= core->awaited) from++;
     return from;
 }
@@ -48,6 +49,7 @@ int all_have_arrived(const struct core *core, uint64_t sync) {
 /* Whether a signal handler has raised an error. */
 static int handler_raised(struct interpreter *python) {
     if (python == NULL) return 0;
+    /* The call into C has given the GIL away. Handlers run on the main thread only; on any other this says 0. */
     int state = python->PyGILState_Ensure();
     int raised = python->PyErr_CheckSignals();
     if (raised) python->PyErr_Fetch(&python->kind, &python->value, &python->traceback);
@@ -60,6 +62,8 @@ static int sleep_until_arrived(struct core *core) {
     uint64_t start = now_ns();
     int first = 0;
     for (;;) {
+        /* The order matters (core.h, 2): whoever arrives after the scan sees the sleeper, and changes the bell that was
+         * read before it. The same holds for `aborted`, after which the bell rings as well (life.c). */
         atomic_fetch_add(&header->sleepers, 1);
         uint32_t seen = atomic_load(&header->bell);
         first = missing(core, first);
@@ -67,10 +71,12 @@ static int sleep_until_arrived(struct core *core) {
         if (first < core->size && !atomic_load(&header->aborted))
             interrupted = futex_wait(&header->bell, seen, TICK_MS * 1000000u);
         atomic_fetch_sub(&header->sleepers, 1);
+        /* A sync at which all have arrived counts, even if the group has ended since: hence `aborted` comes second. */
         first = missing(core, first);
         if (first == core->size) return DONE;
         if (atomic_load(&header->aborted)) return ABORTED;
         uint64_t waited = now_ns() - start;
+        /* Short waits never enter Python; a signal is looked at without delay. */
         if (!interrupted && waited < TICK_MS * 1000000u) continue;
         if (handler_raised(core->interpreter) || !core->tick((double)waited * 1e-9)) return GAVE_UP;
     }
@@ -80,6 +86,7 @@ static int sleep_until_arrived(struct core *core) {
 int arrive(struct core *core) {
     struct header *header = core->header;
     core->awaited = ++core->syncs;
+    /* A rank that does not arrive holds up nobody: its peers look at `aborted` as well. */
     if (atomic_load(&header->aborted)) return ABORTED;
     atomic_store(&core->seats[core->rank].arrived, core->syncs);
     if (missing(core, 0) == core->size && atomic_load(&header->sleepers)) {
@@ -94,12 +101,14 @@ int wait_for_all(struct core *core, uint64_t sync) {
     int first = missing(core, 0);
     if (first == core->size) return DONE;
     uint64_t start = now_ns();
+    /* Reading the clock takes longer than looking at a few flags, hence 16 looks for each reading. */
     while (now_ns() - start < core->spin_ns)
         for (int i = 0; i < 16; i++) {
             first = missing(core, first);
             if (first == core->size) return DONE;
             relax();
         }
+    /* Where ranks share a core, the one that is missing may need this one to run at all. */
     start = now_ns();
     while (now_ns() - start < core->yield_ns) {
         first = missing(core, first);

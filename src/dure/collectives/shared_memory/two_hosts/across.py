@@ -1,5 +1,4 @@
-"""Collectives of a group that spans hosts: within each host through shared memory, between hosts
-through gloo.
+"""Collectives of a group that spans hosts: shared memory within hosts, gloo between them.
 
 The first rank of each host is its leader, and only leaders use the network for what all ranks
 share:
@@ -13,9 +12,11 @@ share:
 
 With two hosts every byte that has to cross the link crosses it once per direction. What ranks send
 each other one by one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision
-is summed in float32 and rounded once. Before every call the leaders exchange what their ranks have
-called, so that all ranks see the same mistake; but for calls that ranks have agreed on before
-(`begin_all_reduce` and its like: `dure.collectives.shared_memory.two_hosts.planned`).
+is summed in float32 and rounded once.
+
+Before every call the leaders exchange what their ranks have called, so that all ranks see the same
+mistake. The exception are calls that ranks have agreed on before (`begin_all_reduce` and its like:
+`dure.collectives.shared_memory.two_hosts.planned`).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ _PATIENCE = 0.5  # seconds in which those who know better may say who was lost
 
 
 def address_towards(store: Store) -> str | None:
-    """The address by which this host reaches the one that keeps the store; None if that says
-    nothing."""
+    """The address by which this host reaches the one that keeps the store; None if unknown."""
+    # Out of all prefixes, to the store that knows its host.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     name = getattr(store, "host", None)
@@ -83,6 +84,7 @@ def address_towards(store: Store) -> str | None:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)  # a datagram socket: nothing is sent
+            # What the kernel would send from; a loopback address means that the store is here.
             address = str(probe.getsockname()[0])
             return None if address.startswith("127.") or address == "::1" else address
     return None
@@ -98,8 +100,10 @@ def _together(parts: dict[int, Tensor], ranks: Sequence[int]) -> Tensor:
 
 
 class UnderWay(NamedTuple):
-    """What was begun. finish: waits for it; ended: when it had ended, in seconds of
-    `time.perf_counter`, or 0."""
+    """What was begun.
+
+    finish: waits for it. ended: when it had ended, in seconds of `time.perf_counter`, or 0.
+    """
 
     finish: Callable[[], None]
     ended: Callable[[], float]
@@ -133,11 +137,11 @@ class Across:
         address = address_towards(store)
         make = _Gloo.create_device
         options = _Gloo._Options()
-        options._timeout = timedelta(
-            seconds=host.timeout + 2
-        )  # this end has its own limit, and says more
+        # gloo's own limit comes last: `_wait` has one as well, and says more.
+        options._timeout = timedelta(seconds=host.timeout + 2)
         options._devices = [make(hostname=address) if address else _Gloo.create_default_device()]
         self._options = options
+        # One group of all ranks, for what goes from rank to rank; one of the leaders, for the rest.
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
         self._leaders: Any = None
         if self._leads:
@@ -146,17 +150,19 @@ class Across:
         self._planned = self._for_plans(address) if len(hosts) == self._size else None
         host.tell = self._verdict.tell
         host.remote = self._verdict.told
-        host.grace = (
-            0.0 if self._leads else 2 * _PATIENCE
-        )  # leaders wait for each other, and know better who is late
+        # Leaders wait for each other, and know better who is late: ranks that wait for a leader
+        # give it time to say so.
+        host.grace = 0.0 if self._leads else 2 * _PATIENCE
 
     def _group_of_leaders(self, name: str) -> Any:
         return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
 
     def _for_plans(self, address: str | None) -> Planned:
+        """What carries planned calls: a connection of our own between two hosts, else gloo."""
         if self._size == 2:
             meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
             made = connection(meeting, address, self._host.in_c)
+            # Both ends know whether they are connected, so both go on to gloo, or neither.
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)
         return OverGloo(self._group_of_leaders("planned"), self._size)
@@ -173,6 +179,7 @@ class Across:
                 count=tensor.numel(),
             )
         )
+        # Sum to the leader, over the leaders, and back out to the ranks of each host.
         work, operation = workable(tensor, op)
         if root >= 0 and work.data_ptr() == tensor.data_ptr():
             work = work.clone()  # what a rank that is not the root gave stays as it was
@@ -198,8 +205,8 @@ class Across:
         settle(own, op, out.view(-1), self._size)
 
     def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
-        """On a leader: what all hosts have for the ranks of this one, reduced in the order of
-        hosts."""
+        """On a leader: what all hosts have for this one's ranks, reduced in the order of hosts."""
+        # Ranks of a host need not follow each other: blocks are put in the order of hosts.
         leaving = torch.cat([parts[rank] for ranks in self._hosts for rank in ranks])
         lengths = [_elements(parts, ranks) for ranks in self._hosts]
         arriving = mine.new_empty(mine.numel() * len(self._hosts))
@@ -228,6 +235,7 @@ class Across:
 
     def _broadcast(self, root: int, tensor: Tensor) -> None:
         flat = bytes_of(tensor)
+        # On the root's host all have it first, the leader too, which gives it to the other leaders.
         if root in self._hosts[self._here]:
             self._share(flat, self._hosts[self._here].index(root))
         if self._leads:
@@ -246,6 +254,7 @@ class Across:
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
         self._host.exchange(Call(ALL_GATHER), [mine], near)
+        # A host's bytes in one piece: the tensor itself where it has one rank, else a copy.
         wholes = [_together(flat, ranks) for ranks in self._hosts]
         if self._leads:
             self._swap(wholes)
@@ -261,12 +270,16 @@ class Across:
                     flat[rank].copy_(part)
 
     def _swap(self, wholes: Sequence[Tensor]) -> None:
-        """On a leader: what each host has, to all others, both ways at once. wholes: a host's bytes
-        each."""
+        """On a leader: what each host has, to all others, both ways at once.
+
+        wholes: the bytes of each host.
+        """
         mine = wholes[self._here]
         lengths = [
             0 if index == self._here else whole.numel() for index, whole in enumerate(wholes)
         ]
+        # An all-to-all takes a part for each receiver: the same one, copied where there are
+        # several.
         leaving = torch.cat([mine] * (len(wholes) - 1)) if len(wholes) > 2 else mine
         given = [0 if index == self._here else mine.numel() for index in range(len(wholes))]
         arriving = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -283,8 +296,10 @@ class Across:
         self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]
     ) -> None:
         """From rank to rank; what a rank keeps stays with the caller."""
+        # The empty one in front, because `cat` refuses to have nothing.
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(part) for part in parts)])
         others = [rank for rank in range(self._size) if rank != self._rank]
+        # What a rank keeps for itself is left out: the parts of all others follow each other.
         given = {rank: flat[deals[rank].offset :][: deals[rank].nbytes] for rank in others}
         leaving = torch.cat([given[rank] for rank in others])
         taken = [pulls[rank].into.nbytes if rank in pulls else 0 for rank in range(self._size)]
@@ -311,7 +326,9 @@ class Across:
 
     @property
     def _plans(self) -> Planned:
+        """What carries planned calls. Raises PeerLostError if the group has ended."""
         assert self._planned is not None, "some host has several ranks"
+        # Nobody asks the others here, so nobody would learn that the group has ended.
         loss = self._host.aborted()
         if loss is not None:
             raise loss
@@ -336,6 +353,7 @@ class Across:
         return self._begun(call, self._plans.all_gather(call, whole, own))
 
     def _begun(self, call: Call, carried: Carried) -> UnderWay:
+        """A planned call under way, whose end raises MismatchError or PeerLostError."""
         self._number += 1
         number = self._number
 
@@ -344,6 +362,7 @@ class Across:
             try:
                 self._wait(carried.work)
             except UnlikeCallsError as unlike:
+                # In the order of ranks, so that both ends raise the same: [::-1] on the second.
                 raise mismatch(
                     number, [call, unlike.theirs][:: 1 - 2 * self._here], self._names
                 ) from None
@@ -372,6 +391,8 @@ class Across:
         """Raises MismatchError, on every rank the same, unless all ranks have called the same."""
         self._number += 1
         self._host.doing = (str(call), f"call {self._number}")
+        # A row a rank: its call, then its deals with each rank, zeros where there are none. Within
+        # a host the rows are gathered; the leaders' tables, zeros elsewhere, add up to the whole.
         dealt = [number for deal in deals or () for number in (deal.nbytes, deal.wanted)]
         row = [call.kind, call.dtype, call.op, call.root, call.count, call.extra, *dealt]
         width = 6 + 2 * self._size
@@ -387,10 +408,12 @@ class Across:
         self._compare(table)
 
     def _compare(self, table: Tensor) -> None:
+        """Raises MismatchError unless all rows of the table say the same. table: as in `_agree`."""
         rows = table[:, :6].tolist()
         calls = [Call(*row) for row in rows]
         if len({(c.kind, c.dtype, c.op, c.root, c.extra) for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
+        # Only up to BROADCAST have all ranks the same count.
         if calls[0].kind <= BROADCAST and len({c.count for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
         deals = table[:, 6:].view(self._size, self._size, 2)
@@ -406,6 +429,7 @@ class Across:
         self._wait(call(self._leaders))
 
     def _wait(self, work: Any) -> None:
+        """Until gloo, or the connection, is done. Raises PeerLostError, which ends the group."""
         start = time.monotonic()
         over = False
         while True:
@@ -413,6 +437,8 @@ class Across:
                 work.wait(timedelta(seconds=TICK))
                 return
             except RuntimeError as error:
+                # A tick is over, or the work has failed: both raise RuntimeError. What others have
+                # told about a loss is better than what this end can say.
                 loss = self._host.aborted() or self._verdict.told()
                 if loss is None and over:
                     loss = self._closed(str(error))
@@ -428,8 +454,11 @@ class Across:
                     raise self._host.abort(loss) from error
 
     def _closed(self, reason: str) -> PeerLostError:
-        """A connection has failed. The ranks of the other host know best whom they lost, if any of
-        them lives."""
+        """The error for a connection that has failed.
+
+        The ranks of the other host know best whom they lost, if any of them lives.
+        """
+        # When a rank is lost, many connections break. A rank that saw it die says so in this time.
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             told = self._verdict.told()
@@ -437,6 +466,7 @@ class Across:
                 return told
             time.sleep(TICK / 2)
         others = [index for index in range(len(self._hosts)) if index != self._here]
+        # gloo's text names the address of the peer, but no rank.
         named = [index for index in others if self._address_of(index) in reason] or others
         return self._loss([self._hosts[index][0] for index in named], "closed its connection")
 
@@ -447,6 +477,7 @@ class Across:
             return "unknown"
 
     def _loss(self, ranks: Sequence[int], reason: str) -> PeerLostError:
+        """The error for ranks that are lost to the call that is worked on."""
         operation, step = self._host.doing or ("a call", "this group")
         return PeerLostError(tuple(self._names[rank] for rank in ranks), operation, step, reason)
 
@@ -488,8 +519,9 @@ class Across:
 
 
 class Parcel(Work):
-    """A message to or from another host, which gloo carries; a thread waits for it, as gloo cannot
-    be asked.
+    """A message to or from another host, which gloo carries.
+
+    A thread waits for it, as gloo cannot be asked.
 
     `work` on its way to or from `peer`. into: where what arrives goes from `dense`, if it has
     another layout."""
@@ -509,6 +541,7 @@ class Parcel(Work):
             try:
                 work.wait(timedelta(seconds=across.timeout))
             except RuntimeError as error:
+                # gloo has no error class for it; the T may be large or small.
                 silent = "imed out" in str(error)
                 reason = (
                     f"did not come within {across.timeout:g} s"
@@ -518,6 +551,7 @@ class Parcel(Work):
                 self.finish(across.lost(peer, name, reason))
                 return
             if into is not None and into is not dense:
+                # As calls in line: `into` may be a parameter.
                 with torch.inference_mode():
                     into.copy_(dense)
             self.finish()

@@ -1,5 +1,6 @@
-"""The connection between two hosts of one rank each, in C (core/duplex.c): what both begin, both
-ends give and take.
+"""The connection between two hosts of one rank each, in C (core/duplex.c).
+
+Both ends begin the same calls, and give and take for each.
 
 gloo carries any number of hosts and is made for short messages: its thread wakes for every few
 packets, takes a core from the one that computes, and an all-reduce crosses the link in two rounds.
@@ -63,10 +64,12 @@ class Exchange:
     def __init__(self, end: int, posted: Posted, tensors: Sequence[Tensor | None]) -> None:
         out, own, into = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self.tensors = tensors
+        # C has the address of this struct until the exchange is over: it must not move, nor go.
         self._end = end
         self.inner = _Exchange(call=posted, out=out, own=own, into=into)
 
     def _status(self, seconds: float) -> int:
+        """C's status after at most so many seconds."""
         core = library()
         assert core is not None
         return int(core.duplex_wait(self._end, addressof(self.inner), seconds))
@@ -77,13 +80,17 @@ class Exchange:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody touches its tensors any more; if it was lost, threads may until they have
-        ended."""
+        """Whether nobody touches its tensors any more.
+
+        If it was lost, threads may touch them until they have ended.
+        """
         return self._status(0.0) in (_DONE, _MISMATCH)
 
     def wait(self, limit: timedelta) -> None:
-        """Raises RuntimeError if it is not over by then, or if the connection was lost;
-        UnlikeCallsError."""
+        """Waits until it is over.
+
+        Raises RuntimeError if it is not by then, or if the connection was lost; UnlikeCallsError.
+        """
         status = self._status(limit.total_seconds())
         if status == _MISMATCH:
             raise UnlikeCallsError(self.inner.theirs.call())
@@ -97,27 +104,34 @@ class Exchange:
 
 
 class Duplex:
-    """One end. first: whether this rank's numbers come first in a reduction. It takes the
-    connection over."""
+    """One end. It takes the connection over.
+
+    first: whether this rank's numbers come first in a reduction.
+    """
 
     def __init__(self, connection: socket.socket, first: bool) -> None:
         core = library()
         assert core is not None
         self._core = core
-        self._descriptor = connection.detach()
+        self._descriptor = connection.detach()  # Python does not close it any more; C does
         self._end = core.duplex_open(self._descriptor, int(first))
         if not self._end:
             os.close(self._descriptor)
             raise MemoryError("no connection to the other host could be opened: out of memory")
+        # What C still uses, even if nobody waits for it. The finalizer holds these and not `self`:
+        # it runs when the group is gone, at the latest when the process ends.
         self._lent: deque[Exchange] = deque()
         self._close = weakref.finalize(self, _close, core, self._end, self._lent, os.getpid())
 
     def begin(self, call: Call, out: Tensor, into: Tensor, own: Tensor | None = None) -> Exchange:
-        """Gives `out` and takes as many bytes: into `into`, reduced with `own` by the call's dtype
-        and operation if there is one. All are contiguous; `into` is `out`, or does not overlap with
-        it."""
+        """Gives `out` and takes as many bytes.
+
+        They go into `into`, reduced with `own` by the call's dtype and operation if there is one.
+        All are contiguous; `into` is `out`, or does not overlap with it.
+        """
         if not self._close.alive:
             raise RuntimeError("this connection was closed")
+        # They end in the order of their beginning.
         while self._lent and self._lent[0].is_over:
             self._lent.popleft()
         exchange = Exchange(self._end, posted_call(call, out.nbytes), (out, own, into))
@@ -139,6 +153,8 @@ class Duplex:
 
 
 def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
+    """Closes one end, unless this is a forked child, and lets its tensors go."""
+    # A forked child has no threads to end. After this no thread touches a tensor.
     if os.getpid() == process:
         core.duplex_close(end)
     lent.clear()
@@ -149,8 +165,9 @@ def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
 
 
 def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.socket | None:
-    """This host's end of a connection between two; None, on both, where they do not reach each
-    other or one does not want to.
+    """This host's end of a connection between two hosts.
+
+    None, on both, where they do not reach each other or one does not want to.
 
     meeting: of rank 0 and rank 1. address: by which others reach this host; None where that is not
     known. Raises PeerLostError if the other does not come within the meeting's time.
@@ -160,17 +177,21 @@ def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.s
     theirs, too = msgspec.json.decode(
         meeting.read(f"duplex {other}", other), type=tuple[str | None, bool]
     )
+    # Neither knows an address where the store is on this very machine: then loopback will do. Where
+    # only one knows one, they would not meet.
     if not (willing and too) or (address is None) != (theirs is None):
         return None
     made = _listening(meeting, address or "127.0.0.1") if meeting.rank == 0 else _connected(meeting)
     if made is not None:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short calls leave at once
         made.settimeout(None)
     return made
 
 
 def _listening(meeting: Meeting, address: str) -> socket.socket | None:
+    """Rank 0's end: opens a door, tells where, and waits for the one with the word."""
     made: socket.socket | None = None
+    # Anybody may call at the door; the word, which only the store tells, proves who it is.
     word = secrets.token_bytes(_WORD)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -178,8 +199,9 @@ def _listening(meeting: Meeting, address: str) -> socket.socket | None:
             door = address, server.getsockname()[1], word.hex()
             meeting.store.set("duplex door", msgspec.json.encode(door).decode())
             made = _accepted(server, word, _patience(meeting))
-    except OSError:
+    except OSError:  # no door: the other one must not wait for it
         meeting.store.set("duplex door", "null")
+    # The one that connects has heard the word last, so its verdict is the one for both.
     if meeting.read("duplex verdict", 1) == b"yes":
         return made
     if made is not None:
@@ -208,6 +230,7 @@ def _accepted(server: socket.socket, word: bytes, patience: float) -> socket.soc
 
 
 def _connected(meeting: Meeting) -> socket.socket | None:
+    """Rank 1's end: calls at the door, and tells whether it was let in."""
     door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None
     heard = False

@@ -1,5 +1,4 @@
-"""What ranks that have a host each have agreed on before, as by a plan: begun at once, several
-calls under way.
+"""What ranks that have a host each begin by a plan: at once, with several calls under way.
 
 Nobody asks the others first whether they begin the same. Two hosts have a connection of their own
 (`duplex`), where both cores are C; more hosts, and the core in torch, have gloo. Both are handed
@@ -79,11 +78,13 @@ class OverDuplex:
         return self._begun(call, tensor, tensor, tensor)
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
+        # The other's block leaves; what comes is its part of the own one.
         blocks = source.view(2, -1)
         return self._begun(call, blocks[self._there], out, blocks[self._here])
 
     def all_gather(self, call: Call, whole: Tensor, own: Tensor) -> Carried:
         blocks = whole.view(2, -1)
+        # Only the other's block travels into `whole`; the own one is copied, unless it is there.
         if own.data_ptr() != blocks[self._here].data_ptr():
             blocks[self._here].copy_(own.view(-1))
         return self._begun(call, own, blocks[self._there])
@@ -108,6 +109,8 @@ class OverGloo:
         )
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
+        # Blocks are exchanged, and reduced here in the order of hosts: half of what an all-reduce
+        # sends.
         work, operation = workable(source.view(-1), op)
         arriving = torch.empty_like(work)
         blocks = list(arriving.view(self._size, -1))
@@ -130,6 +133,8 @@ class OverGloo:
 
 
 def _noted(work: Any, then: Callable[[], None]) -> Carried:
+    """A work of gloo, with the time of its end."""
+    # gloo does not say when a call has ended: a callback looks at the clock, on gloo's thread.
     moments: list[float] = []
     work.get_future().add_done_callback(lambda _: moments.append(time.perf_counter()))
     return Carried(work, then, lambda: moments[0] if moments else 0.0)
@@ -139,13 +144,16 @@ def _noted(work: Any, then: Callable[[], None]) -> Carried:
 
 
 def workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
-    """The values in a dtype in which gloo reduces, and the operation on them; averages are divided
-    at the end."""
+    """The values in a dtype in which gloo reduces, and the operation on them.
+
+    Averages are sums here, and are divided at the end.
+    """
     operation = SUM if op == AVG else op
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float(), operation
     if tensor.dtype == torch.int16:
         return tensor.int(), operation
+    # Bools are bytes of 0 and 1, so `or` is their maximum and `and` their minimum.
     if tensor.dtype == torch.bool:
         return tensor.view(torch.uint8), {SUM: MAX, BOR: MAX, PRODUCT: MIN, BAND: MIN}.get(
             operation, operation
@@ -154,6 +162,7 @@ def workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
 
 
 def reduce_options(op: int) -> Any:
+    """gloo's options for an all-reduce. op: a number of `calls.OPERATIONS`."""
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[op]
     return options
@@ -161,6 +170,7 @@ def reduce_options(op: int) -> Any:
 
 def settle(total: Tensor, op: int, into: Tensor, size: int) -> None:
     """The reduction of `size` ranks, as gloo left it, where it belongs."""
+    # The division writes where the result belongs: a pass over the tensor less.
     if op == AVG and total.dtype == into.dtype:
         torch.div(total, size, out=into)
         return

@@ -21,6 +21,7 @@ static PyObject *all_reduce(PyObject *module, PyObject *const *arguments, Py_ssi
     char *tensor = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(arguments[4]);
     if (PyErr_Occurred()) return NULL;
     int status;
+    /* It may wait for peers, and its tick takes the GIL again. */
     Py_BEGIN_ALLOW_THREADS
     status = reduce(core, code, -1, count, tensor);
     Py_END_ALLOW_THREADS
