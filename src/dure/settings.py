@@ -47,6 +47,14 @@ def name_of(kind: type[Any]) -> str:
     return reference_of(kind) or kind.__qualname__
 
 
+def can_be_read(setting: Any) -> bool:
+    """Whether the text of a setting finds its class again, and those of the settings in it."""
+    if not is_brought_along(type(setting)) and reference_of(type(setting)) is None:
+        return False
+    values = [getattr(setting, field.name) for field in dataclasses.fields(setting)]
+    return all(map(can_be_read, filter(dataclasses.is_dataclass, values)))
+
+
 def listed(namespace: Mapping[str, Any], base: type[Setting]) -> dict[str, type[Setting]]:
     """The settings in a module's namespace by their names: subclasses of `base` that have one.
 

@@ -136,3 +136,29 @@ def test_a_taken_model_leaves_a_shell_that_takes_no_memory() -> None:
     for mine, theirs in zip(again.parameters(), taken.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert mine.data_ptr() != theirs.data_ptr()
+
+
+class Adapted(nn.Module):
+    """Saves and loads what it has learned, and not the frozen layer below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(FEATURES, 6)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.frozen(inputs).relu())
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
+        whole = super().state_dict(*args, **options)
+        return {name: value for name, value in whole.items() if not name.startswith("frozen")}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+
+def test_a_model_that_saves_a_part_of_itself_is_whole_in_the_end() -> None:
+    task = small_task(model=lambda: Adapted().double())
+    run = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=3), seed=5)
+    assert torch.equal(run.model.frozen.weight, seeded_model(task, 5).frozen.weight)

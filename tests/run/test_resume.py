@@ -3,6 +3,7 @@ system."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,12 +25,16 @@ from dure.record.checkpoint import pack_checkpoint, read_checkpoint, unpack_chec
 from dure.record.run import RunFolder
 
 TASK_FILE = '''
+import json
 import os
+import json
 import time
 from functools import partial
+import json
 import torch
 from torch import nn
 from torch.nn import functional as F
+import json
 import dure
 
 class Net(nn.Module):
@@ -159,26 +164,41 @@ def as_the_first_version(state: dict[str, Any]) -> None:
     state["workers"] = [[float(value) for value in one.values()] for one in state["workers"]]
 
 
-@pytest.mark.parametrize("system", ["data-parallel", "fed-avg"])
-def test_a_checkpoint_of_the_first_version_is_gone_on_with(system: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_first_version_is_gone_on_with(tmp_path: Path) -> None:
     from small import same_bits, small_task
 
-    strategy, world, short, long = {
-        "data-parallel": (
-            *(dure.DataParallel(8), dure.Processes(2)),
-            *(dure.Stop(steps=4), dure.Stop(steps=9)),
-        ),
-        "fed-avg": (
-            *(dure.FedAvg(clients=3), dure.Simulated(engine="loop")),
-            *(dure.Stop(rounds=2), dure.Stop(rounds=4)),
-        ),
-    }[system]
-    whole = dure.train(small_task(), strategy, world, long)
-    dure.train(small_task(), strategy, world, short, out=tmp_path)
+    strategy = dure.DataParallel(8)
+    world = dure.Processes(2)
+    whole = dure.train(small_task(), strategy, world, dure.Stop(steps=9))
+    dure.train(small_task(), strategy, world, dure.Stop(steps=4), out=tmp_path)
     change_state(tmp_path, as_the_first_version)
-    again = dure.resume(tmp_path, task=small_task(), stop=long)
+    again = dure.resume(tmp_path, task=small_task(), stop=dure.Stop(steps=9))
     assert same_bits(whole, again)
     assert whole.summary["bytes_sent"] == again.summary["bytes_sent"]
+
+
+def test_a_federation_of_the_first_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    from small import small_task
+
+    dure.train(small_task(), dure.FedAvg(clients=3), stop=dure.Stop(rounds=2), out=tmp_path)
+    change_state(tmp_path, as_the_first_version)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    written = r"written by dure 0\.1\.0 or older, as version 1; this dure reads version 2"
+    with pytest.raises(dure.errors.RunFolderError, match=written):
+        dure.resume(tmp_path, task=small_task(), stop=dure.Stop(rounds=4))
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_an_engine_that_is_gone_is_refused_by_its_name(tmp_path: Path) -> None:
+    from small import small_task
+
+    dure.train(small_task(), dure.FedAvg(clients=3), stop=dure.Stop(rounds=1), out=tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["world"]["engine"] = "batched-threads"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gone = r"does not fit this dure: .*batched-threads"
+    with pytest.raises(dure.errors.RunFolderError, match=gone):
+        dure.resume(tmp_path, task=small_task())
 
 
 def test_a_checkpoint_of_a_version_that_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -233,3 +253,18 @@ def test_after_a_loss_in_mid_round_that_is_not_finite_a_federation_goes_on_with_
     assert [(s.samples, s.loss, s.numbers) for s in whole.history.steps] == [
         (s.samples, s.loss, s.numbers) for s in again.history.steps
     ]
+
+
+def test_a_rule_that_nobody_finds_again_is_told_at_the_start(tmp_path: Path) -> None:
+    from small import small_task
+
+    class Own(dure.IID):
+        """Of a function: no text leads to it."""
+
+    strategy = dure.FedAvg(clients=3, partition=Own())
+    with pytest.warns(UserWarning, match="can be resumed only as"):
+        dure.train(small_task(), strategy, stop=dure.Stop(rounds=1), out=tmp_path)
+    with pytest.raises(dure.errors.RunFolderError, match="give it as"):
+        dure.resume(tmp_path, task=small_task(), stop=dure.Stop(rounds=2))
+    more = dure.resume(tmp_path, task=small_task(), strategy=strategy, stop=dure.Stop(rounds=2))
+    assert more.summary["steps"] == 2

@@ -48,6 +48,27 @@ def hidden(model: nn.Module) -> object:
     return [layer]
 
 
+class Single(nn.Linear):
+    """There is one of it, whatever is copied."""
+
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        return self
+
+
+class Forgetful(nn.Linear):
+    """What it has computed once does not travel."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+
+def nest(depth: int) -> nn.Module:
+    model: nn.Module = nn.Linear(3, 3)
+    for _ in range(depth):
+        model = nn.Sequential(model)
+    return model
+
+
 COPIED = {
     "mlp": partial(models.TwoNN, 8),
     "cnn": partial(models.CNN, size=8),
@@ -68,6 +89,10 @@ REFUSED = {
     "overlapping": overlapping,
     "generator": partial(plain, draws=torch.Generator()),
     "lazy": partial(nn.LazyLinear, 3),
+    "one of its kind": partial(Single, 3, 3),
+    "left out": partial(Forgetful, 3, 3),
+    "built-in method": partial(knowing, lambda model: model.weight.mul),
+    "too deep": partial(nest, 400),
 }
 
 
@@ -89,6 +114,17 @@ def test_a_method_that_a_model_holds_is_the_copys_own() -> None:
     twin = copy_of(model)
     assert twin is not None
     assert twin.known.__self__ is twin
+
+
+def test_what_parameters_know_of_each_other_is_the_copys_own() -> None:
+    model = nn.Linear(3, 3)
+    model.weight.partner = model.bias
+    model.weight.seen = [1]
+    twin = copy_of(model)
+    assert twin is not None
+    assert twin.weight.partner is twin.bias
+    twin.weight.seen.append(2)
+    assert model.weight.seen == [1]
 
 
 @pytest.mark.parametrize("name", REFUSED)

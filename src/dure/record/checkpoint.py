@@ -118,9 +118,10 @@ def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
     version = state.get("version", 1)
     if version not in range(oldest, VERSION + 1):
         writer = state.get("dure", "0.1.0 or older")
+        known = f"version {VERSION}" if oldest == VERSION else f"versions {oldest} to {VERSION}"
         raise RunFolderError(
-            f"{what} was written by dure {writer}, as version {version}; this dure reads versions "
-            f"{oldest} to {VERSION}: go on with the one that wrote it"
+            f"{what} was written by dure {writer}, as version {version}; this dure reads {known}: "
+            f"go on with the one that wrote it"
         )
 
 

@@ -75,9 +75,11 @@ class Checkpoints:
     def keep_last_good(self, position: Position) -> None:
         """After a loss that was not finite: keeps the state before that step.
 
-        Not if that is spoilt as well.
+        Not if that is spoilt as well, or lies on other ranks too, which are ending by now.
         """
         if self.folder is None or position.step == 0:
+            return
+        if self.learner.parted and self.group.size > 1:
             return
         weights = self.learner.weights().values()
         if all(bool(one.isfinite().all()) for one in weights if one.is_floating_point()):

@@ -46,9 +46,13 @@ def asked_of(folder: Path) -> Asked:
     """
     config = RunFolder.open(folder).read_json("config.json")
     try:
-        return msgspec.convert(config, Asked)
+        asked = msgspec.convert(config, Asked)
     except msgspec.ValidationError as error:
         raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
+    for what, written in (("strategy", asked.strategy), ("world", asked.world)):
+        if not isinstance(written.get("name"), str):
+            raise RunFolderError(f"{folder / 'config.json'} is damaged: its {what} has no name")
+    return asked
 
 
 def config_of(job: Job, world: World) -> dict[str, Any]:

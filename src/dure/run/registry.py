@@ -38,6 +38,7 @@ from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
+from dure.settings import can_be_read
 from dure.worlds.here import under_torchrun
 from dure.worlds.processes.world import Processes
 
@@ -144,13 +145,13 @@ def _is_built_in(thing: Strategy | World) -> bool:
 
 
 _UNWRITTEN = "(has no text)"
-"""What stands for the value of a field that cannot be written, in a class of a user's own."""
+"""What stands for the value of a field that cannot be written, such as a rule of a notebook's."""
 
 
 def _plain(value: Any) -> Any:
     # Before msgspec, which would write their fields and not their text.
     if isinstance(value, tuple(TEXTS)):
-        return str(value)
+        return str(value) if can_be_read(value) else _UNWRITTEN
     try:
         return msgspec.to_builtins(value)
     except TypeError:
@@ -172,7 +173,7 @@ def decode_world(written: Mapping[str, Any]) -> World:
 def is_lost(written: Mapping[str, Any]) -> bool:
     """Whether only the one who made the strategy or world has its class."""
     # Without the entry: built in. With a text: found by it. With null: nowhere to be found.
-    return written.get("from", "") is None
+    return written.get("from", "") is None or _UNWRITTEN in written.values()
 
 
 def _reference(written: Mapping[str, Any]) -> str:

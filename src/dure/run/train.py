@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from dure.tasks.builtin import load_task
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs
+
+Kind = TypeVar("Kind", Strategy, World)
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -148,14 +150,14 @@ def resume(
     if strategy is None:
         if is_lost(asked.strategy):
             raise _made_in_python(path, "strategy")
-        strategy = decode_strategy(asked.strategy)
+        strategy = _again(path, decode_strategy, asked.strategy)
     # A class of one's own is given again; whether it is the one meant, its name tells.
     elif strategy.name != asked.strategy["name"]:
         raise RunFolderError(f"{path} was trained by {asked.strategy['name']}, not {strategy.name}")
     if world is None:
         if is_lost(asked.world):
             raise _made_in_python(path, "world")
-        world = decode_world(asked.world)
+        world = _again(path, decode_world, asked.world)
     job, new_config = prepare(
         task,
         strategy,
@@ -171,6 +173,14 @@ def resume(
         RunFolder(path).begin_again(new_config, strategy.oldest_checkpoint)
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
     return run_job(job, world, on_progress)
+
+
+def _again(folder: Path, decode: Callable[[Mapping[str, Any]], Kind], asked: Any) -> Kind:
+    """What config.json asks for. Raises RunFolderError if this dure has nothing of the kind."""
+    try:
+        return decode(asked)
+    except ValueError as error:
+        raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
 
 
 def _made_in_python(folder: Path, what: str) -> RunFolderError:

@@ -68,9 +68,6 @@ WAYS = {
 
 NAMES = tuple(WAYS)
 
-SUCCESSORS = {"batched-threads": "batched-processes"}
-"""Engines that earlier versions chose for runs that may be resumed, and what has their bits."""
-
 
 class Setting(NamedTuple):
     """What an engine is made of.
@@ -102,7 +99,7 @@ def engine_for(setting: Setting) -> Engine:
 
     Raises ValueError if the wanted engine cannot compute the task, with the reason.
     """
-    wanted = SUCCESSORS.get(setting.wanted, setting.wanted)
+    wanted = setting.wanted
     _check_name(wanted)
     way = WAYS.get(wanted)
     # The loop comes first, as the other one tries the model.
