@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dure.record.checkpoint import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.job import Job
 from dure.run.registry import default_world
-from dure.run.train import prepare, run_job, tell_of_resuming
+from dure.run.train import Progress, prepare, run_job, tell_of_resuming
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
@@ -89,14 +89,8 @@ def compare(
     folder = Path(out) if out is not None else None
     leads = all(world.leads for _, world in pairs)
     asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
-    # Now, and not after hours of training: whether the report can be drawn at all.
     if folder is not None and leads:
-        from dure.report.document import check_plotly
-
-        check_plotly("the report")
-        RunFolder.create(folder, asked)
-        # A config.json would make the folder of the comparison look like one of a run.
-        (folder / "config.json").rename(folder / "comparison.json")
+        _make_folder(folder, asked)
     for _, world in pairs:
         world.ready()  # before anything is measured
     done = Comparison([], {})
@@ -108,26 +102,44 @@ def compare(
             RunFolder.create(path, {**config, "label": label})
             tell_of_resuming(path, config)
         job = dataclasses.replace(job, label=label, folder=path)
-        try:
-            run = run_job(job, world, functools.partial(on_progress, label))
-        # Errors of dure alone: anything else is a bug, which has to be seen.
-        except DureError as error:
-            done.failed[label] = error
-            continue
-        done.runs.append(run)
-        # Ctrl-C is meant for the whole comparison.
-        if run.summary["ended"] == "interrupt":
-            break
+        if _run(job, world, functools.partial(on_progress, label), done) == "interrupt":
+            break  # Ctrl-C is meant for the whole comparison
     if folder is None or not leads:
         return done
-    failed = {label: str(error) for label, error in done.failed.items()}
-    content = {**asked, "runs": names, "failed": failed}
-    write_atomically(
-        folder / "comparison.json", msgspec.json.format(msgspec.json.encode(content)) + b"\n"
-    )
+    return dataclasses.replace(done, report=_report(folder, asked, names, done))
+
+
+def _make_folder(folder: Path, asked: Mapping[str, Any]) -> None:
+    """A new folder for the comparison. Raises what says that no report can be drawn in the end."""
+    from dure.report.document import check_plotly
+
+    check_plotly("the report")  # now, and not after hours of training
+    RunFolder.create(folder, asked)
+    # A config.json would make the folder of the comparison look like one of a run.
+    (folder / "config.json").rename(folder / "comparison.json")
+
+
+def _run(job: Job, world: World, on_progress: Progress, done: Comparison) -> str:
+    """Does a job and notes it in `done`; how it ended."""
+    try:
+        run = run_job(job, world, on_progress)
+    # Errors of dure alone: anything else is a bug, which has to be seen.
+    except DureError as error:
+        done.failed[job.label] = error
+        return "failed"
+    done.runs.append(run)
+    return str(run.summary["ended"])
+
+
+def _report(folder: Path, asked: Mapping[str, Any], names: list[str], done: Comparison) -> Path:
+    """Writes comparison.json and the page. names: the runs' folders."""
     from dure.report import write_report
 
-    return dataclasses.replace(done, report=write_report([folder], folder / "report.html"))
+    failed = {label: str(error) for label, error in done.failed.items()}
+    content = {**asked, "runs": names, "failed": failed}
+    text = msgspec.json.format(msgspec.json.encode(content)) + b"\n"
+    write_atomically(folder / "comparison.json", text)
+    return write_report([folder], folder / "report.html")
 
 
 def _prepared(

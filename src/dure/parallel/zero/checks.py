@@ -27,7 +27,12 @@ def prefetch_of(group: Group, device: torch.device) -> int:
 
 
 def check_settings(
-    stage: int, precision: str, prefetch: int | None, overlap_gather: bool = False
+    stage: int,
+    precision: str,
+    prefetch: int | None,
+    overlap_gather: bool = False,
+    *,
+    reduce: str = "mean",
 ) -> None:
     """Raises ValueError for settings that there are not."""
     if stage not in get_args(Stage):
@@ -36,6 +41,8 @@ def check_settings(
         raise ValueError(
             f"there is no precision {precision!r}; choose one of {', '.join(PRECISIONS)}"
         )
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
     if prefetch is not None and prefetch < 0:
         raise ValueError(
             f"prefetch is {prefetch}, but units are gathered ahead or, with 0, when they are needed"

@@ -98,11 +98,9 @@ class ZeroRedundancy:
         overlap_gather: bool = False,
         rider: Rider = NO_RIDER,
     ) -> None:
-        check_settings(stage, precision, prefetch, overlap_gather)
+        check_settings(stage, precision, prefetch, overlap_gather, reduce=reduce)
         if overlap_gather:
             check_reads(model)
-        if reduce not in ("mean", "sum"):
-            raise ValueError(f"gradients cannot be reduced to a {reduce!r}; choose mean or sum")
         self.model = model
         self.stage = stage
         self.group = Group.of(process_group)
@@ -121,9 +119,7 @@ class ZeroRedundancy:
             mean=reduce == "mean",
             planned=overlap_gather,
         )
-        # One message a tensor, so that no second copy of the whole model is needed.
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.group.broadcast_values([tensor], counted=False)
+        self._begin_alike()
         # From here on the parameters are the shares'; the optimizer gets pieces of them.
         cuts = divide(
             model,
@@ -159,11 +155,21 @@ class ZeroRedundancy:
         # whether stage 1 has sent the gradients of this step; passes that the last step has used
         self._reduced = False
         self._stepped = 0
+        self._stand_by_the_loop()
+
+    def _begin_alike(self) -> None:
+        """Gives all ranks the parameters and buffers of rank 0."""
+        # One message a tensor, so that no second copy of the whole model is needed.
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.group.broadcast_values([tensor], counted=False)
+
+    def _stand_by_the_loop(self) -> None:
+        """Puts this before and after what a training loop calls."""
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
         # Loops call these by habit; torch's own would leave gradients that have not been sent.
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _passes(self, cuts: list[Cut], prefetch: int) -> Passes:
         own = [parameter for share in self.trained for parameter in share.parameters]
