@@ -162,3 +162,15 @@ def test_a_model_that_saves_a_part_of_itself_is_whole_in_the_end() -> None:
     task = small_task(model=lambda: Adapted().double())
     run = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=3), seed=5)
     assert torch.equal(run.model.frozen.weight, seeded_model(task, 5).frozen.weight)
+
+
+def test_the_model_takes_no_memory_here_while_it_is_trained_elsewhere() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    fresh = FreshModel(small_task(), 0, model)
+    fresh.rest()
+    assert model.weight.untyped_storage().nbytes() > 0  # the user's own, who may look at it
+    trained = fresh.trained(
+        {"weight": torch.ones(CLASSES, FEATURES), "bias": torch.ones(CLASSES)}, {}
+    )
+    assert trained is not model
+    assert torch.equal(trained.weight, torch.ones(CLASSES, FEATURES))

@@ -207,6 +207,11 @@ class World:
         """Whether the ranks may be ended and started again at any time, more or fewer of them."""
         return False
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether programs run in other processes than this one, which only waits for them."""
+        return False
+
     def begin(self) -> None:
         """Begins what takes time until the ranks can run, while the caller goes on."""
 

@@ -42,12 +42,17 @@ class FreshModel:
             return seeded_model(self.task, self.seed)
         if self.keep:
             return another(model, self.task, self.seed)
-        # The learner gets the model itself, since it needs its memory anyway; the copy is what the
-        # user gets in the end, and takes no memory until then.
-        twin = copy_of(model)
+        # The learner gets the model itself, since it needs its memory anyway.
+        self.rest()
+        return model
+
+    def rest(self) -> None:
+        """What the user gets in the end is from now on a copy, which takes no memory until then."""
+        if self._model is None or self.keep:
+            return
+        twin = copy_of(self._model)
         self._shell = None if twin is None else _Shell(twin)
         self._model = None
-        return model
 
     def trained(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
         """The model with what was learned.
@@ -67,7 +72,6 @@ class FreshModel:
         # For other runs the model stays fresh; so the user gets a copy of it.
         if self._model is not None and self.keep:
             return another(self._model, self.task, self.seed)
-        # No learner took it: the ranks are other processes.
         if self._model is not None:
             return self._model
         if self._shell is not None:

@@ -195,6 +195,8 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     # `prepare` made it, in this process.
     assert job.fresh is not None
     # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
+    if world.elsewhere:
+        job.fresh.rest()
     outcome = world.run(functools.partial(drive, job), on_progress)
     model = job.fresh.trained(outcome.weights, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)

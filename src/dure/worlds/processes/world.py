@@ -70,12 +70,16 @@ class Processes(World):
         assert self.ranks is not None
         return self.ranks
 
+    @property
+    def elsewhere(self) -> bool:
+        return self.workers > 1
+
     def begin(self) -> None:
-        if self.workers > 1:
+        if self.elsewhere:
             server.start()  # it loads torch meanwhile
 
     def ready(self) -> None:
-        if self.workers > 1:
+        if self.elsewhere:
             server.ready()
 
     def describe(self) -> str:
