@@ -107,13 +107,7 @@ def test_an_engine_that_cannot_do_it_is_refused_in_one_line():
         chosen("fast")
 
 
-def test_a_run_that_had_threads_goes_on_with_processes_and_their_bits():
-    engine, jobs = chosen("batched-threads")
-    assert engine.name == "batched-processes"
-    other, _ = chosen("batched-processes")
-    assert same(results(engine, jobs), results(other, jobs))
-    engine.close()
-    other.close()
+def test_an_engine_that_is_gone_is_refused_with_those_that_there_are():
     with pytest.raises(ValueError, match="there is no engine 'batched-threads'; choose auto or"):
         choose.check_engine(small_task(), "batched-threads")
 

@@ -55,11 +55,19 @@ def engine(task: dure.Task, jobs: list, wanted: str = "batched", together: bool 
 
 
 def test_long_steps_of_many_clients_and_their_sum_have_several_threads_and_short_ones_one(
-    counts, long
+    counts, long, monkeypatch
 ):
     task = small_task(n=60)
     jobs = jobs_of([8] * 6, [1] * 6, weights_of(task.model))
     sums = []
+    steps = []
+    step = BatchedEngine._step
+
+    def noted(*given):
+        steps.append(torch.get_num_threads())
+        return step(*given)
+
+    monkeypatch.setattr(BatchedEngine, "_step", noted)
     with threads(1):
         made = engine(task, jobs)
         for some in (jobs[:1], jobs):
@@ -68,7 +76,10 @@ def test_long_steps_of_many_clients_and_their_sum_have_several_threads_and_short
             assert isinstance(last, Deferred)
             sums.append(last.products.sum([1.0] * len(some)))
             assert torch.get_num_threads() == 1
-        assert counts == [1, 1, 2, 2]
+        # Of the sum of short steps, which leave the threads alone; of long ones and their sum.
+        assert counts == [1, 2, 2]
+        assert steps[0] == 1
+        assert steps[-1] == 2
         long(torch.inf)
         again = list(made.train(jobs))[-1].delta
         torch.testing.assert_close(again.products.sum([1.0] * 6), sums[1], rtol=1e-12, atol=1e-12)
