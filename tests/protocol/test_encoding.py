@@ -162,6 +162,7 @@ def kept(*tensors: Any) -> dict[str, Any]:
         (made(kept(["float32", [1 << 40, 1 << 40]]), bytes(8)), "is not there as a whole"),
         (made(kept(["float32", [1 << 62, 4, 0, 1]]), b""), "it is no message"),
         (made(kept(["float32", [-2]]), bytes(8)), "there is no tensor of"),
+        (made(kept(["float32", [1 << 62] * 100_000])), "there is no tensor of"),
         (made(kept(["object", [2]]), bytes(16)), "there is no tensor of object"),
         (made(kept(["float32", [2.5]]), bytes(12)), "it is no message"),
         (made(kept(["float32", [1]]), bytes(8)), "4 bytes that belong to nothing"),

@@ -41,6 +41,9 @@ _ALIGNED = 16
 Memory that Python allocates begins at such a multiple too, so no element lies across one.
 """
 
+_MOST_DIMENSIONS = 64
+"""As many as torch has. The product of many more large numbers would take hours."""
+
 # A list of its own: a name in a message stands for one of these, or for nothing.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -127,8 +130,8 @@ def from_bytes(content: bytearray) -> Message:
         nonlocal at
         name, shape = msgspec.convert(node, tuple[str, tuple[int, ...]])
         dtype = _DTYPES.get(name)
-        if dtype is None or any(extent < 0 for extent in shape):
-            raise MessageError(f"there is no tensor of {name} {list(shape)}")
+        if dtype is None or len(shape) > _MOST_DIMENSIONS or any(extent < 0 for extent in shape):
+            raise MessageError(f"there is no tensor of {name} {list(shape[:_MOST_DIMENSIONS])}")
         # The decoder calls this in the order of the header, so a running position finds each
         # tensor.
         at = _aligned(at)
