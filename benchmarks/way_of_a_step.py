@@ -7,20 +7,24 @@ Calls of functions that are defined in dure are counted, after a few steps, in `
 all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions count as calls too.
 
     python benchmarks/way_of_a_step.py [--list] > benchmarks/results/way_of_a_step.json
+    python benchmarks/way_of_a_step.py --figure docs/images/ways.svg > /dev/null
 
---list prints every file with its functions, in the order in which they are first called. The result
-goes to standard output as JSON.
+--list prints every file with its functions, in the order in which they are first called. --figure
+draws the stations that docs/architecture.md names. The result goes to standard output as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from figures import Panel, save
 
 import dure
 from dure.contracts.strategy import Place, Strategy, World
@@ -75,12 +79,48 @@ def show(name: str, calls: list[tuple[str, str]], listed: bool) -> None:
         print(f"  {file}: {', '.join(functions)}", file=sys.stderr)
 
 
+# The figure.
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+WAYS = ("The way of a batch", "The way of an update")
+STATION = re.compile(r"^\| \d+ \| `([\w/]+)/(\w+\.py)` \| `(\w+)` \|", re.MULTILINE)
+WIDTH = 400
+BOX = 30
+GAP = 14
+
+
+def drawn(heading: str) -> Panel:
+    """The stations of a way, one below the other; each system or room of the house has a colour."""
+    section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n#")[0]
+    parts = [f'<text x="10" y="14" class="title">{heading}</text>']
+    colours: dict[str, int] = {}
+    y = 26
+    for number, (folder, file, function) in enumerate(STATION.findall(section)):
+        colour = colours.setdefault(folder.partition("/")[0], len(colours))
+        if number:
+            arrow = f"M{WIDTH // 2} {y - GAP}v{GAP - 4}m-4 -4l4 4l4 -4"
+            parts.append(f'<path d="{arrow}" class="s{colour}" fill="none"/>')
+        parts.append(
+            f'<rect x="10" y="{y}" width="{WIDTH - 20}" height="{BOX}" rx="5" class="f{colour}" '
+            f'fill-opacity="0.16"/>'
+        )
+        parts.append(
+            f'<text x="22" y="{y + 19}"><tspan class="soft">{number + 1}&#160; {folder}/</tspan>'
+            f'{file}<tspan class="soft">&#160; {function}</tspan></text>'
+        )
+        y += BOX + GAP
+    return Panel("\n".join(parts), WIDTH, y)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="every file and its functions")
+    parser.add_argument("--figure", type=Path, help="where to draw the stations, as SVG")
     asked = parser.parse_args()
+    if asked.figure is not None:
+        save(asked.figure, "Two ways through the house", list(map(drawn, WAYS)))
     ways = {
         "step": walked(dure.DataParallel(all_reduce="ring"), dure.Processes(2)),
         "round": walked(dure.FedAvg(clients=10), dure.Simulated(engine="batched")),

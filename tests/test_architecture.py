@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 RULES = (ROOT / "CONTRIBUTING.md").read_text()
 MOST_STATIONS = 12
 
-STATION = re.compile(r"^\s*\d+\s+([\w/]+\.py)\s+(\w+)", re.MULTILINE)
+STATION = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `(\w+)` \|", re.MULTILINE)
 
 
 def fence_after(heading: str) -> str:
@@ -67,9 +67,10 @@ def test_the_rules_name_the_floors_that_are_tested() -> None:
     assert named == ROOMS[::-1]
 
 
-@pytest.fixture(scope="module")
-def walker() -> ModuleType:
+@pytest.fixture
+def walker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     place = ROOT / "benchmarks" / "way_of_a_step.py"
+    monkeypatch.syspath_prepend(place.parent)
     spec = importlib.util.spec_from_file_location("way_of_a_step", place)
     assert spec is not None
     assert spec.loader is not None
@@ -96,9 +97,17 @@ def walker() -> ModuleType:
 def test_a_step_passes_the_stations_in_the_order_drawn(
     walker: ModuleType, heading: str, system: Callable[[], object], world: Callable[[], object]
 ) -> None:
-    stations = STATION.findall(fence_after(heading))
+    section = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
+    stations = STATION.findall(section)
     assert 0 < len(stations) <= MOST_STATIONS
     calls = walker.walked(system(), world())
     assert [one for one in stations if one not in calls] == []
     firsts = [calls.index(one) for one in stations]
     assert firsts == sorted(firsts)
+
+
+def test_the_figure_shows_the_stations_of_the_page(walker: ModuleType, tmp_path: Path) -> None:
+    walker.save(
+        tmp_path / "ways.svg", "Two ways through the house", list(map(walker.drawn, walker.WAYS))
+    )
+    assert (tmp_path / "ways.svg").read_text() == (ROOT / "docs/images/ways.svg").read_text()
