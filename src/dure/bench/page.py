@@ -14,7 +14,7 @@ from typing import Any
 
 from dure.bench.plan import Contender, size_text
 from dure.bench.result import Result
-from dure.bench.table import link_texts, ratio_text, seconds_text
+from dure.bench.table import FITTED, link_texts, ratio_text, seconds_text
 from dure.report.document import document, plotly_source, section, source
 from dure.report.words import escape, size
 
@@ -164,19 +164,6 @@ def _curves(result: Result) -> str:
     )
 
 
-_FITTED = (
-    "ranks",
-    "alpha",
-    "overhead",
-    "beta",
-    "gamma",
-    "median error",
-    "within 20 %",
-    "advice costs",
-    "best algorithm",
-)
-
-
 def _calibration(result: Result) -> str:
     fitted = result.calibration or {}
     rows = ""
@@ -187,7 +174,7 @@ def _calibration(result: Result) -> str:
         rows += f"<tr><th scope=row>{link['ranks']}</th>{cells}</tr>"
         chart = f'<div class="chart" role="img" data-fit="{place}"></div>'
         panels += f"<figure><h3>{link['ranks']} ranks</h3>{chart}</figure>"
-    head = "".join(f"<th>{name}</th>" for name in _FITTED)
+    head = "".join(f"<th>{name}</th>" for name in FITTED)
     seen = escape(" and ".join(fitted["calibrators"]).replace("-", " "))
     return section(
         "fitted",

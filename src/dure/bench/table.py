@@ -109,20 +109,24 @@ def details(result: Result, ranks: int) -> Table:
     return table
 
 
+FITTED = (
+    "ranks",
+    "alpha",
+    "overhead",
+    "beta",
+    "gamma",
+    "median error",
+    "within 20 %",
+    "advice costs",
+    "best algorithm",
+)
+"""Headings of `link_texts`."""
+
+
 def fitted(calibration: dict[str, Any]) -> Table:
     """The cost model: its numbers, its errors, and which algorithm it recommends."""
     table = _titled("cost model of the algorithms over gloo")
-    for heading in (
-        "ranks",
-        "alpha",
-        "overhead",
-        "beta",
-        "gamma",
-        "median error",
-        "within 20 %",
-        "advice costs",
-        "best algorithm",
-    ):
+    for heading in FITTED:
         table.add_column(heading, justify="left" if heading == "best algorithm" else "right")
     for link in calibration["links"]:
         table.add_row(str(link["ranks"]), *link_texts(link))

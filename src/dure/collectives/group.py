@@ -81,7 +81,7 @@ class _During:
         group = self._group
         self._before = group.operation
         group.operation = self._operation
-        # Whoever was waited for last has nothing to do with what may fail now.
+        # The rank that was waited for last has nothing to do with what may fail now.
         group._shared.peer = None
 
     def __exit__(
