@@ -40,7 +40,7 @@ class Letter:
 
     peer: its other end, or ANY; name: what errors call it.
 
-    A thread that holds the mailbox's lock may finish it, and any thread may look whether it is `done`.
+    A thread that holds the mailbox's lock may finish it; any may look whether it is `done`.
     """
 
     def __init__(self, mailbox: Mailbox, tensor: Tensor, peer: int, tag: int, name: str) -> None:
