@@ -61,6 +61,7 @@ EVALUATION = STEP | {"metrics", "peak_memory"}
 SUMMARY = {
     *(
         "label",
+        "proofs",
         "strategy",
         "world",
         "unit",

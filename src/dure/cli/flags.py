@@ -110,6 +110,8 @@ class TrainOptions:
         checkpoint_every: steps or rounds between checkpoints; by default an evaluation every 10 s
             or more.
         label: how tables call the run.
+        check: try on one micro-batch, before the first step, that traced and divided models compute
+            what the model computes.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -118,6 +120,7 @@ class TrainOptions:
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     label: str | None = None
+    check: bool = True
     json: bool = False
 
 
@@ -127,10 +130,13 @@ class ResumeOptions:
 
     Args:
         resume: the run folder.
+        check: try on one micro-batch, before the first step, that traced and divided models compute
+            what the model computes.
         json: print the summary as JSON on standard output, and no progress.
     """
 
     resume: Path
+    check: bool = True
     json: bool = False
 
 
@@ -143,6 +149,8 @@ class CompareOptions:
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the folder of the comparison; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
+        check: try on one micro-batch, before the first step, that traced and divided models compute
+            what the model computes.
         json: print the summaries as JSON on standard output, and no progress.
     """
 
@@ -150,6 +158,7 @@ class CompareOptions:
     seed: int = 0
     out: Path | None = None
     evaluate_every: int | None = None
+    check: bool = True
     json: bool = False
 
 

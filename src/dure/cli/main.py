@@ -239,6 +239,7 @@ def _train(given: list[str]) -> int:
                 evaluate_every=how.evaluate_every,
                 checkpoint_every=how.checkpoint_every,
                 label=how.label,
+                check=how.check,
             ),
             stop,
             # Ranks of torchrun that do not lead train as well, and say nothing.
@@ -259,7 +260,7 @@ def _resume(flags: list[str]) -> int:
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
-        partial(resume, folder, stop=stop),
+        partial(resume, folder, stop=stop, check=asked["how"].check),
         stop,
         quiet=asked["how"].json or not leads_here(),
         as_json=asked["how"].json and leads_here(),
@@ -344,6 +345,7 @@ def _compare(given: list[str]) -> int:
             seed=how.seed,
             out=out,
             evaluate_every=how.evaluate_every,
+            check=how.check,
             on_progress=display,
         )
     # Under torchrun every rank comes here; one of them speaks.

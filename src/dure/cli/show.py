@@ -76,6 +76,7 @@ class Display:
         )
         self.tasks: dict[str, TaskID] = {}
         self._printed = 0.0
+        self._proven: set[str] = set()
 
     def __enter__(self) -> Display:
         if not self.quiet and self.console.is_terminal:
@@ -101,6 +102,10 @@ class Display:
             self.quiet = True
 
     def _show(self, label: str, event: dict[str, Any]) -> None:
+        if label not in self._proven:
+            self._proven.add(label)
+            for what, seconds in event["proofs"]:
+                self.console.print(f"{label}: {what} (tried in {duration(seconds)})", markup=False)
         done = fraction_done(self.stop, event)
         if not self.console.is_terminal:
             self._line(label, event, done)

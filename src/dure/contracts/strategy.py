@@ -61,6 +61,15 @@ class Progress(NamedTuple):
     """What else the strategy says about the step, by name, for the history: such as residuals."""
 
 
+class Proof(NamedTuple):
+    """What was tried before training began, and held."""
+
+    what: str
+    """In words for the user, such as "the traced program gives what the model gives"."""
+    seconds: float
+    """How long that took."""
+
+
 class Learner(ABC):
     """A strategy at work on one rank."""
 
@@ -78,6 +87,9 @@ class Learner(ABC):
 
     parted: bool = False
     """Whether ranks hold different things, such as optimizers that are not kept equal: `part`."""
+
+    proofs: Sequence[Proof] = ()
+    """What it has tried while it was made (`Place.check`), the same on every rank."""
 
     resizes: bool = False
     """Whether `restore` makes sense of the parts of another number of ranks as well."""
@@ -150,6 +162,8 @@ class Place:
     carrier: what, given the clients' side and the seed, makes the carrier of messages between a
         coordinator and its clients.
     prepared: hands over the model that was made while the run was prepared.
+    check: whether a learner tries what it believes about the model beside the model itself, while
+        it is made; it raises ValueError where the two differ.
     """
 
     group: Group
@@ -163,6 +177,7 @@ class Place:
     conditions: Conditions | None = None
     carrier: Callable[[Clients, int], Carrier] | None = None
     prepared: Callable[[], nn.Module] | None = None
+    check: bool = True
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.
@@ -296,6 +311,15 @@ class Strategy:
 
         The model stays as it is: it is the one that will be trained.
         """
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+        """Tries what the strategy believes about the model beside the model itself.
+
+        Such as a trace that is to compute what the model computes. Returns what was tried, for the
+        user; None where nothing is believed. What only the ranks together can try, their learners
+        do. The model stays as it is. Raises ValueError, with the place, where the two differ.
+        """
+        return None
 
     def division(self, task: Task, seed: int) -> Description | None:
         """How the training data lie with their owners, for the report; None if nobody owns any."""

@@ -56,6 +56,7 @@ def compare(
     seed: int = 0,
     out: str | Path | None = None,
     evaluate_every: int | None = None,
+    check: bool = True,
     on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
 ) -> Comparison:
     """Trains `task` by each of `systems`, one after another, and writes one report.
@@ -65,6 +66,7 @@ def compare(
         concern it.
     out: a new or empty folder that gets a run folder for each system, comparison.json and
         report.html.
+    check: as in `dure.train`, for every system.
     on_progress: called with the label of the system at work and the event that `dure.train`
         reports.
 
@@ -81,7 +83,16 @@ def compare(
         raise ValueError("there is nothing to compare: give at least one strategy")
     model = seeded_model(task, seed)  # every run in this process begins with a copy of it
     prepared = [
-        _prepared(task, strategy, world, stop, seed, evaluate_every=evaluate_every, model=model)
+        _prepared(
+            task,
+            strategy,
+            world,
+            stop,
+            seed,
+            evaluate_every=evaluate_every,
+            check=check,
+            model=model,
+        )
         for strategy, world in pairs
     ]
     # A label names the run in tables, and its folder.

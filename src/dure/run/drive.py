@@ -49,6 +49,7 @@ def _drive(job: Job, place: Place) -> Outcome:
         # The prepared model itself where this process has prepared it; elsewhere one made anew.
         if job.fresh is not None:
             place.prepared = job.fresh.take
+        place.check = job.check
         learner = job.strategy.learner(job.task, place, job.seed)
         driver = Driver(job, place, learner)
         # After the driver is made: it notes how many threads evaluations may use.
@@ -92,6 +93,7 @@ class Driver:
         self.position = Position()
         self.history = History()
         self.checkpoints = Checkpoints(job, self.group, learner, self.folder)
+        self.proofs = [*job.proofs, *learner.proofs]
         self._reported = 0.0
 
     def run(self) -> Outcome:
@@ -221,6 +223,7 @@ class Driver:
                 "loss": position.loss,
                 "metrics": dict(position.metrics),
                 "evaluated": position.last_evaluation,
+                "proofs": [tuple(proof) for proof in self.proofs],
             }
         )
 

@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Strategy
+from dure.contracts.strategy import Proof, Strategy
 from dure.contracts.task import Task
 from dure.record.history import History
 from dure.run.fresh import FreshModel
@@ -24,6 +24,8 @@ class Job:
     folder: where rank 0 writes; None writes nothing. resume: go on from the folder's checkpoint, if
         it has one.
     elastic: the ranks may be ended and started again at any time, more or fewer of them.
+    check: whether what a strategy believes about the model is tried before training.
+    proofs: what was tried while the job was prepared, and held.
     fresh: the model, made while the job was prepared; it does not travel to other processes.
     """
 
@@ -39,6 +41,8 @@ class Job:
     checkpoint_every: int | None = None
     resume: bool = False
     elastic: bool = False
+    check: bool = True
+    proofs: tuple[Proof, ...] = ()
     fresh: FreshModel | None = None
 
 

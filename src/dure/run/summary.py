@@ -63,6 +63,7 @@ def summarise(
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
+        "proofs": [proof._asdict() for proof in (*job.proofs, *learner.proofs)],
         "workers": count,
         **{key: sum(getattr(counters, key) for counters in everybody) for key in SUMS},
         "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / count,

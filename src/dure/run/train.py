@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from dure import catalog
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Strategy, World, seeded_model
+from dure.contracts.strategy import Proof, Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import RunFolderError
@@ -52,6 +53,7 @@ def train(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     label: str | None = None,
+    check: bool = True,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Trains `task` by `strategy` in `world` until `stop`.
@@ -68,8 +70,12 @@ def train(
         round.
     checkpoint_every: steps or rounds between checkpoints; by default at an evaluation every ten
         seconds or more.
+    check: try, before the first step and on one micro-batch, what a strategy believes about the
+        model: that a traced program, or layers that a plan divides, compute what the model
+        computes. False trusts them.
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
-        seconds, loss, metrics, and evaluated: the step of the metrics.
+        seconds, loss, metrics, evaluated: the step of the metrics, and proofs: what was tried
+        before the first step, as pairs of words and seconds.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
     use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps
@@ -87,6 +93,7 @@ def train(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         label=label,
+        check=check,
     )
     # Every rank of a torchrun job comes here; one of them leads.
     folder = Path(out) if out is not None else None
@@ -125,6 +132,7 @@ def resume(
     strategy: Strategy | None = None,
     world: World | None = None,
     stop: Stop | None = None,
+    check: bool = True,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
@@ -132,7 +140,7 @@ def resume(
     The result has the same bits as if the run had never been interrupted. task: needed only for a
     task that was made in Python and not loaded by its name. strategy, world: needed only for those
     of a class of your own that lies in no file or module, such as one of a notebook; a warning said
-    so when the run began. stop: new limits, to train an ended run further.
+    so when the run began. stop: new limits, to train an ended run further. check: as in `train`.
 
     Where the run's task, strategy or world is a user's own, config.json says in which file or
     module it is, and that is imported: resume no folder whose config.json you have not written or
@@ -167,6 +175,7 @@ def resume(
         evaluate_every=asked.evaluate_every,
         checkpoint_every=asked.checkpoint_every,
         label=asked.label,
+        check=check,
     )
     # Only checks and config.json here: rank 0 holds the folder once it runs.
     if world.leads:
@@ -212,6 +221,7 @@ def prepare(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     label: str | None = None,
+    check: bool = True,
     model: nn.Module | None = None,
 ) -> tuple[Job, dict[str, Any]]:
     """The job and the content of config.json.
@@ -237,6 +247,7 @@ def prepare(
     if model is None:
         model = seeded_model(task, seed)
     parameters = _checked_model(task, strategy, world, model)
+    proofs = _proven(task, strategy, world, model) if check else ()
     job = Job(
         task=task,
         strategy=strategy,
@@ -247,6 +258,8 @@ def prepare(
         parameters=parameters,
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
+        check=check,
+        proofs=proofs,
         fresh=FreshModel(task, seed, model, keep),
     )
     return job, config_of(job, world)
@@ -291,6 +304,13 @@ def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Modul
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("the model has no trainable parameter")
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _proven(task: Task, strategy: Strategy, world: World, model: nn.Module) -> tuple[Proof, ...]:
+    """What the strategy believes about the model, tried. Raises ValueError where it is wrong."""
+    started = time.perf_counter()
+    what = strategy.prove(task, model, world.workers)
+    return () if what is None else (Proof(what, time.perf_counter() - started),)
 
 
 def _label(strategy: Strategy, world: World) -> str:

@@ -1,0 +1,98 @@
+"""Two ways to compute the same, compared: what a strategy believes about a model is tried first.
+
+A traced program, or layers divided by a plan, have to compute what the model computes. Before the
+first step both are run on the same examples with the same random numbers, and what they give is
+compared tensor by tensor. Sums in another order differ in their last digits; the tolerances are far
+above that and far below what a wrong program or plan does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+    torch.float16: 2e-2,
+}
+"""The largest difference, as a share of the largest value, by dtype.
+
+Some thousand units in the last place of float64 and float32: a forward and a backward pass through
+many layers, whose sums are taken in another order, stay well below. Half precision has three digits
+and two.
+"""
+
+
+SMALL = 1e-3
+"""Tensors whose values are all below this share of the largest of all tensors are compared by it.
+
+A gradient that ought to be zero, as of a bias before a batch norm, is what rounding has left.
+"""
+
+
+class Difference(NamedTuple):
+    """The first tensor that differs: its name, and by how much of its largest value."""
+
+    name: str
+    share: float
+
+
+def first_difference(
+    right: Mapping[str, Tensor | None], tried: Mapping[str, Tensor | None]
+) -> Difference | None:
+    """The first of the tensors in `right`, in their order, that `tried` has otherwise.
+
+    Tensors of one kind, such as all gradients. None stands for a gradient that is not there, which
+    is one of zeros. What is infinite or NaN in both is alike. A tensor of another shape or dtype,
+    and a whole number that differs, differ by inf.
+    """
+    floor = SMALL * max(map(_largest, right.values()), default=0.0)
+    for name, wanted in right.items():
+        given = tried.get(name)
+        one = wanted if wanted is not None else given
+        if one is None:
+            continue
+        share = _apart(
+            torch.zeros_like(one) if wanted is None else wanted,
+            torch.zeros_like(one) if given is None else given,
+            floor,
+        )
+        if share > tolerance_of(one.dtype):
+            return Difference(name, share)
+    return None
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The share of the largest value by which values may differ; 0 for whole numbers."""
+    return TOLERANCES.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
+
+
+@torch.no_grad()
+def _apart(right: Tensor, tried: Tensor, floor: float) -> float:
+    """How far two tensors are apart, as a share of the largest value in `right`, or of `floor`."""
+    if right.shape != tried.shape or right.dtype != tried.dtype:
+        return math.inf
+    if not (right.is_floating_point() or right.is_complex()):
+        return 0.0 if torch.equal(right, tried) else math.inf
+    finite = right.isfinite()
+    if not torch.equal(finite, tried.isfinite()):
+        return math.inf
+    apart = _largest(right[finite] - tried[finite])
+    scale = max(_largest(right), floor)
+    # Where all ought to be zeros, what differs is taken as it is.
+    return apart / scale if scale else apart
+
+
+@torch.no_grad()
+def _largest(tensor: Tensor | None) -> float:
+    """The largest finite absolute value; 0 where there is none."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
