@@ -26,6 +26,7 @@ def event(step: int = 12, unit: str = "step", **changes):
         "loss": 0.31,
         "metrics": metrics,
         "evaluated": step,
+        "proofs": [],
     }
     return {**base, **changes}
 
@@ -143,6 +144,18 @@ def test_without_a_terminal_progress_is_a_plain_line(capsys):
     assert err.splitlines() == [
         f" 50% training: {facts(event())}",
         f"100% training: {facts(event(24))}",
+    ]
+
+
+def test_what_was_proven_is_told_once_with_its_time(capsys):
+    proofs = [("the trace computes what the model computes", 0.42)]
+    with Display(Stop(steps=24)) as display:
+        display("pipeline", event(proofs=proofs))
+        display("pipeline", event(24, proofs=proofs))
+    assert capsys.readouterr().err.splitlines() == [
+        "pipeline: the trace computes what the model computes (tried in 420 ms)",
+        f" 50% pipeline: {facts(event())}",
+        f"100% pipeline: {facts(event(24))}",
     ]
 
 

@@ -105,7 +105,8 @@ class Display:
         if label not in self._proven:
             self._proven.add(label)
             for what, seconds in event["proofs"]:
-                self.console.print(f"{label}: {what} (tried in {duration(seconds)})", markup=False)
+                tried = f"{label}: {what} (tried in {duration(seconds)})"
+                self.console.print(tried, markup=False, highlight=False, soft_wrap=True)
         done = fraction_done(self.stop, event)
         if not self.console.is_terminal:
             self._line(label, event, done)
