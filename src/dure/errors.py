@@ -29,6 +29,15 @@ class RunFolderError(DureError):
     exit_code = 2
 
 
+class RunFolderWriteError(RunFolderError):
+    """A file of a run folder cannot be written: the disk is full, say.
+
+    The run has failed; its last checkpoint is whole.
+    """
+
+    exit_code = 1
+
+
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 

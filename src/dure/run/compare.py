@@ -19,7 +19,7 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.errors import DureError
-from dure.record.checkpoint import write_atomically
+from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.job import Job
 from dure.run.registry import default_world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class Asked(msgspec.Struct):
     seed: int
     evaluate_every: int | None
     checkpoint_every: int | None
+    run: str = ""
+    versions: dict[str, str] = {}
 
 
 def asked_of(folder: Path) -> Asked:
@@ -65,6 +68,8 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
     repeats = {} if job.strategy.deterministic else {"deterministic": False}
     return {
         "label": job.label,
+        # Which run it is, though another one may have been asked for the same.
+        "run": secrets.token_hex(8),
         "task": {
             # title is for people, name for finding the task again.
             "name": reference["name"],

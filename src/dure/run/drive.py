@@ -230,8 +230,9 @@ class Driver:
         In a federation: the server's first, then its clients'.
         """
         mine = self.learner.meters()
-        # The peak is the whole process's: one of its workers stands for all.
-        mine[0].counters.peak_memory = peak_memory()
+        # The peak is the whole process's: one of its workers stands for all. It may have been higher
+        # before the run was interrupted.
+        mine[0].counters.peak_memory = max(mine[0].counters.peak_memory, peak_memory())
         values = [value for meter in mine for value in meter.counters.as_list()]
         workers: list[Counters] = []
         for told in self.group.all_gather_values(values):
@@ -266,7 +267,7 @@ class Driver:
         if self.folder is not None:
             self.folder.append(record)
             # So that a run that is killed now keeps this evaluation.
-            self.folder.flush()
+            self.folder.flush(patient=True)
         if self.leads:
             self._report()
 
@@ -283,8 +284,7 @@ class Driver:
         self.position = position if position is not None else Position()
         if self.folder is not None:
             # Steps after the checkpoint will be done again, and written again.
-            self.history = self.folder.history().until(position.step) if position else History()
-            self.folder.rewrite_history(self.history)
+            self.history = self.folder.take_back()
 
     def _finish(self, ended: str) -> Outcome:
         workers = self._all_counters()
