@@ -127,10 +127,19 @@ class ResumeOptions:
 
     Args:
         resume: the run folder.
+        task: the task, path/to/file.py:name, where the run was not begun here and its task is not
+            one of dure's own.
+        strategy: the class of the strategy, path/to/file.py:Name, likewise.
+        world: the class of the world, path/to/file.py:Name, likewise.
+        rules: other classes that the run names, such as a partition of your own, likewise.
         json: print the summary as JSON on standard output, and no progress.
     """
 
     resume: Path
+    task: str | None = None
+    strategy: str | None = None
+    world: str | None = None
+    rules: tuple[str, ...] = ()
     json: bool = False
 
 

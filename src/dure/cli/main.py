@@ -252,17 +252,26 @@ def _resume(flags: list[str]) -> int:
     asked = parse_flags(
         "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
     )
-    folder: Path = asked["how"].resume
+    how: ResumeOptions = asked["how"]
+    folder = how.resume
     from dure.run.config import asked_of
     from dure.run.train import resume
     from dure.worlds.here import leads_here
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
-        partial(resume, folder, stop=stop),
+        partial(
+            resume,
+            folder,
+            task=how.task,
+            strategy=how.strategy,
+            world=how.world,
+            rules=how.rules,
+            stop=stop,
+        ),
         stop,
-        quiet=asked["how"].json or not leads_here(),
-        as_json=asked["how"].json and leads_here(),
+        quiet=how.json or not leads_here(),
+        as_json=how.json and leads_here(),
         folder=folder,
     )
 

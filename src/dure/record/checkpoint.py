@@ -8,9 +8,9 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
                                              and the seal around it (`dure.record.seal`)
 
 It is written next to its place and renamed into it, so a kill at any moment leaves the old
-checkpoint or the new one, never half of one. What has another name in the folder is not dure's:
-it is neither read nor removed, and nor is removed what another run wrote. Trees are made of dict, list, tuple, Tensor, str, int,
-float, bool and None.
+checkpoint or the new one, never half of one. What has another name in the folder is not dure's: it
+is neither read nor removed. Nor is a checkpoint removed that another run wrote. Trees are made of
+dict, list, tuple, Tensor, str, int, float, bool and None.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def save_checkpoint(
 
 
 def _write_parts(folder: Path, parts: tuple[bytes, bytes, bytes], seal: Seal) -> None:
-    """The three files, on the disk when this returns; state.json last, as it speaks of the others."""
+    """The three files, on the disk when this returns; state.json last, as it names the others."""
     # Both release the interpreter: the checksums cost no time next to the disk.
     with ThreadPoolExecutor(1) as pool:
         sums = [pool.submit(checksum, content) for content in parts[:2]]

@@ -7,12 +7,16 @@ disk says which file could not be written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dure.errors import RunFolderWriteError
 from dure.record.seal import checksum
+
+MOMENT = 2.0
+"""Seconds for which a disk may be full before the run fails."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -64,37 +68,55 @@ def told(path: Path) -> Iterator[None]:
         raise RunFolderWriteError(f"cannot write {path}: {reason}") from error
 
 
+def patiently(write: Callable[[], object]) -> None:
+    """Does `write` again while the disk does not take it, for `MOMENT` seconds."""
+    until = time.monotonic() + MOMENT
+    while True:
+        try:
+            write()
+            return
+        except RunFolderWriteError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.02)
+
+
 class Lines:
     """A file that grows by whole lines.
 
-    length, checksum: of what it holds. What a kill cut off at its end is removed when it is opened.
+    length, checksum: of what it holds, up to the last line that is whole. What a kill cut off at
+    its end is removed when it is opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._rest = b""
+        """Not written yet."""
+        self._uncounted = b""
+        """Not in `length` and `checksum` yet: `_rest`, and what was written before it."""
         with told(path):
             # Unbuffered, one write a call: a kill cuts off no more than the end.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in close()
             content = path.read_bytes()
             self.length = content.rfind(b"\n") + 1
             self.checksum = checksum(content[: self.length])
-            if self.length < len(content):
-                os.ftruncate(self._file.fileno(), self.length)
+            self._cut()
 
     def add(self, lines: bytes) -> None:
-        """Writes all of them or, with RunFolderWriteError, none."""
-        rest = memoryview(lines)
-        try:
-            with told(self.path):
-                while rest:
-                    # On a disk that is almost full, a write takes a part, and the next one raises.
-                    rest = rest[os.write(self._file.fileno(), rest) :]
-        except BaseException:
-            with suppress(OSError):
-                os.ftruncate(self._file.fileno(), self.length)
-            raise
-        self.length += len(lines)
-        self.checksum = checksum(lines, self.checksum)
+        """Writes them, after what the disk did not take before.
+
+        Raises RunFolderWriteError where it does not take all of them; the rest is written by the
+        next call, which may be one without lines.
+        """
+        self._rest += lines
+        self._uncounted += lines
+        with told(self.path):
+            while self._rest:
+                # On a disk that is almost full, a write takes a part, and the next one raises.
+                self._rest = self._rest[os.write(self._file.fileno(), self._rest) :]
+        self.length += len(self._uncounted)
+        self.checksum = checksum(self._uncounted, self.checksum)
+        self._uncounted = b""
 
     def sync(self) -> None:
         """What was added is on the disk when this returns."""
@@ -102,5 +124,11 @@ class Lines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """No more lines come from here."""
+        """No more lines come from here; of one that was written in part, nothing is left."""
+        with suppress(OSError):
+            self._cut()
         self._file.close()
+
+    def _cut(self) -> None:
+        if os.fstat(self._file.fileno()).st_size > self.length:
+            os.ftruncate(self._file.fileno(), self.length)

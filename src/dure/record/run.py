@@ -25,7 +25,7 @@ from dure.record.checkpoint import (
     stored,
     unpack_checkpoint,
 )
-from dure.record.disk import Lines, sync_folder, told, write_atomically
+from dure.record.disk import Lines, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.seal import Seal, checksum
 from dure.record.settings import edited, other_run, settings
@@ -100,9 +100,7 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def enter(
-        cls, path: Path, config: Mapping[str, Any], oldest_checkpoint: int = 1
-    ) -> RunFolder:
+    def enter(cls, path: Path, config: Mapping[str, Any], oldest_checkpoint: int = 1) -> RunFolder:
         """The folder of this very run: a new one, or one in which it was begun.
 
         Perhaps another number of ranks began it. Raises RunFolderError if something else is in it,
@@ -164,7 +162,7 @@ class RunFolder:
     ) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
-        named_again: which of "task", "strategy" and "world" the user has given anew, and not left
+        named_again: which settings, or parts such as "world", the user has given anew, and not left
         to config.json. model: a state_dict of what will be trained. entered: config.json has to say
         the same as `config`, but for the ranks.
 
@@ -274,20 +272,21 @@ class RunFolder:
         patient: on a disk that is full for a moment they may wait on, up to `PATIENCE`. Raises
         RunFolderWriteError.
         """
-        now = time.monotonic()
         if self._lines is None:
             self._lines = Lines(self.path / "history.jsonl")
+        lines = self._lines
+        content = b"".join(self._waiting)
+        self._waiting.clear()
+        self._flushed = time.monotonic()
         try:
-            if self._waiting:
-                self._lines.add(b"".join(self._waiting))
-        except RunFolderWriteError:
-            self._stuck = now if self._stuck is None else self._stuck
-            if not patient or now - self._stuck > PATIENCE:
-                raise
-        else:
-            self._waiting.clear()
+            lines.add(content)
             self._stuck = None
-        self._flushed = now
+        except RunFolderWriteError:
+            self._stuck = self._flushed if self._stuck is None else self._stuck
+            if not patient:
+                patiently(lambda: lines.add(b""))
+            elif self._flushed - self._stuck > PATIENCE:
+                raise
 
     def history(self) -> History:
         """What history.jsonl holds; nothing if there is no such file.
@@ -365,7 +364,8 @@ class RunFolder:
             history=(self._lines.length, self._lines.checksum),
         )
         known = () if self._newest is None else (self._newest.path.name,)
-        save_checkpoint(self.path / "checkpoint", step, parts, seal, known)
+        folder = self.path / "checkpoint"
+        patiently(lambda: save_checkpoint(folder, step, parts, seal, known))
 
     def _asked(self) -> dict[str, Any]:
         """What config.json says, read once: whoever holds the folder may rely on it."""
@@ -439,8 +439,8 @@ def _check_shapes(
         if mine is not None and (mine.shape, mine.dtype) != (weight.shape, weight.dtype):
             raise damaged(
                 checkpoint.path,
-                f"{name} in model.safetensors is {weight.dtype} of {tuple(weight.shape)}, and the model has "
-                f"{mine.dtype} of {tuple(mine.shape)}",
+                f"{name} is {weight.dtype} of {tuple(weight.shape)} in model.safetensors, and "
+                f"{mine.dtype} of {tuple(mine.shape)} in the model",
             )
 
 

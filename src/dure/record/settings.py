@@ -37,11 +37,12 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def edited(
     before: Mapping[str, Any], now: Mapping[str, Any], named_again: Collection[str] = ()
 ) -> list[str]:
-    """What differs, in words. named_again: the parts that the user has given anew."""
+    """What differs, in words. named_again: names, or whole parts, that the user has given anew."""
     names = [
         name
         for name in dict.fromkeys([*before, *now])
-        if name.partition(".")[0] not in named_again and before.get(name) != now.get(name)
+        if not {name, name.partition(".")[0]} & set(named_again)
+        and before.get(name) != now.get(name)
     ]
     return [_told(name, before, now) for name in names]
 

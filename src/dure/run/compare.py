@@ -23,7 +23,7 @@ from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.job import Job
 from dure.run.registry import default_world
-from dure.run.train import Progress, prepare, run_job, tell_of_resuming
+from dure.run.train import Progress, begun_here, prepare, run_job
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
@@ -100,7 +100,7 @@ def compare(
         path = folder / names[-1] if folder is not None else None
         if path is not None and leads:
             RunFolder.create(path, {**config, "label": label})
-            tell_of_resuming(path, config)
+            begun_here(path, job.task, job.strategy, world)
         job = dataclasses.replace(job, label=label, folder=path)
         if _run(job, world, functools.partial(on_progress, label), done) == "interrupt":
             break  # Ctrl-C is meant for the whole comparison

@@ -43,14 +43,18 @@ class Asked(msgspec.Struct):
 
 
 def asked_of(folder: Path) -> Asked:
-    """What was asked of the run in `folder`.
+    """What was asked of the run in `folder`; as `asked_in`, of its config.json."""
+    return asked_in(folder, RunFolder.open(folder).read_json("config.json"))
 
-    Raises RunFolderError if there is none, or its config.json is damaged.
+
+def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:
+    """What was asked of the run in `folder`, by its config.json.
+
+    Raises RunFolderError if config.json is damaged.
     """
-    config = RunFolder.open(folder).read_json("config.json")
     try:
         asked = msgspec.convert(config, Asked)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
     for what, written in (("strategy", asked.strategy), ("world", asked.world)):
         if not isinstance(written.get("name"), str):

@@ -230,8 +230,8 @@ class Driver:
         In a federation: the server's first, then its clients'.
         """
         mine = self.learner.meters()
-        # The peak is the whole process's: one of its workers stands for all. It may have been higher
-        # before the run was interrupted.
+        # The peak is the whole process's: one of its workers stands for all. Before the run was
+        # interrupted it may have been higher.
         mine[0].counters.peak_memory = max(mine[0].counters.peak_memory, peak_memory())
         values = [value for meter in mine for value in meter.counters.as_list()]
         workers: list[Counters] = []

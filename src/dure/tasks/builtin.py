@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -371,9 +372,11 @@ def _is_path(hint: Any) -> bool:
 def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
     """What finds the task again from another folder; None if JSON cannot hold the options."""
     place, colon, attribute = reference.rpartition(":")
-    # A module stays as it is: it is found by the import path.
-    if colon and references.is_file(place):
-        reference = f"{Path(place).resolve()}:{attribute}"
+    if colon:
+        # A module that is not installed is found from elsewhere only together with its folder.
+        module = None if references.is_file(place) else sys.modules.get(place)
+        place = references.resolved(place) if module is None else references.place_of(module)
+        reference = f"{place}:{attribute}"
     written = {
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()
     }
