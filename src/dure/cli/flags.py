@@ -204,6 +204,10 @@ class BenchOptions:
     json: bool = False
 
 
+class Shown(Exception):  # noqa: N818, it is no error
+    """The help that was asked for has been printed, and nothing else is to be done."""
+
+
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What is given for a flag, "" if nothing follows it; None if it is not there."""
     # Looked up before tyro parses: which flags there are may depend on this one.
@@ -220,7 +224,7 @@ def parse_flags(
     """Parses flags into instances of several dataclasses, whose fields share one level of flags.
 
     parts: the dataclasses by name, as which their instances are returned. Raises ValueError with
-    one line where tyro would print a box and end the process.
+    one line where tyro would print a box and end the process, and Shown after --help.
     """
     import tyro
 
@@ -260,7 +264,7 @@ def parse_flags(
     except SystemExit as end:
         # --help has printed what was asked for.
         if not end.code:
-            raise
+            raise Shown from None
         raise ValueError(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None

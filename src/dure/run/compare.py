@@ -18,7 +18,7 @@ import msgspec
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
-from dure.errors import DureError
+from dure.errors import DureError, exit_is_a_failure
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.job import Job
@@ -79,7 +79,8 @@ def compare(
     ]
     if not pairs:
         raise ValueError("there is nothing to compare: give at least one strategy")
-    model = seeded_model(task, seed)  # every run in this process begins with a copy of it
+    with exit_is_a_failure("the task", "making the model"):
+        model = seeded_model(task, seed)  # every run in this process begins with a copy of it
     prepared = [
         _prepared(task, strategy, world, stop, seed, evaluate_every=evaluate_every, model=model)
         for strategy, world in pairs

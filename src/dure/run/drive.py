@@ -61,8 +61,11 @@ def _drive(job: Job, place: Place) -> Outcome:
         raise
     except DureError:
         raise
-    except Exception as error:
-        # An error of the user's own code, or of ours: told with the rank and the step.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # An error of the user's own code, or of ours: told with the rank and the step. So is
+        # SystemExit, which would end the process as if all were well.
         where = learner.where if learner is not None else f"rank {place.group.rank}"
         reason = f"{type(error).__name__}: {error}"
         raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error

@@ -19,7 +19,7 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, exit_is_a_failure
 from dure.machine.state import state_folder
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
@@ -308,7 +308,9 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     if world.elsewhere:
         job.fresh.rest()
     outcome = world.run(functools.partial(drive, job), on_progress)
-    model = job.fresh.trained(outcome.weights, outcome.buffers)
+    # The task's factory may be called once more.
+    with exit_is_a_failure("the task", "making the trained model"):
+        model = job.fresh.trained(outcome.weights, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 
@@ -330,6 +332,33 @@ def prepare(
 
     model: the task's under the seed, where other runs need it as well; it stays as it is.
     """
+    # The checks run the user's own code: the model, its data, perhaps a loss.
+    with exit_is_a_failure("the task", "the checks before the first step"):
+        return _prepared(
+            task,
+            strategy,
+            world,
+            stop,
+            seed,
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            label=label,
+            model=model,
+        )
+
+
+def _prepared(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    seed: int,
+    *,
+    evaluate_every: int | None,
+    checkpoint_every: int | None,
+    label: str | None,
+    model: nn.Module | None,
+) -> tuple[Job, dict[str, Any]]:
     # First: all that follows calls their methods.
     _check_kinds(strategy, world)
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):

@@ -32,7 +32,7 @@ from dure.data.digits import read_digits
 from dure.data.examples import Examples
 from dure.data.idx import read_idx
 from dure.data.shakespeare import read_shakespeare
-from dure.errors import DataError, suggestion
+from dure.errors import DataError, exit_is_a_failure, suggestion
 from dure.tasks import models
 
 TaskFactory = Callable[..., Task]
@@ -272,7 +272,8 @@ def load_task(reference: str, **options: Any) -> Task:
         task = found
     else:
         options = _bound(found, reference, options)
-        task = found(**options)
+        with exit_is_a_failure(f"the task {reference}", "its function"):
+            task = found(**options)
     if not isinstance(task, Task):
         raise ValueError(f"{reference} returned {_kind(task)}, not a dure.Task")
     # Also for a Task that was found as such: it may have been made without a reference.
