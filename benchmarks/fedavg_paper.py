@@ -46,7 +46,7 @@ from pages import fill, table
 
 import dure
 from dure.data.partition import parse
-from dure.record.checkpoint import write_atomically
+from dure.record.disk import write_atomically
 from dure.record.run import Run
 
 JSON = dict[str, Any]

@@ -8,7 +8,9 @@ with: 2 where the user's input has to change, 1 where a run failed.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class DureError(Exception):
@@ -27,6 +29,15 @@ class RunFolderError(DureError):
     """A run folder cannot be used as asked: not empty, not a run, or damaged."""
 
     exit_code = 2
+
+
+class RunFolderWriteError(RunFolderError):
+    """A file of a run folder cannot be written: the disk is full, say.
+
+    The run has failed; its last checkpoint is whole.
+    """
+
+    exit_code = 1
 
 
 class LossNotFiniteError(DureError):
@@ -64,6 +75,19 @@ class WorkerFailedError(DureError):
 
     def __str__(self) -> str:
         return f"{self.who} failed in {self.step}: {self.reason}"
+
+
+@contextmanager
+def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
+    """`sys.exit` in the user's own code, with whatever status, is a failure like any other.
+
+    Raises WorkerFailedError for it: the process is to end neither silently nor with status 0.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        text = "".join(traceback.format_exception(error))
+        raise WorkerFailedError(who, step, f"SystemExit: {error}", text) from error
 
 
 class MismatchError(DureError, RuntimeError):

@@ -30,6 +30,7 @@ FILES = {
     "trace.json",
 }
 CONFIG = {
+    "run",
     *(
         "label",
         "task",

@@ -24,6 +24,7 @@ from dure.cli.flags import (
     Limits,
     ReportOptions,
     ResumeOptions,
+    Shown,
     TrainOptions,
     given_options,
     options_of_task,
@@ -98,11 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as end:  # --help, or a task of the user's
-        if isinstance(end.code, str):
-            print(f"dure: {end.code}", file=sys.stderr)
-        return 1 if isinstance(end.code, str) else int(end.code or 0)
-    except Exception as error:
+    except Shown:  # --help
+        return 0
+    # SystemExit: code of the user's own that would end the process as if all were well.
+    except (Exception, SystemExit) as error:
         if debug:
             traceback.print_exc()
         # The worker's own traceback, from the process in which it failed.
@@ -146,7 +146,7 @@ def _dispatch(given: list[str]) -> int:
         return 0
     if given[0] in _NAMELESS and asks:
         what, parts, description = _NAMELESS[given[0]]
-        # Prints the help and raises SystemExit, which `main` answers.
+        # Prints the help and raises Shown, which `main` answers.
         parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{suggestion(given[0], commands)}")
@@ -253,17 +253,27 @@ def _resume(flags: list[str]) -> int:
     asked = parse_flags(
         "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
     )
-    folder: Path = asked["how"].resume
+    how: ResumeOptions = asked["how"]
+    folder = how.resume
     from dure.run.config import asked_of
     from dure.run.train import resume
     from dure.worlds.here import leads_here
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
-        partial(resume, folder, stop=stop, check=asked["how"].check),
+        partial(
+            resume,
+            folder,
+            task=how.task,
+            strategy=how.strategy,
+            world=how.world,
+            rules=how.rules,
+            stop=stop,
+            check=how.check,
+        ),
         stop,
-        quiet=asked["how"].json or not leads_here(),
-        as_json=asked["how"].json and leads_here(),
+        quiet=how.json or not leads_here(),
+        as_json=how.json and leads_here(),
         folder=folder,
     )
 

@@ -187,6 +187,20 @@ class History:
         whole = text[: text.rfind(b"\n") + 1]
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 
+    @classmethod
+    def decode_until(cls, text: bytes, step: int) -> History:
+        """The history up to `step`, whatever is damaged after it."""
+        records: list[Record] = []
+        for line in text[: text.rfind(b"\n") + 1].splitlines():
+            try:
+                record = cls._decoder.decode(line)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                break
+            if record.step > step:
+                break
+            records.append(record)
+        return cls(records)
+
     def until(self, step: int) -> History:
         """The records up to `step`: the history of a run resumed from that step's checkpoint."""
         return History(record for record in self.records if record.step <= step)

@@ -6,7 +6,7 @@
   let printing = false;
 
   const axis = (more) => ({
-    ...common.axis(more), title: { text: more.title || "", standoff: 10, font: { color: "var(--soft)", size: 13 } },
+    ...common.axis(more), title: { text: plain(more.title || ""), standoff: 10, font: { color: "var(--soft)", size: 13 } },
   });
   const draw = (element, traces, wanted) => {
     // A page of paper is narrower than the window, and plotly does not notice that it is printed.
@@ -63,7 +63,7 @@
           line: { color: run.color, dash: run.dash, width: 2 },
           marker: { color: run.color, symbol: run.symbol, size: 7, maxdisplayed: few ? 0 : 12 },
           hovertemplate: `<b>%{fullData.name}</b><br>${plain(y.name)} %{y:${y.share ? ".2%" : ".4~g"}}` +
-            `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + x.name}<extra></extra>`,
+            `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + plain(x.name)}<extra></extra>`,
         };
       });
       // Labels at 1, 2 and 5 of each decade, or, where there are many decades, at 1.
@@ -219,7 +219,7 @@
       ...(one.type === "lines" ? { line: { color: one.color, dash: one.dash, width: 2 } } : {}),
       ...(one.type === "markers" ? { opacity: 0.7 } : {}),
       ...(one.type === "lines" ? {} : { marker: { color: one.color, line: { width: 0 }, ...(one.symbol ? { symbol: one.symbol, size: one.x.length > 500 ? 5 : 7 } : {}) } }),
-      hovertemplate: `<b>%{fullData.name}</b>${one.said ? ", %{text}" : ""}<br>${y} %{y:${value}}<br>${x} %{x:${shares ? ".0%" : diagonal ? value : ".4~g"}}<extra></extra>`,
+      hovertemplate: `<b>%{fullData.name}</b>${one.said ? ", %{text}" : ""}<br>${plain(y)} %{y:${value}}<br>${plain(x)} %{x:${shares ? ".0%" : diagonal ? value : ".4~g"}}<extra></extra>`,
     }));
     const ends = diagonal ? series.flatMap((one) => [...one.x, ...one.y]) : [];
     const line = [Math.min(...ends), Math.max(...ends)];

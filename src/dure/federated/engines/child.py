@@ -119,7 +119,7 @@ def _do(
     try:
         for trained in inner.train(jobs):
             results.append(trained)
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
@@ -144,7 +144,7 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
     )
 
 
-def _portable(error: Exception, job: Job) -> DureError:
+def _portable(error: BaseException, job: Job) -> DureError:
     """An error that can be pickled, with its traceback as text where the parent cannot have it."""
     if isinstance(error, WorkerFailedError):
         text = "".join(traceback.format_exception(error.__cause__ or error))

@@ -100,7 +100,7 @@ class LoopEngine(Engine):
             self._steps(job, order, sizes, losses)
         except (DureError, _NoGradientError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # A loss that was not finite before the error is the likelier cause: it is raised
             # instead.
             _values(job, losses)

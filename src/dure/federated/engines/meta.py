@@ -81,7 +81,7 @@ class MetaEngine(Engine):
             return self._trained(job, steps)
         except DureError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failed(job, error) from error
 
     def _trained(self, job: Job, steps: Any) -> Trained:

@@ -140,7 +140,7 @@ class Hog:
             except BaseException as error:
                 # The others would go on to the end of the round, for nothing.
                 self.learner.stop_all()
-                if isinstance(error, DureError) or not isinstance(error, Exception):
+                if isinstance(error, (DureError, KeyboardInterrupt)):
                     raise
                 reason = f"{type(error).__name__}: {error}"
                 raise WorkerFailedError(

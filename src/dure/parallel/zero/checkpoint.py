@@ -26,7 +26,8 @@ from dure.collectives.group import Group
 from dure.errors import RunFolderError
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
-from dure.record.checkpoint import pack_tree, unpack_tree, write_atomically
+from dure.record.checkpoint import pack_tree, unpack_tree
+from dure.record.disk import write_atomically
 from dure.record.weights import pairs_in, weights_from_bytes, weights_to_bytes
 
 VERSION = 2

@@ -1,0 +1,65 @@
+"""What of a run's config.json decides what is computed: it has to stay as it was to go on.
+
+Limits, intervals, the label and how ranks reach one another may change between one part of a run
+and the next; the rest is written into every checkpoint (`dure.record.seal`) and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_LEFT_OUT = {
+    # How tables call it.
+    "task": ("title",),
+    # Where the class is found, which may be elsewhere on another machine.
+    "strategy": ("from",),
+    "world": ("from", "deadline", "backend", "elastic"),
+}
+"""What may change of each part."""
+
+COUNTS = ("parameters", "train_examples", "test_examples")
+"""What the model and the data come to; they follow from the task, wherever that was found."""
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Each of them by its name: "seed", "strategy.batch_size", "task.options"."""
+    found = {name: config[name] for name in ("seed", *COUNTS) if name in config}
+    for part, left_out in _LEFT_OUT.items():
+        written = config.get(part)
+        if isinstance(written, Mapping):
+            for name, value in written.items():
+                if name not in left_out:
+                    found[f"{part}.{name}"] = value
+    return found
+
+
+def edited(
+    before: Mapping[str, Any], now: Mapping[str, Any], named_again: Collection[str] = ()
+) -> list[str]:
+    """What differs, in words. named_again: names, or whole parts, that the user has given anew."""
+    names = [
+        name
+        for name in dict.fromkeys([*before, *now])
+        if not {name, name.partition(".")[0]} & set(named_again)
+        and before.get(name) != now.get(name)
+    ]
+    return [_told(name, before, now) for name in names]
+
+
+def other_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs of a run that is about to go on, in words: where that would be another run.
+
+    now: of the task and the strategy as they were found, by a dure that may have more fields than
+    the one that wrote `before`.
+    """
+    names = [
+        name
+        for name in before
+        if (name in ("seed", *COUNTS) or name.startswith("strategy.")) and name in now
+    ]
+    return [_told(name, before, now) for name in names if before[name] != now[name]]
+
+
+def _told(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name} is {now.get(name)!r} and was {before.get(name)!r}"
