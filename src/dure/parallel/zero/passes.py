@@ -319,6 +319,8 @@ class Passes:
         self.gathering.free_all()
         for unit in self.gathering.units:
             unit.calls = 0
+        if not failed:
+            self.gathering.changes.check()
 
     def _gather(self, number: int) -> None:
         assert self.gathering is not None
@@ -407,6 +409,9 @@ class Passes:
             if self.hurried and not self.orders.learned and self.group.size > 1:
                 self.orders.learn(self.group, self._needed, self._events, self.reducing.carrier)
                 self._set_carrier()
+        # last, when the ranks have ended the pass together
+        if self.gathering is not None:
+            self.gathering.changes.check()
 
     def reduce(self) -> None:
         """Sends all gradients that are here, in a pass of its own."""
