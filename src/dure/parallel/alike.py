@@ -25,6 +25,9 @@ from dure.collectives.group import Group
 
 _ROUNDINGS = 10
 
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of which torch has both sums."""
+
 
 class Alike:
     """The parameters of a model that all ranks of a group hold alike."""
@@ -40,17 +43,16 @@ class Alike:
         Raises ValueError, on every rank, if their parameters differ.
         """
         self.passes += 1
-        is_power = self.passes & (self.passes - 1) == 0
-        if is_power and self.group.size > 1:
-            self.compare()
+        if _is_power_of_two(self.passes) and self.group.size > 1 and self.named:
+            self._compare()
 
-    def compare(self) -> None:
-        """Compares them now; as `passed`."""
-        rows = self.group.all_gather_values(self._said(), "comparison of weights")
+    def _compare(self) -> None:
+        mine = [number for _, parameter in self.named for number in sums_of(parameter)]
+        rows = self.group.all_gather_values(mine, "comparison of weights")
         for position, (name, parameter) in enumerate(self.named):
             here = [row[2 * position : 2 * position + 2] for row in rows]
             allowed = _ROUNDINGS * _rounding(parameter.dtype) * math.sqrt(self.passes)
-            apart = [rank for rank, said in enumerate(here) if _differ(said, here[0], allowed)]
+            apart = [rank for rank, sums in enumerate(here) if _differ(sums, here[0], allowed)]
             if apart:
                 raise ValueError(
                     f"the parameter {name} is another on rank {', '.join(map(str, apart))} than on "
@@ -59,17 +61,56 @@ class Alike:
                     f"and on all ranks alike, or take single-worker"
                 )
 
-    @torch.no_grad()
-    def _said(self) -> list[float]:
-        """The sum and the sum of magnitudes of each parameter."""
-        said: list[float] = []
-        for _, parameter in self.named:
-            values = parameter.detach()
-            if values.is_complex():
-                values = torch.view_as_real(values)
-            said.append(float(values.sum(dtype=torch.float64)))
-            said.append(float(values.abs().sum(dtype=torch.float64)))
-        return said
+
+class Still:
+    """Parameters that several threads read in one memory: a change would be made by each of them.
+
+    Torch counts most changes, and the counters are compared in every pass; what it does not count,
+    such as what is written through `parameter.data`, is found by sums, after passes 1, 2, 4 and so
+    on.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.named = list(named)
+        self.passes = 0
+        self._seen: list[object] = []
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.passes += 1
+        self._seen = self._now()
+
+    def end(self) -> None:
+        """It ends. Raises ValueError if it has changed a parameter."""
+        for (name, _), before, now in zip(self.named, self._seen, self._now(), strict=True):
+            if before != now:
+                raise ValueError(
+                    f"forward passes change the parameter {name}, which all workers of this "
+                    f"process use in one memory: take Processes, or single-worker"
+                )
+
+    def _now(self) -> list[object]:
+        sums = _is_power_of_two(self.passes)
+        return [
+            (parameter._version, list(map(str, sums_of(parameter))) if sums else None)
+            for _, parameter in self.named
+        ]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+@torch.no_grad()
+def sums_of(parameter: nn.Parameter) -> tuple[float, float]:
+    """The sum of a parameter's elements and that of their magnitudes."""
+    values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.dtype not in _SUMMED:
+        values = values.double()
+    magnitudes = torch.linalg.vector_norm(values, 1, dtype=torch.float64)
+    return float(values.sum(dtype=torch.float64)), float(magnitudes)
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -8,7 +8,7 @@ and would stay as it is on every rank, or go its own way on each.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -84,6 +84,6 @@ class Structure:
         return names.get(id(parameter), "a parameter that is not the model's")
 
 
-def _holds(within: dict[str, object], values: list[object]) -> bool:
+def _holds(within: Mapping[str, object], values: Sequence[object]) -> bool:
     """Whether a module holds the very same; equality would compare tensors by value."""
     return len(within) == len(values) and all(map(operator.is_, within.values(), values))
