@@ -367,3 +367,75 @@ def test_gradients_of_parts_count_in_every_stage() -> None:
         return model(inputs), targets
 
     assert max(max(row) for row in on_ranks(2, program)) < 1e-12
+
+
+class Fails(torch.autograd.Function):
+    """Backward raises an error, once."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if Fails.left:
+            Fails.left -= 1
+            raise KeyError("backward fails")
+        return gradient
+
+
+def fails_at(model: Any, layer: int, place: Place) -> str:
+    """A pass whose backward fails before it reaches a layer of `network`."""
+    Fails.left = 1
+    inputs, targets = part(batches(1, 6)[0], place)
+    hook = model[layer].register_forward_hook(lambda module, _, outputs: Fails.apply(outputs))
+    try:
+        F.cross_entropy(model(inputs), targets).backward()
+    except KeyError:
+        return "failed"
+    finally:
+        hook.remove()
+    return "nothing"
+
+
+def test_after_a_backward_pass_that_failed_the_next_one_is_whole_or_refused() -> None:
+    def program(place: Place) -> list[Any]:
+        found: list[Any] = []
+        for options in STAGES:
+            for layer in (4, 0):  # before any gradient has left, and after some have
+                for forgets in (False, True):
+                    model = network()
+                    optimizer, zero = divided(place, model, **options)
+                    backward(model, place)
+                    optimizer.step()
+                    zero.zero_grad()
+                    assert fails_at(model, layer, place) == "failed"
+                    said = said_by(zero.zero_grad) if forgets or layer == 4 else "nothing"
+
+                    def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+                        backward(model, place, 1)
+                        optimizer.step()
+
+                    if layer == 4:
+                        alone = network()
+                        by_hand = sgd(alone)
+                        for seed in range(2):
+                            by_hand.zero_grad()
+                            inputs, targets = batches(seed + 1, 6)[seed]
+                            F.cross_entropy(alone(inputs), targets).backward()
+                            by_hand.step()
+                        step()
+                        whole = network()
+                        whole.load_state_dict(zero.state_dict(everywhere=True))
+                        found.append(distance(whole, alone))
+                    elif options["stage"] > 1:
+                        found.append(said if forgets else said_by(step))
+        return found
+
+    for row in on_ranks(2, program):
+        assert max(one for one in row if isinstance(one, float)) < 1e-12
+        texts = [one for one in row if isinstance(one, str)]
+        assert len(texts) == 6
+        assert all("no longer in step" in text for text in texts), texts

@@ -358,6 +358,8 @@ class ZeroRedundancy:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients; `optimizer.zero_grad` and `model.zero_grad` are this."""
+        if not self.passes.in_backward():
+            self.passes.abandon()
         # by the class, since the instance's own has been replaced by this method
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
         for part in self._parts():  # also what the optimizer was not given
@@ -422,6 +424,7 @@ class ZeroRedundancy:
             raise ValueError("ZeRO takes no closure: call forward and backward, then step()")
         if self.passes.rests:
             raise RuntimeError("step() inside gathered(), where nothing is divided; leave it first")
+        self.passes.abandon()
         self._structure.check()
         if self._reduced and self.reducing.local():
             raise RuntimeError(
