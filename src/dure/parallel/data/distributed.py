@@ -36,6 +36,7 @@ from dure.collectives.compression import Compression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
 from dure.collectives.tail import Field, Numbers, each, summed
+from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer, check_alike
 from dure.parallel.speaker import check_weights_stay, speaker_of
@@ -70,7 +71,8 @@ class DistributedDataParallel(nn.Module):
     alike. Sparse gradients arrive dense. Gradients are views of memory that the next step writes
     again; long ones may be autograd's own tensors.
 
-    Raises ValueError for arguments that do not fit, and if the ranks' modules differ. A
+    Raises ValueError for arguments that do not fit, if the ranks' modules differ, and after a
+    backward pass if their weights do (`dure.parallel.alike`). A
     `backward(create_graph=True)` raises RuntimeError.
     """
 
@@ -119,6 +121,7 @@ class DistributedDataParallel(nn.Module):
         self._divides_by_those_here = False
         self._out = [False] * self.group.size  # the ranks that have run out of data
         self.reducer = Reducer(list(module.parameters()), self.group, how, self)
+        self._alike = Alike(module.named_parameters(), self.group)
 
     @property
     def hidden_share(self) -> float | None:
@@ -193,6 +196,8 @@ class DistributedDataParallel(nn.Module):
         # Ranks that are out add zeros. The last step, in which all are, is nobody's, and changes
         # nothing.
         some_are_out = any(self._out) and not all(self._out)
+        if not any(self._out):  # a rank that is out has not made the others' updates
+            self._alike.passed()
         if self._speaking is not None and any(changed) and not all(self._out):
             # All ranks have the same flags, so all of them, or none, enter this broadcast.
             self._speaking.take(self.group, changed, self._out.index(False))

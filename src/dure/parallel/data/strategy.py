@@ -46,6 +46,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, Wo
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
+from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import ReplicasLearner
@@ -168,6 +169,7 @@ class DataParallelLearner(SingleLearner):
         self.speaking = speaker_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
+        self.alike = Alike(self.model.named_parameters(), self.group)
         # Compressors remember what this rank has not sent: then a checkpoint has a part of each
         # rank.
         self.parted = how.compresses
@@ -205,6 +207,7 @@ class DataParallelLearner(SingleLearner):
         for rank, loss in enumerate(heard["loss"]):
             if not math.isfinite(loss):
                 raise LossNotFiniteError(loss, f"rank {rank}", f"step {self.step + 1}")
+        self.alike.passed()
         if any(heard["changed"]):
             self._take_buffers(heard["changed"])
         if self.strategy.clip_norm is not None:

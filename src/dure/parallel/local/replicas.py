@@ -43,6 +43,7 @@ from dure.contracts.strategy import Place, Progress, another
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
+from dure.parallel.alike import Still
 from dure.parallel.gradients import as_dense
 from dure.parallel.local import parts
 from dure.parallel.local.chain import copied
@@ -117,6 +118,9 @@ class ReplicasLearner(SingleLearner):
             meter = Meter(f"worker {number}", place.trace)
             self.workers.append(Worker(own, device, meter))
         self.draws = Draws(place.devices, [worker.model for worker in self.workers])
+        # One worker alone may change its weights.
+        models = [worker.model for worker in self.workers] if len(self.workers) > 1 else []
+        self.still = Still(named for model in models for named in model.named_parameters())
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.share)
@@ -136,12 +140,14 @@ class ReplicasLearner(SingleLearner):
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
+        self.still.begin()
         mixed = self.precision == "bf16"
         # around forward and loss, as autograd follows what they did; workers take it over
         # (`Team.each`)
         with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
             # Forward may be done twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
+            self.still.end()
             loss, value = self._loss(busy, sizes, targets)
         self._begin_backward(loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())

@@ -23,6 +23,8 @@ and once more in backward, its parameters are gathered, and freed after it.
     dividing    a model's parameters become shares
     wire        reduce-scatters and all-gathers, alongside the program or not
     away        parameters that are not here
+    changes     who changes parameters that are only lent
+    structure   what was frozen, added or replaced since the model was divided
     gathering   units gathered and freed; what autograd saves of them
     in_place    units in memory that all ranks read, where nothing is gathered
     rows        gradients of a block as rows, one a rank

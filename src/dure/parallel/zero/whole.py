@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.parallel.zero.away import elements_of, set_elements
 from dure.parallel.zero.passes import Passes
 from dure.parallel.zero.shares import Share
 from dure.parallel.zero.wire import Algorithm, Wire
@@ -79,7 +80,7 @@ class Whole:
             return
         for share in self.shares:
             for parameter, value in zip(share.parameters, values[id(share)], strict=True):
-                parameter.data = value
+                set_elements(parameter, value)
 
     def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
         # Others may still read what this rank is about to write.
@@ -87,7 +88,7 @@ class Whole:
         for share in self.shares:
             # In stages 1 and 2 the user has changed the share itself, unless the master is apart.
             if share.whole is None or share.common or share.master is not share.own:
-                share.take([parameter.data for parameter in share.parameters])
+                share.take([elements_of(parameter) for parameter in share.parameters])
             if share.whole is not None:
                 share.install()
         if self.passes.gathering is not None:
