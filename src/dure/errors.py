@@ -129,6 +129,15 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+class PlanError(DureError, ValueError):
+    """Layers that a plan divides compute something else than the model; every rank raises it.
+
+    A ValueError too: the plan is an argument.
+    """
+
+    exit_code = 2
+
+
 class TooFewUpdatesError(DureError, ValueError):
     """A federation's rule was given too few updates, or none that is finite."""
 

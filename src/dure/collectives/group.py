@@ -8,8 +8,8 @@ torch.distributed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -193,6 +193,19 @@ class Group:
         part = copy.copy(self)
         part.meter = Meter(self.meter.name)
         return part
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, the meter counts nothing: for layers that hold this group, where they measure."""
+        # What was issued before is counted, and what is issued inside has ended before it counts.
+        self.settle()
+        meter = self.meter
+        self.meter = Meter(meter.name)
+        try:
+            yield
+        finally:
+            self.settle()
+            self.meter = meter
 
     def hosts(self) -> Hosts:
         """Who shares a host (`dure.collectives.hosts`). All ranks call it together.

@@ -44,9 +44,14 @@ class Difference(NamedTuple):
 
 
 def first_difference(
-    right: Mapping[str, Tensor | None], tried: Mapping[str, Tensor | None]
+    right: Mapping[str, Tensor | None],
+    tried: Mapping[str, Tensor | None],
+    computed_in: torch.dtype | None = None,
 ) -> Difference | None:
     """The first of the tensors in `right`, in their order, that `tried` has otherwise.
+
+    computed_in: the coarsest dtype on the way to these tensors, as of a model in float32 that
+    computes in bfloat16 by autocast; None is that of each tensor.
 
     Tensors of one kind, such as all gradients. None stands for a gradient that is not there, which
     is one of zeros. What is infinite or NaN in both is alike. A tensor of another shape or dtype,
@@ -63,7 +68,10 @@ def first_difference(
             torch.zeros_like(one) if given is None else given,
             floor,
         )
-        if share > tolerance_of(one.dtype):
+        allowed = tolerance_of(one.dtype)
+        if allowed and computed_in is not None:
+            allowed = max(allowed, tolerance_of(computed_in))
+        if share > allowed:
             return Difference(name, share)
     return None
 

@@ -24,7 +24,9 @@ def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
     chunks = [chunks_of(share, task, held.cut.stages) for share in shares]
     mine = chunks[held.at.data]
     held.model.eval()
-    with held.zero.uncounted() if held.zero is not None else nullcontext():
+    # Neither what divided layers exchange is counted, nor what ZeRO gathers.
+    gathering = held.zero.uncounted() if held.zero is not None else nullcontext()
+    with gathering, held.groups.tensor.uncounted():
         totals = _totals(held, task, examples, mine)
         if held.zero is not None and held.zero.stage > 1:
             # Forward gathers units, in which the whole data group takes part: a rank with fewer

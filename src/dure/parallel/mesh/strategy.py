@@ -47,6 +47,7 @@ from dure.parallel.mesh.facts import facts_of
 from dure.parallel.mesh.gradients import clip, share_buffers, sum_over_replicas, sum_tied
 from dure.parallel.mesh.held import hold, optimizer_of
 from dure.parallel.mesh.mesh import Mesh, groups_on
+from dure.parallel.mesh.proof import prove_layers
 from dure.parallel.mesh.reading import Reading
 from dure.parallel.mesh.zero import account, zero_of
 from dure.parallel.mesh.zero import check as check_zero
@@ -231,10 +232,10 @@ class ParallelLearner(Learner):
         self.at = self.groups.at
         self.where = f"rank {self.group.rank}"
         model = place.model(task, seed).to(self.device).train()
-        self._divide_layers(model)
-        self._draws = draws_of(model)
         self.train_examples, self.test_examples = examples_for(model, task)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
+        self._divide_layers(model, place.check)
+        self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
         # Before `hold`, which lets go of the parameters of other stages.
         self._flops = (
@@ -270,8 +271,8 @@ class ParallelLearner(Learner):
             alike=self.held.zero is not None and self.held.zero.stage > 1,
         )
 
-    def _divide_layers(self, model: nn.Module) -> None:
-        """Divides the layers over the tensor group."""
+    def _divide_layers(self, model: nn.Module, check: bool) -> None:
+        """Divides the layers over the tensor group. check: whether the plan is tried before."""
         mesh = self.strategy.mesh
         if mesh.tensor == 1:
             return
@@ -281,6 +282,20 @@ class ParallelLearner(Learner):
             homes.update(dict.fromkeys(ranks, number))
         mesh.check_hosts([homes[rank] for rank in range(self.group.size)])
         plan = plan_of(model, self.strategy.sequence, self.strategy.plan)
+        if check:
+            count = self.strategy.examples(len(self.train_examples))
+            proof = prove_layers(
+                model,
+                plan,
+                self.task,
+                self.seed,
+                group=self.group,
+                groups=self.groups,
+                examples=self.train_examples,
+                indices=self.batches.at(0)[:count],
+                device=self.device,
+            )
+            self.proofs = [proof]
         parallelize(model, plan, self.groups.tensor)
 
     def _cut(self, model: nn.Module) -> CutModel | UncutModel:

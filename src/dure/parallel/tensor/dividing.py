@@ -49,10 +49,20 @@ def parallelize(
     """
     group = Group.of(process_group)
     found = _found(model, plan)
+    share_weights(model, group)
+    _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
+
+
+def share_weights(model: nn.Module, group: Group) -> None:
+    """Rank 0's weights and buffers become everybody's."""
     # One message a tensor, so that no second copy of the whole model is needed.
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
-    _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
+
+
+def divide(model: nn.Module, plan: Plan, group: Group) -> None:
+    """As `parallelize`, of a model that is the same on all ranks already."""
+    _divide(model, _found(model, plan), At(group, None, Draws(group, _device_of(model))))
 
 
 def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None:
