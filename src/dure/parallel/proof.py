@@ -9,7 +9,7 @@ above that and far below what a wrong program or plan does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ def first_difference(
     right: Mapping[str, Tensor | None],
     tried: Mapping[str, Tensor | None],
     computed_in: torch.dtype | None = None,
+    tolerance: Callable[[torch.dtype], float] | None = None,
 ) -> Difference | None:
     """The first of the tensors in `right`, in their order, that `tried` has otherwise.
 
@@ -55,8 +56,9 @@ def first_difference(
 
     Tensors of one kind, such as all gradients. None stands for a gradient that is not there, which
     is one of zeros. What is infinite or NaN in both is alike. A tensor of another shape or dtype,
-    and a whole number that differs, differ by inf.
+    and a whole number that differs, differ by inf. tolerance: by dtype; by default `tolerance_of`.
     """
+    within = tolerance or tolerance_of
     floor = SMALL * max(map(_largest, right.values()), default=0.0)
     for name, wanted in right.items():
         given = tried.get(name)
@@ -68,9 +70,9 @@ def first_difference(
             torch.zeros_like(one) if given is None else given,
             floor,
         )
-        allowed = tolerance_of(one.dtype)
+        allowed = within(one.dtype)
         if allowed and computed_in is not None:
-            allowed = max(allowed, tolerance_of(computed_in))
+            allowed = max(allowed, within(computed_in))
         if share > allowed:
             return Difference(name, share)
     return None
@@ -81,6 +83,21 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
 
 
+def same_operations(dtype: torch.dtype) -> float:
+    """The same for what the same operations have computed, whose sums are mostly in one order."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return min(tolerance_of(dtype), 1024 * torch.finfo(dtype).eps)
+
+
+def once_more(dtype: torch.dtype) -> float:
+    """The same for what the same code has computed a second time, on the same machine."""
+    # Nearly always the bits are the same; only what threads add up in any order may be rounded.
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return min(16 * torch.finfo(dtype).eps, 1e-5)
+
+
 @torch.no_grad()
 def _apart(right: Tensor, tried: Tensor, floor: float) -> float:
     """How far two tensors are apart, as a share of the largest value in `right`, or of `floor`."""
@@ -88,10 +105,14 @@ def _apart(right: Tensor, tried: Tensor, floor: float) -> float:
         return math.inf
     if not (right.is_floating_point() or right.is_complex()):
         return 0.0 if torch.equal(right, tried) else math.inf
-    finite = right.isfinite()
-    if not torch.equal(finite, tried.isfinite()):
-        return math.inf
-    apart = _largest(right[finite] - tried[finite])
+    if right.numel() == 0:
+        return 0.0
+    apart = float((right - tried).abs().max())
+    if not math.isfinite(apart):
+        finite = right.isfinite()
+        if not torch.equal(finite, tried.isfinite()):
+            return math.inf
+        apart = _largest(right[finite] - tried[finite])
     scale = max(_largest(right), floor)
     # Where all ought to be zeros, what differs is taken as it is.
     return apart / scale if scale else apart
@@ -102,5 +123,8 @@ def _largest(tensor: Tensor | None) -> float:
     """The largest finite absolute value; 0 where there is none."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    if math.isfinite(largest):
+        return largest
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0

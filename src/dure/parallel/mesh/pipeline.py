@@ -86,5 +86,8 @@ class Pipeline(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check_model(task, model, workers)
 
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+        return self.on(1 if workers is None else workers).prove(task, model, workers)
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self.on(place.group.size))

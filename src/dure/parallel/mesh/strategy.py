@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import msgspec
 from torch import Tensor, nn
@@ -37,10 +38,17 @@ from dure.contracts.strategy import (
 )
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
+from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.parallel.local.single import check_gradient
-from dure.parallel.mesh.check import check_cut, check_layers, check_optimizer, sample
+from dure.parallel.mesh.check import (
+    EVALUATED,
+    check_cut,
+    check_layers,
+    check_optimizer,
+    sample,
+)
 from dure.parallel.mesh.checkpoint import part_of, restore, state_of, weights_of
 from dure.parallel.mesh.evaluation import evaluate
 from dure.parallel.mesh.facts import facts_of
@@ -57,6 +65,7 @@ from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, is_own
 from dure.parallel.pipeline.stage import Stage
@@ -71,6 +80,13 @@ from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Shares
+
+
+TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
+"""Cuts that were checked, by the models of which they are copies, until they are proven.
+
+To trace a model takes longer than all else that is done before training.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +189,7 @@ class Parallel(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
-        schedule = self.list_for(self.most)
+        whole = model
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)
         train, test = examples_for(model, task)
@@ -182,23 +198,45 @@ class Parallel(Strategy):
         if self.mesh.tensor > 1 or self.plan.entries:
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
-        if self.uncut:
-            if self.cut:
-                raise ValueError(
-                    f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}"
-                )
-            return
+        if not self.uncut:
+            TRACED[whole] = self, self._checked_cut(model, train, test)
+        elif self.cut:
+            raise ValueError(
+                f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}"
+            )
+
+    def _checked_cut(self, model: nn.Module, train: Examples, test: Examples | None) -> CutModel:
+        """The model cut, as far as one process can tell."""
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(
             model,
             sample=partial(sample, train),
-            stages=schedule.stages,
+            stages=self.list_for(self.most).stages,
             examples=self.examples(len(train)),
             test=tests,
         )
         # Not measured: a check must not depend on how fast this machine is now.
         cut.decide(cut.choose(self.cut, "estimated"))
         check_cut(cut, self.mesh.data, self.recompute, evaluates=tests is not None)
+        return cut
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+        """Runs the stages and the undivided model side by side, on one micro-batch."""
+        if self.uncut:
+            return None
+        if TRACED.get(model, (None,))[0] != self:
+            self.check_model(task, model, workers)
+        _, cut = TRACED.pop(model)
+        train, test = examples_for(model, task)
+        prove_cut(
+            cut,
+            another(model, task, 0),
+            others=sample(train, cut.examples, backwards=True),
+            evaluation=EVALUATED if test is not None and len(test) else 0,
+            parts_gradients=self.list_for(self.most).parts_gradients,
+            recompute=self.recompute,
+        )
+        return "the traced stages compute what the model computes"
 
     @property
     def uncut(self) -> bool:

@@ -142,14 +142,18 @@ class CutModel:
                 f"batch_size, or fewer micro-batches; {error}"
             ) from error
 
+    def inputs(self, examples: int, training: bool) -> Any:
+        """Those on which so many examples are traced."""
+        # Examples of evaluation may have other shapes.
+        return (self._sample if training else self._test)(examples)
+
     def _traced(self, examples: int, training: bool) -> Trace:
         key = (examples, training)
         if key not in self._traces:
             before = generators_state()
             # Tracing leaves the model's mode and the generators as they were.
             mode = self.model.training
-            # Examples of evaluation may have other shapes.
-            inputs = (self._sample if training else self._test)(examples)
+            inputs = self.inputs(examples, training)
             self.model.train(training)
             try:
                 # Without gradients torch computes some of its layers as one operation, which could

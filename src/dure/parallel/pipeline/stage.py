@@ -187,16 +187,15 @@ class Stage:
         if self.recompute:
             self._compute_again(kept, number, batch, program)
         if self.last:
-            ends = kept.ends
             # The loss is a mean over the micro-batch; its share makes the sum over micro-batches
-            # that of the batch.
-            gradients = [torch.full_like(kept.ends[0], batch.share)]
+            # that of the batch. A loss without a gradient is an error, as everywhere.
+            wanted = [(kept.ends[0], torch.full_like(kept.ends[0], batch.share))]
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
             ends = [end for end, value in leaving if value.differentiable]
-        # A frozen stage's ends have no graph, though a gradient comes for each.
-        pairs = zip(ends, gradients, strict=True)
-        wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+            # A frozen stage's ends have no graph, though a gradient comes for each.
+            pairs = zip(ends, gradients, strict=True)
+            wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
         # A stage may have nothing that learns, and nothing before it.
         if wanted:
             torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
