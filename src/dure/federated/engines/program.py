@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from dure.contracts.task import Loss as TaskLoss
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.engines import layers, pooling
@@ -179,12 +180,8 @@ def _try(
     inputs, targets = (part.to(device) for part in examples.batch(some))
     with torch.enable_grad():
         outputs = model(inputs)
-        if isinstance(program.loss, Own):
-            check_pair(task.loss, task.loss(outputs, targets))
-        found = CountedLoss(task.loss, examples).mean(outputs, targets, len(some))
-        if not found.counted:
-            raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
-        expected = torch.autograd.grad(found.loss, parameters)
+        found = _loss(program.loss, task.loss, examples, outputs, targets)
+        expected = torch.autograd.grad(found, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
     _check_targets(program.loss, outputs, examples.targets)
@@ -214,6 +211,22 @@ def _try(
             rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
             if not bool(off <= rounding):
                 raise CannotBatchError("the model computes something else than its layers say")
+
+
+def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any) -> Tensor:
+    """The loss of a few examples, as the task has it."""
+    try:
+        if isinstance(loss, Own):
+            check_pair(function, function(outputs, targets))
+        found = CountedLoss(function, examples).mean(outputs, targets, len(targets))
+    except CannotBatchError:
+        raise
+    except Exception as error:
+        # Where a client meets it, the error names the client.
+        raise CannotBatchError(f"the loss fails: {str(error).splitlines()[0]}") from error
+    if not found.counted:
+        raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
+    return found.loss
 
 
 def _counting(loss: Loss, examples: Examples) -> Tensor:
