@@ -6,7 +6,8 @@
     v   <- m·v + D
     x   <- x - lr·(D + m·v)       Nesterov;      x <- x - lr·v       without
 
-w_i is rank i's share of the round's examples: 1/N where the parts are equal. The inner optimizers'
+w_i is rank i's share of the round's examples, or of what the loss counts in them: 1/N where the
+parts are equal. The inner optimizers'
 states stay with their ranks, as in the paper, which found no gain in exchanging them. lr = 1 and m
 = 0 is local SGD.
 

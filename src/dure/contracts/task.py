@@ -25,6 +25,13 @@ Pairs are added over batches, and divided once.
 """
 
 
+Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
+"""loss(outputs, targets) gives the mean over the batch, a scalar tensor, or a pair (sum, count).
+
+The loss of a batch is then sum / count, also where ranks, micro-batches or clients compute parts of
+it: their sums are added, and their counts.
+"""
+
 SGD = partial(torch.optim.SGD, lr=0.1)
 """The optimizer of a task that names none."""
 
@@ -61,7 +68,8 @@ class Task:
     model: a function without arguments that returns a fresh `nn.Module`; called under the run's
         seed. A float64 model trains in float64: floating-point inputs are converted to the model's
         dtype.
-    loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor).
+    loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
+        (sum, count), for one that does not count every example alike: see `Loss`.
     train, test: `Examples`, a pair of tensors (inputs, targets), or a map-style Dataset of such
         pairs.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
@@ -77,7 +85,7 @@ class Task:
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[Any, Any], Tensor]
+    loss: Loss
     train: Any
     test: Any = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD

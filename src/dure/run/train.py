@@ -17,7 +17,7 @@ from torch import nn
 from dure import __version__, catalog
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, Strategy, World, seeded_model
+from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import RunFolderError, exit_is_a_failure
@@ -32,6 +32,7 @@ from dure.run.fresh import FreshModel
 from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
+from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs
@@ -353,6 +354,7 @@ def prepare(
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
             label=label,
+            check=check,
             model=model,
         )
 
@@ -367,6 +369,7 @@ def _prepared(
     evaluate_every: int | None,
     checkpoint_every: int | None,
     label: str | None,
+    check: bool,
     model: nn.Module | None,
 ) -> tuple[Job, dict[str, Any]]:
     # First: all that follows calls their methods.
@@ -380,12 +383,16 @@ def _prepared(
     stop.check(strategy.unit)
     _check_target(stop, task)
     _check_first_example(task)
+    check_loss(task)
     # A model that was given serves other runs too: learners take copies of it.
     keep = model is not None
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
     parameters = _checked_model(task, strategy, world, model)
+    if world.leads:
+        # The line of the user who called `train`.
+        warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=4)
     proofs = _proven(task, strategy, world, model) if check else ()
     job = Job(
         task=task,

@@ -32,7 +32,7 @@ from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import Shares
+from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
@@ -121,7 +121,7 @@ class SingleLearner(Learner):
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
-        self.shares = Shares(task.loss, self.train_examples)
+        self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
@@ -173,28 +173,20 @@ class SingleLearner(Learner):
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
         """Leaves the mean gradient over the joint batch `indices` in the parameters."""
-        loss = self.backward(indices, share=1.0)
-        if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
-        return Progress(loss, len(indices), wish)
-
-    def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward over `indices`; returns the mean loss.
-
-        Gradients are those of share x mean loss.
-        """
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.task.loss(self.model(inputs), targets)
+        found = self.losses.mean(self.model(inputs), targets, len(indices))
         # on a GPU this waits for forward, so that the times of forward and backward are their own
-        value = float(loss.item())
+        loss = float(found.loss.item())
         forwarded = time.perf_counter()
-        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        found.loss.backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter
         meter.compute("forward", started, forwarded, self.step + 1)
         meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
-        return value
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
+        return Progress(loss if found.counted else None, len(indices), wish)
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
         """The inputs and targets of a batch, where the model is."""

@@ -52,7 +52,13 @@ from dure.parallel.mesh.check import (
 from dure.parallel.mesh.checkpoint import part_of, restore, state_of, weights_of
 from dure.parallel.mesh.evaluation import evaluate
 from dure.parallel.mesh.facts import facts_of
-from dure.parallel.mesh.gradients import clip, share_buffers, sum_over_replicas, sum_tied
+from dure.parallel.mesh.gradients import (
+    clip,
+    share_buffers,
+    sum_over_replicas,
+    sum_tied,
+    summed_gradients,
+)
 from dure.parallel.mesh.held import hold, optimizer_of
 from dure.parallel.mesh.mesh import Mesh, groups_on
 from dure.parallel.mesh.proof import prove_layers
@@ -79,7 +85,7 @@ from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import Shares
+from dure.tasks.loss_shares import CountedLoss
 
 
 TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
@@ -271,6 +277,7 @@ class ParallelLearner(Learner):
         self.where = f"rank {self.group.rank}"
         model = place.model(task, seed).to(self.device).train()
         self.train_examples, self.test_examples = examples_for(model, task)
+        self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
         self._divide_layers(model, place.check)
         self._draws = draws_of(model)
@@ -298,7 +305,7 @@ class ParallelLearner(Learner):
             self.held.speaking = Speaker(model)
         self.reading = Reading(
             examples=self.train_examples,
-            shares=Shares(task.loss, self.train_examples),
+            losses=self.losses,
             seed=seed,
             mesh=strategy.mesh,
             at=self.at,
@@ -362,7 +369,8 @@ class ParallelLearner(Learner):
         numbered = strategy.most > 1 or on_shards
         self.stream.carried = not numbered and held.cut.draws
         # The loss may draw too; -1 is a number that no operation of the model has.
-        self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
+        part = self.losses.part
+        self._loss = self.stream.drawing(part, -1) if numbered else part
         # A schedule that computes weight gradients apart finds them on this list; else they are
         # computed at once.
         self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
@@ -432,9 +440,13 @@ class ParallelLearner(Learner):
             held.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(held.step)
         # All ranks hear of a loss that is not finite before any of them updates.
-        loss, wish = self._agree(self.gradients(indices), wish)
+        loss, count, wish = self._agree(*self.gradients(indices), wish)
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
+        gradients = (gradient for _, gradient in summed_gradients(held))
+        mean = self.losses.settle(loss, indices, count, gradients)
+        if self.strategy.clip_norm is not None:
+            clip(held, self.strategy.clip_norm)
         started = time.perf_counter()
         if held.optimizer is not None:
             self.rates.at(held.step)
@@ -444,10 +456,13 @@ class ParallelLearner(Learner):
         # after the update, when no rank computes with them
         share_buffers(held)
         held.step += 1
-        return Progress(loss, len(indices), wish)
+        return Progress(mean, len(indices), wish)
 
-    def gradients(self, indices: Tensor) -> float:
-        """Leaves the joint batch's mean gradient in the parameters; returns this rank's loss."""
+    def gradients(self, indices: Tensor) -> tuple[float, float]:
+        """Leaves the joint batch's gradient in the parameters.
+
+        Returns what this rank adds to the batch's loss, and to what that counts.
+        """
         batches = self.reading.microbatches(indices, self.held.step)
         if batches:
             self._engine(len(batches)).run(self.held.step, batches)
@@ -455,14 +470,12 @@ class ParallelLearner(Learner):
         # First over stages, then over replicas: each replica then adds whole gradients.
         sum_tied(self.held)
         sum_over_replicas(self.held)
-        if self.strategy.clip_norm is not None:
-            clip(self.held, self.strategy.clip_norm)
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not batches:
-            return 0.0
-        # Only the last stage knows losses; shares add to 1 over all micro-batches of all data
-        # groups.
-        return sum(last.losses[number] * batch.share for number, batch in enumerate(batches))
+            return 0.0, 0.0
+        # Only the last stage knows losses.
+        numbers = range(len(batches))
+        return sum(last.losses[n] for n in numbers), sum(last.counts[n] for n in numbers)
 
     def _engine(self, microbatches: int) -> Engine:
         if microbatches not in self._engines:
@@ -476,14 +489,12 @@ class ParallelLearner(Learner):
             )
         return self._engines[microbatches]
 
-    def _agree(self, loss: float, wish: int) -> tuple[float, int]:
-        """The loss over the joint batch, and rank 0's wish."""
+    def _agree(self, loss: float, count: float, wish: int) -> tuple[float, float, int]:
+        """What all ranks add to the batch's loss, and to what that counts; and rank 0's wish."""
         # Tensor neighbours have the same loss, and stages before the last have none.
-        counts = self.at.tensor == 0
-        rows = self.group.all_gather_values(
-            [loss if counts else 0.0, float(wish)], "exchange of losses"
-        )
-        return sum(row[0] for row in rows), int(rows[0][1])
+        said = [loss, count] if self.at.tensor == 0 else [0.0, 0.0]
+        rows = self.group.all_gather_values([*said, float(wish)], "exchange of losses")
+        return sum(row[0] for row in rows), sum(row[1] for row in rows), int(rows[0][2])
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""

@@ -21,6 +21,7 @@ from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.pipeline.uncut import UncutModel
 from dure.tasks.evaluation import measured
+from dure.tasks.loss_shares import NOTHING, Computed, Share
 
 ROUND = 32
 """Chunks that are in the pipeline together."""
@@ -54,11 +55,11 @@ def totals_of(
 
     # The "loss" of evaluation: it adds up totals on the last stage, and gives a number that nobody
     # uses.
-    def measure(length: int, outputs: Any, targets: Any) -> Tensor:
+    def measure(outputs: Any, targets: Any, length: int, share: Share) -> Computed:
         for position, (total, count) in enumerate(measured(task, outputs, targets, length)):
             sums[position] += total
             counts[position] += count
-        return torch.zeros(())
+        return Computed(torch.zeros(()), 0.0)
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     # In evaluation nothing draws.
@@ -68,9 +69,12 @@ def totals_of(
     for start in range(0, len(chunks), ROUND):
         # Chunks of one length share a program; only the last one may be shorter.
         for length, alike in groupby(chunks[start : start + ROUND], len):
-            batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike]
+            batches = [
+                Microbatch(length, NOTHING, partial(_read, examples, chunk, device))
+                for chunk in alike
+            ]
             schedule = forward_only(home, len(batches))
-            stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
+            stages = {stage: _stage(stage, cut, stream, measure) for stage in mine}
             # unmetered, since an evaluation is part of the measurement
             engine = Engine(
                 group.unmetered(), schedule, stages=stages, stream=stream, device=device
