@@ -38,14 +38,16 @@ from dure.averaging.replica import Replica, check_partition, copy_model, shards_
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
+from dure.contracts.metric import ratio
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.errors import LossNotFiniteError
 from dure.record.meter import Meter
-from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_and_count
+from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
 from dure.tensors.flat import FlatParameters
 
@@ -228,15 +230,14 @@ class ParallelSGDLearner(Learner):
         counted = 0.0
         examples = self.replica.train_examples
         # Dropout off, and the buffers as they are.
-        self.combined.eval()
-        for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-            inputs, targets = examples.batch(indices)
-            loss, count = loss_and_count(
-                self.task.loss, self.combined(inputs), targets, len(indices)
-            )
-            total += loss
-            counted += count
-        self.combined.train()
+        with in_mode(self.combined, training=False):
+            for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
+                inputs, targets = examples.batch(indices)
+                loss, count = loss_and_count(
+                    self.task.loss, self.combined(inputs), targets, len(indices)
+                )
+                total += loss
+                counted += count
         return ratio(total, counted)
 
     def evaluate(self) -> dict[str, float]:

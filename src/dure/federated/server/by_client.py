@@ -1,7 +1,7 @@
 """What clients say of a model, one number a client, as the report and the history have it.
 
 A tenth of the clients is at the worst tenth or worse: the 0.1 quantile, or 0.9 where lower is
-better. Losses have none. Every client counts alike.
+better. The loss has none. Every client counts alike.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def _of(name: str, values: Sequence[float]) -> dict[str, float]:
     """
     of = torch.tensor(values, dtype=torch.float64)
     mean = {name: float(of.nanmean())}
-    if "loss" in name:
+    if name in ("client_loss", "personal_loss"):
         return mean
     return {**mean, f"{name}_p10": float(of.nanquantile(0.9 if lower_is_better(name) else 0.1))}

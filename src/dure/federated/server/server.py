@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.metric import ratio
 from dure.contracts.strategy import Learner, Progress
 from dure.contracts.task import Task
 from dure.data.examples import Examples
@@ -35,8 +36,9 @@ from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
-from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 
@@ -223,15 +225,14 @@ class Server(Learner):
 
         Examples of the target's own class do not count.
         """
-        self.model.eval()
         turned = 0
         of = 0
-        for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-            inputs, targets = examples.batch(part)
-            some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
-            turned += some
-            of += among
-        self.model.train()
+        with in_mode(self.model, training=False):
+            for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
+                inputs, targets = examples.batch(part)
+                some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
+                turned += some
+                of += among
         return ratio(turned, of)
 
     def _load_global(self) -> None:

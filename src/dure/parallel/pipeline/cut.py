@@ -31,6 +31,7 @@ from dure.parallel.pipeline.program import (
 from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
 from dure.parallel.zero.away import unwatched
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.tasks.modes import in_mode
 
 
 @dataclass(frozen=True)
@@ -152,16 +153,17 @@ class CutModel:
         if key not in self._traces:
             before = generators_state()
             # Tracing leaves the model's mode and the generators as they were.
-            mode = self.model.training
             inputs = self.inputs(examples, training)
-            self.model.train(training)
             try:
                 # Without gradients torch computes some of its layers as one operation, which could
                 # not be cut, and whose parameters would lie in several stages.
-                with torch.enable_grad(), unwatched(self.model.parameters()):
+                with (
+                    in_mode(self.model, training),
+                    torch.enable_grad(),
+                    unwatched(self.model.parameters()),
+                ):
                     self._traces[key] = Trace(self.model, inputs)
             finally:
-                self.model.train(mode)
                 restore_generators(before)
         return self._traces[key]
 
