@@ -238,8 +238,8 @@ class Federated(Strategy):
         """How many clients there are, where that is known before the data are divided."""
         if self.clients is not None:
             return self.clients
-        keys = task.train.keys
-        return None if keys is None else len(set(keys))
+        names = self.names(task)
+        return None if names is None else len(names)
 
     def divide(self, task: Task, seed: int) -> Parts:
         """The examples of each client. Raises ValueError if the partition does not fit the data."""
@@ -248,8 +248,16 @@ class Federated(Strategy):
 
     def division(self, task: Task, seed: int) -> Description | None:
         return describe(
-            self.partition, self.divide(task, seed), task.train.labels(), task.train.classes
+            self.partition,
+            self.divide(task, seed),
+            task.train.labels(),
+            task.train.classes,
+            self.names(task),
         )
+
+    def names(self, task: Task) -> list[str] | None:
+        """What the clients are called, where the data have names."""
+        return self.partition.names(self.clients, task.train.keys)
 
     # The two halves
 
@@ -262,7 +270,9 @@ class Federated(Strategy):
         clients = self.clients_half(task, model, place.conditions, seed)
         place.ending.callback(clients.close)
         carrier = place.carrier(clients, seed)
-        return self.server_half(task, model, place, carrier, seed)
+        server = self.server_half(task, model, place, carrier, seed)
+        place.ending.callback(server.close)
+        return server
 
     def server_half(
         self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
@@ -293,6 +303,7 @@ class Federated(Strategy):
             batch_size=self.batch_size,
             attack=attack,
             liars=lying,
+            names=self.names(task),
         )
 
     def clients_half(
@@ -362,6 +373,7 @@ class Federated(Strategy):
             partial=self.sends_partial_work,
             lr_schedule=task.lr_schedule,
             threads=_threads(conditions.processes),
+            names=self.names(task),
         )
 
 

@@ -19,9 +19,21 @@ its tensors with it; `dure.protocol.encoding` makes bytes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from torch import Tensor
+
+Failure = Literal[
+    "its first loss is not finite",
+    "its loss became not finite",
+    "its weights became not finite",
+    "what it keeps became not finite",
+]
+"""Why a client has no update: bad values in its data, or local training that diverged.
+
+Only these texts, since they are counted and shown, and a message may come from anybody.
+"""
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -67,7 +79,7 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     delta: weights after training less the weights received. buffers: after training. examples: n_k,
     how many the client has. samples: examples processed, local epochs counted. loss: mean over
-    them.
+    them. failure: why there is no update, which then has no tensors and counts nowhere.
     """
 
     ticket: int
@@ -79,6 +91,7 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]
     extra: Sequence[Tensor] = ()
+    failure: Failure | None = None
 
     @property
     def nbytes(self) -> int:

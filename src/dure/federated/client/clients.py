@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
+from dure.data.keys import said
 from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory, Own
 from dure.federated.client.personal import Personal
@@ -28,6 +29,7 @@ from dure.protocol.carrier import Order, Work
 from dure.protocol.messages import (
     Ask,
     Assignment,
+    Failure,
     Join,
     Kept,
     Measure,
@@ -46,6 +48,9 @@ TOGETHER = 50
 
 FEW = 1_000
 """The most clients whose examples are looked up once, and not for each assignment."""
+
+_NOBODY: tuple[int, Memory | None] = (-1, None)
+"""Stands for a client that keeps nothing of an update."""
 
 Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
 """An engine for jobs like these.
@@ -92,7 +97,7 @@ class Clients:
     that computes. personal: what they have held out. present: which of n examples they have at a
     time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
-    operators may have.
+    operators may have. names: of the clients, where the data have some.
     """
 
     def __init__(
@@ -110,7 +115,9 @@ class Clients:
         partial: bool = False,
         lr_schedule: LRSchedule | None = None,
         threads: int | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
+        self.names = names
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
         self.algorithm = algorithm
@@ -154,6 +161,9 @@ class Clients:
         """
         match message:
             case Assignment():
+                # Below 0 it would be another client's data, counted from the end.
+                if not 0 <= message.client < len(self.parts):
+                    raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
                 order = Order(message, now, self.work(message, now))
                 return next(self.train([order], []))
             case Measure():
@@ -208,7 +218,7 @@ class Clients:
     def settle(self, settled: Settled) -> None:
         """Clients whose updates count keep what they learned for next time; the others forget."""
         for ticket in settled.kept:
-            client, memory = self._pending.pop(ticket, (-1, None))
+            client, memory = self._pending.pop(ticket, _NOBODY)
             # Most algorithms keep nothing: then no entry is made, for however many clients.
             if memory is not None:
                 self.memories[client] = memory
@@ -243,18 +253,6 @@ class Clients:
 
     # What they keep
 
-    def mark(self) -> Callable[[], None]:
-        """A way back to this moment, as long as nothing is settled."""
-        # Memories need no copy: only `settle` writes them.
-        pending = dict(self._pending)
-        ready = dict(self._ready)
-
-        def back() -> None:
-            self._pending = pending
-            self._ready = ready
-
-        return back
-
     def state(self) -> dict[str, Any]:
         """What clients keep, as a tree for checkpoints, and the updates that are ready.
 
@@ -263,7 +261,7 @@ class Clients:
         return {
             "memories": dict(sorted(self.memories.items())),
             "ready": [
-                {"update": _written(one), "memory": self._pending[one.ticket][1]}
+                {"update": _written(one), "memory": self._pending.get(one.ticket, _NOBODY)[1]}
                 for one in self._ready.values()
             ],
             "engine": {
@@ -364,8 +362,12 @@ class Clients:
             steps=order.work.steps,
             turn=one.turn,
             lr_factor=self._factor(one.round),
+            name=self._name(one.client),
         )
         return self.algorithm.jobs(job, one, self.memories.get(one.client))
+
+    def _name(self, client: int) -> str | None:
+        return None if self.names is None else said(client, self.names)
 
     def _factor(self, round: int) -> float:
         return 1.0 if self.lr_schedule is None else factor_at(self.lr_schedule, round)
@@ -380,8 +382,15 @@ class Clients:
             yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
 
     def _update(self, asked: Assignment, jobs: list[Job], trained: list[Trained]) -> Update:
+        failure = next((each.failure for each in trained if each.failure is not None), None)
+        if failure is not None:
+            return self._failed(asked, jobs, failure)
         memory = self.memories.get(asked.client)
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
+        # Engines have seen to the weights; what else a client keeps (a correction, buffers of its
+        # own model) would spoil all its rounds to come.
+        if memory is not None and not all(bool(each.isfinite().all()) for each in memory):
+            return self._failed(asked, jobs, "what it keeps became not finite")
         self._pending[asked.ticket] = (asked.client, memory)
         # The first job is the one for the global model; others are not reported.
         first = trained[0]
@@ -395,6 +404,20 @@ class Clients:
             delta=delta,
             buffers=first.buffers,
             extra=extra,
+        )
+
+    def _failed(self, asked: Assignment, jobs: list[Job], failure: Failure) -> Update:
+        """The answer of a client that has no update. It keeps what it had."""
+        return Update(
+            ticket=asked.ticket,
+            client=asked.client,
+            round=asked.round,
+            examples=jobs[0].indices.numel(),
+            samples=0,
+            loss=0.0,
+            delta=(),
+            buffers=(),
+            failure=failure,
         )
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
@@ -416,6 +439,10 @@ class Clients:
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
             for job, result in zip(jobs, self.engine(jobs).tune(jobs), strict=True):
+                # One that diverges is as it was before.
+                if result.failure is not None:
+                    yield Own(job.weights, job.buffers)
+                    continue
                 weights = [w + d for w, d in zip(job.weights, result.delta, strict=True)]
                 yield Own(weights, result.buffers)
 
@@ -433,6 +460,7 @@ class Clients:
             steps=steps,
             turn=measure.round,
             lr_factor=self._factor(max(measure.round - 1, 0)),  # of the last round
+            name=self._name(client),
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
@@ -440,28 +468,36 @@ class Clients:
 
         A liar that knows the honest ones knows those that are combined with its own.
         """
+        # A client that has no update has nothing to lie with, and nobody knows its.
+        there = [update for update in updates if update.failure is None]
         lying = [
             position
-            for position, update in enumerate(updates)
+            for position, update in enumerate(there)
             if update.client in self.liars(update.round)
         ]
         if not lying:
             return updates
         # Without rounds updates that are combined together may be of several models.
-        turn = max(update.round for update in updates)
-        clients = [update.client for update in updates]
+        turn = max(update.round for update in there)
+        clients = [update.client for update in there]
         # What an algorithm sends besides (SCAFFOLD's controls) is forged with the update, and
         # parted again below.
-        honest = [[*update.delta, *update.extra] for update in updates]
-        forged = attack.forge(honest, lying, self.seed, turn, clients=clients)
+        honest = [[*update.delta, *update.extra] for update in there]
+        forged = iter(attack.forge(honest, lying, self.seed, turn, clients=clients))
         return [
-            replace(update, delta=sent[: len(update.delta)], extra=sent[len(update.delta) :])
-            for update, sent in zip(updates, forged, strict=True)
+            update if update.failure is not None else _with(update, next(forged))
+            for update in updates
         ]
 
 
 def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
     return {f"{whose}_{name}": numbers for name, numbers in values.items()}
+
+
+def _with(update: Update, sent: Sequence[Tensor]) -> Update:
+    """The update with other tensors than it has: deltas, then extras."""
+    deltas = len(update.delta)
+    return replace(update, delta=sent[:deltas], extra=sent[deltas:])
 
 
 def _written(update: Update) -> dict[str, Any]:
@@ -476,4 +512,5 @@ def _written(update: Update) -> dict[str, Any]:
         "delta": list(update.delta),
         "buffers": list(update.buffers),
         "extra": list(update.extra),
+        "failure": update.failure,
     }

@@ -40,6 +40,7 @@ class Note:
     places: tuple[int, int | None, int | None]
     turn: int
     lr_factor: float
+    name: str | None
 
     @property
     def reads(self) -> set[int]:
@@ -65,6 +66,7 @@ def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
         places=(weights, anchor, correction),
         turn=job.turn,
         lr_factor=job.lr_factor,
+        name=job.name,
     )
 
 
@@ -141,6 +143,7 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
         correction=correction,
         turn=note.turn,
         lr_factor=note.lr_factor,
+        name=note.name,
     )
 
 

@@ -5,10 +5,9 @@ The rule is in `dure.federated.algorithms.per_fed_avg`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from operator import mul
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
-from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.loop import failed, not_finite
+from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
+from dure.federated.engines.loop import failed
 from dure.federated.engines.optimizers import optimizer_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tensors.buffers import Buffers
@@ -30,6 +29,9 @@ NUDGE = 1e-3
 
 It is how far the gradients lie apart whose difference stands for the Hessian.
 """
+
+Steps = Iterator[tuple[float, int]]
+"""The loss of each step, and of how many examples it is."""
 
 
 class MetaEngine(Engine):
@@ -67,8 +69,8 @@ class MetaEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
 
-        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and
-        WorkerFailedError when the user's own code raises.
+        A client whose loss or weights are not finite has a failure as its result. Raises
+        WorkerFailedError, which names the client, when the user's own code raises.
         """
         return (self._done(job, self._meta_steps) for job in jobs)
 
@@ -76,7 +78,7 @@ class MetaEngine(Engine):
         """Plain steps with alpha: a client's own model."""
         return (self._done(job, self._plain_steps) for job in jobs)
 
-    def _done(self, job: Job, steps: Any) -> Trained:
+    def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         try:
             return self._trained(job, steps)
         except DureError:
@@ -84,31 +86,35 @@ class MetaEngine(Engine):
         except Exception as error:
             raise failed(job, error) from error
 
-    def _trained(self, job: Job, steps: Any) -> Trained:
+    def _trained(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
-        loss, samples = steps(
-            job, Batches(len(job.indices), self.batch_size, self.seed, job.client)
-        )
+        losses: list[float] = []
+        sizes: list[int] = []
+        batches = Batches(len(job.indices), self.batch_size, self.seed, job.client)
+        for loss, size in steps(job, batches):
+            losses.append(loss)
+            sizes.append(size)
+            failure = loss_failure(losses)
+            if failure is not None:
+                return not_finite(failure)
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
-            raise not_finite(job)
+            return not_finite("its weights became not finite")
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
         return Trained(
             delta,
             [buffer.clone() for buffer in self.buffers.of(self.model)],
-            samples,
-            loss / samples,
+            sum(sizes),
+            sum(map(mul, losses, sizes)) / sum(sizes),
         )
 
-    def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
+    def _meta_steps(self, job: Job, batches: Batches) -> Steps:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
         # Every local step takes so many batches, so a pass has fewer steps.
         each = 3 if self.hessian_free else 2
-        total = 0.0
-        samples = 0
         for step in range(job.first_step, job.first_step + job.steps):
             own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
             loss, gradient = self._meta_gradient(own)
@@ -117,20 +123,14 @@ class MetaEngine(Engine):
                     # By the task's own optimizer, which reads gradients there.
                     parameter.grad = piece if parameter.requires_grad else None
             optimizer.step()
-            total += _finite(loss, job, step) * len(own[1])
-            samples += len(own[1])
-        return total, samples
+            yield loss, len(own[1])
 
-    def _plain_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
-        total = 0.0
-        samples = 0
+    def _plain_steps(self, job: Job, batches: Batches) -> Steps:
         for step in range(job.first_step, job.first_step + job.steps):
             batch = job.indices[batches.at(step)]
             loss, gradient = self._gradient(batch)
             self._move(gradient, -self.alpha)
-            total += _finite(loss, job, step) * len(batch)
-            samples += len(batch)
-        return total, samples
+            yield loss, len(batch)
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
         """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
@@ -186,13 +186,3 @@ class MetaEngine(Engine):
     def _move(self, direction: Sequence[Tensor], by: float) -> None:
         for weights, moved in zip(self.flat.buffers, direction, strict=True):
             weights.add_(moved, alpha=by)
-
-
-def _finite(loss: float, job: Job, step: int) -> float:
-    """The loss of a step.
-
-    Raises LossNotFiniteError, which names the client, if it is NaN or infinite.
-    """
-    if not math.isfinite(loss):
-        raise not_finite(job, loss, step - job.first_step)
-    return loss
