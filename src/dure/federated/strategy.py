@@ -372,7 +372,8 @@ class Federated(Strategy):
             liars=lying,
             partial=self.sends_partial_work,
             lr_schedule=task.lr_schedule,
-            threads=_threads(conditions.processes),
+            # All that torch has, before a run has fewer for the steps of one client.
+            threads=torch.get_num_threads(),
             names=self.names(task),
         )
 
@@ -393,14 +394,6 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
         return liars(clients, conditions.attackers, seed, turn)
 
     return lying
-
-
-def _threads(processes: int | None) -> int:
-    """The threads that steps of many clients may have.
-
-    They are all that torch has before a run has fewer for the steps of one client.
-    """
-    return torch.get_num_threads() if processes is None else min(processes, torch.get_num_threads())
 
 
 def _held_out(

@@ -146,8 +146,6 @@ class Clients:
         """The client of each unsettled update, and what it keeps if that counts; by ticket."""
         self._ready: dict[int, Update] = {}
         """Updates that were computed before they were asked for."""
-        self._typical = 0
-        """Jobs at which the engine was chosen."""
         # Most clients do as much as others do, and the same again in the next round.
         self._known_work = lru_cache(maxsize=FEW)(self._work)
         self._known_steps = lru_cache(maxsize=FEW)(work.steps_of)
@@ -249,7 +247,12 @@ class Clients:
 
     def facts(self) -> dict[str, Any]:
         """How they compute."""
-        return {"engine": self.chosen, "why": self.why}
+        return {
+            "engine": self.chosen,
+            "why": self.why,
+            "chunk": self.chunk,
+            "threads": self.threads,
+        }
 
     # What they keep
 
@@ -269,7 +272,6 @@ class Clients:
                 "why": self.why,
                 "chunk": self.chunk,
                 "threads": self.threads,
-                "typical": self._typical,
             },
         }
 
@@ -281,7 +283,6 @@ class Clients:
         self.why = engine["why"]
         self.chunk = engine["chunk"]
         self.threads = engine["threads"]
-        self._typical = engine["typical"]
         self._pending = {}
         self._ready = {}
         for ready in state["ready"]:
@@ -299,15 +300,10 @@ class Clients:
     def engine(self, jobs: Sequence[Job]) -> Engine:
         """The engine that computes, chosen at the first jobs and kept for the rest of the run.
 
-        A resumed run keeps it too: what it does at once may depend on how many these were.
+        A resumed run keeps it too, as what it has at once depends on how many these were.
         """
         if self._engine is None:
             again = self.chosen is not None
-            if again and jobs:
-                # A resumed run may begin with another number of jobs. The choice, and the size of
-                # chunks, follow from the number that the first run saw, so as many are shown again.
-                jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
-            self._typical = len(jobs)
             engine = self._make(jobs, self.chosen, self.chunk, self.threads)
             self._engine = engine
             self.chosen = engine.name
@@ -342,7 +338,6 @@ class Clients:
         """How many jobs the engine likes at once; orders: those at which it may be chosen."""
         if self._engine is not None:
             return self._engine.cohort
-        # The choice of an engine sees real jobs, as it tries a few steps of them.
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
         return self.engine(jobs).cohort
 

@@ -347,7 +347,7 @@ class BatchedEngine(Engine):
         # of its bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
             return None
-        return max(self.threads, torch.get_num_threads())
+        return self.threads
 
     def _outputs(
         self, clients: int, like: Tensor, stay: Sequence[bool]

@@ -94,7 +94,7 @@ class Engine:
     chunk: int = 0
     """How many jobs each of its processes gets at once; 0 where it has none."""
     threads: int | None = None
-    """The threads of operators in long steps of many clients, at least; None is all there are."""
+    """The threads of operators in long steps of many clients; None leaves them as they are."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time.
