@@ -14,7 +14,7 @@ A subclass is an algorithm: it adds its hyperparameters and says what its client
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -44,6 +44,7 @@ from dure.fleet.liars import count, liars
 from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
 from dure.settings import parse_fields
+from dure.tasks.batch_norm import needs_two
 from dure.tensors.flat import FlatParameters
 
 
@@ -219,6 +220,11 @@ class Federated(Strategy):
                 raise ValueError(
                     f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
                 )
+        if self.batch_size == 1 and needs_two(model, examples_for(model, task)[0]):
+            raise ValueError(
+                "batch_size is 1, and the model has batch norm, which has no statistics of one "
+                "example: take a batch_size of 2 or more"
+            )
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for liars that cannot be, and engines that cannot compute the task."""
@@ -362,7 +368,7 @@ class Federated(Strategy):
 
         return Clients(
             parts=own,
-            work=self.work(),
+            work=replace(self.work(), needs_two=needs_two(model, examples)),
             algorithm=algorithm,
             engine=engine,
             personal=personal,

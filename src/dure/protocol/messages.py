@@ -29,8 +29,9 @@ Failure = Literal[
     "its loss became not finite",
     "its weights became not finite",
     "what it keeps became not finite",
+    "it has one example, of which batch norm has no statistics",
 ]
-"""Why a client has no update: bad values in its data, or local training that diverged.
+"""Why a client has no update: bad values in its data, local training that diverged, too few data.
 
 Only these texts, since they are counted and shown, and a message may come from anybody.
 """

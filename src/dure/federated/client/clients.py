@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
+from dure.data.batches import batches_per_epoch
 from dure.data.keys import said
 from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory, Own
@@ -65,12 +66,14 @@ class LocalWork:
     """How much a client trains in a round.
 
     epochs: passes over its examples; ignored if `steps` is given. batch_size: None is all of the
-    client's examples.
+    client's examples. needs_two: the model cannot train on one example alone. One that is left at
+    the end of a pass joins the batch before it; a client with one has no update.
     """
 
     epochs: int = 1
     steps: int | None = None
     batch_size: int | None = 10
+    needs_two: bool = False
 
     def steps_of(self, examples: int) -> int:
         """Optimizer steps of a client with so many examples."""
@@ -78,7 +81,7 @@ class LocalWork:
 
     def per_epoch(self, examples: int) -> int:
         """Batches in one pass."""
-        return -(-examples // self.batch(examples))
+        return batches_per_epoch(examples, self.batch(examples), self.needs_two)
 
     def batch(self, examples: int) -> int:
         """Examples of a step that is not the last of a pass."""
@@ -339,12 +342,17 @@ class Clients:
         if self._engine is not None:
             return self._engine.cohort
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
-        return self.engine(jobs).cohort
+        return self.engine(jobs).cohort if jobs else 1
 
     def _jobs(self, order: Order) -> list[Job]:
-        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it."""
+        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it.
+
+        It is nothing for a client that cannot train on what it has.
+        """
         one = order.assignment
         indices = self.indices(one.client, order.began)
+        if self._too_few(indices):
+            return []
         job = Job(
             client=one.client,
             round=one.round,
@@ -357,9 +365,13 @@ class Clients:
             steps=order.work.steps,
             turn=one.turn,
             lr_factor=self._factor(one.round),
+            joins=self.local.needs_two,
             name=self._name(one.client),
         )
         return self.algorithm.jobs(job, one, self.memories.get(one.client))
+
+    def _too_few(self, indices: Tensor) -> bool:
+        return self.local.needs_two and indices.numel() < 2
 
     def _name(self, client: int) -> str | None:
         return None if self.names is None else said(client, self.names)
@@ -372,20 +384,25 @@ class Clients:
         flat = [job for jobs in asked for job in jobs]
         # An algorithm may make several jobs of one assignment (Ditto makes two): all go to the
         # engine in one list, and are taken from its results in the same order.
-        results = self.engine(flat).train(flat)
+        results = self.engine(flat).train(flat) if flat else iter(())
         for order, jobs in zip(orders, asked, strict=True):
-            yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
+            if jobs:
+                yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
+            else:
+                too_few: Failure = "it has one example, of which batch norm has no statistics"
+                yield _failed(order.assignment, 1, too_few)
 
     def _update(self, asked: Assignment, jobs: list[Job], trained: list[Trained]) -> Update:
         failure = next((each.failure for each in trained if each.failure is not None), None)
         if failure is not None:
-            return self._failed(asked, jobs, failure)
+            return _failed(asked, jobs[0].indices.numel(), failure)
         memory = self.memories.get(asked.client)
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
         # Engines have seen to the weights; what else a client keeps (a correction, buffers of its
         # own model) would spoil all its rounds to come.
         if memory is not None and not all(bool(each.isfinite().all()) for each in memory):
-            return self._failed(asked, jobs, "what it keeps became not finite")
+            examples = jobs[0].indices.numel()
+            return _failed(asked, examples, "what it keeps became not finite")
         self._pending[asked.ticket] = (asked.client, memory)
         # The first job is the one for the global model; others are not reported.
         first = trained[0]
@@ -399,20 +416,6 @@ class Clients:
             delta=delta,
             buffers=first.buffers,
             extra=extra,
-        )
-
-    def _failed(self, asked: Assignment, jobs: list[Job], failure: Failure) -> Update:
-        """The answer of a client that has no update. It keeps what it had."""
-        return Update(
-            ticket=asked.ticket,
-            client=asked.client,
-            round=asked.round,
-            examples=jobs[0].indices.numel(),
-            samples=0,
-            loss=0.0,
-            delta=(),
-            buffers=(),
-            failure=failure,
         )
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
@@ -433,9 +436,12 @@ class Clients:
             # So many models at a time: those of all clients would not fit into memory.
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
-            for job, result in zip(jobs, self.engine(jobs).tune(jobs), strict=True):
-                # One that diverges is as it was before.
-                if result.failure is not None:
+            able = [job for job in jobs if not self._too_few(job.indices)]
+            results = self.engine(able).tune(able) if able else iter(())
+            for job in jobs:
+                result = None if self._too_few(job.indices) else next(results)
+                # One that cannot train, or diverges, is as it was before.
+                if result is None or result.failure is not None:
                     yield Own(job.weights, job.buffers)
                     continue
                 weights = [w + d for w, d in zip(job.weights, result.delta, strict=True)]
@@ -455,6 +461,7 @@ class Clients:
             steps=steps,
             turn=measure.round,
             lr_factor=self._factor(max(measure.round - 1, 0)),  # of the last round
+            joins=self.local.needs_two,
             name=self._name(client),
         )
 
@@ -487,6 +494,21 @@ class Clients:
 
 def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
     return {f"{whose}_{name}": numbers for name, numbers in values.items()}
+
+
+def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:
+    """The answer of a client that has no update. It keeps what it had."""
+    return Update(
+        ticket=asked.ticket,
+        client=asked.client,
+        round=asked.round,
+        examples=examples,
+        samples=0,
+        loss=0.0,
+        delta=(),
+        buffers=(),
+        failure=failure,
+    )
 
 
 def _with(update: Update, sent: Sequence[Tensor]) -> Update:

@@ -28,8 +28,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     one flat tensor a dtype (`dure.tensors.flat`), shared and never changed; anchor None is
     `weights`. buffers: the model's buffers, in its own order. first_step: counts on over the
     client's rounds, so that batches go on where they stopped
-    (`Batches(len(indices), batch_size, seed, client).at(step)`). name: the client for people,
-    where it is more than its number.
+    (`Batches(len(indices), batch_size, seed, client, joins).at(step)`). joins: whether a single
+    example that is left at the end of an epoch joins the batch before it. name: the client for
+    people, where it is more than its number.
     """
 
     client: int
@@ -44,6 +45,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     correction: Sequence[Tensor] | None = None
     turn: int = 0
     lr_factor: float = 1.0
+    joins: bool = False
     name: str | None = None
 
     @property

@@ -93,7 +93,7 @@ class MetaEngine(Engine):
         self.model.train()
         losses: list[float] = []
         sizes: list[int] = []
-        batches = Batches(len(job.indices), self.batch_size, self.seed, job.client)
+        batches = Batches(len(job.indices), self.batch_size, self.seed, job.client, job.joins)
         for loss, size in steps(job, batches):
             losses.append(loss)
             sizes.append(size)
