@@ -19,9 +19,22 @@ its tensors with it; `dure.protocol.encoding` makes bytes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from torch import Tensor
+
+Failure = Literal[
+    "its first loss is not finite",
+    "its loss became not finite",
+    "its weights became not finite",
+    "what it keeps became not finite",
+    "it has one example, of which batch norm has no statistics",
+]
+"""Why a client has no update: bad values in its data, local training that diverged, too few data.
+
+Only these texts, since they are counted and shown, and a message may come from anybody.
+"""
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -67,7 +80,8 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     delta: weights after training less the weights received. buffers: after training. examples: how
     many the client has. samples: examples processed, local epochs counted. loss: mean over what the
-    loss has counted in them, `counted`; None: each of them counts one.
+    loss has counted in them, `counted`; None: each of them counts one. failure: why there is no
+    update, which then has no tensors and counts nowhere.
     """
 
     ticket: int
@@ -80,6 +94,7 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     buffers: Sequence[Tensor]
     extra: Sequence[Tensor] = ()
     counted: float | None = None
+    failure: Failure | None = None
 
     @property
     def nbytes(self) -> int:

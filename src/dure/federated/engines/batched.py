@@ -34,10 +34,8 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import DureError
 from dure.federated.engines.factored import which_pay
-from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.loop import not_finite
+from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.losses import Found, cross_entropy
 from dure.federated.engines.memory import Memory
 from dure.federated.engines.optimizers import optimizer_of
@@ -167,25 +165,17 @@ class BatchedEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, a cohort at a time.
 
-        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
+        A client whose loss or weights are not finite has a failure as its result.
         """
         # Jobs that begin at different weights (personal layers, say) have none to share.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
             results: dict[int, Trained] = {}
-            errors: dict[int, DureError] = {}
             for kind, places in kinds.items():
-                trained, error = self._cohort([some[place] for place in places], kind)
-                # Shorter than `places` where a job failed: the results before it are still good.
-                results.update(zip(places, trained, strict=False))
-                if error is not None:
-                    errors[places[len(trained)]] = error
-            # The error of the first job in the jobs' order, as a loop would have met it.
-            end = min(errors, default=len(some))
+                trained = self._cohort([some[place] for place in places], kind)
+                results.update(zip(places, trained, strict=True))
             # Given away one by one: nobody here keeps what has been taken.
-            yield from map(results.pop, range(end))
-            if errors:
-                raise errors[end]
+            yield from map(results.pop, range(len(some)))
 
     def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
         """What says of a job its kind, and how many like it make a cohort.
@@ -274,8 +264,7 @@ class BatchedEngine(Engine):
         return self._pay[rows]
 
     @torch.no_grad()
-    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
-        """The results up to the first job whose numbers are not finite, and the error to raise."""
+    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> list[Trained]:
         made = plan(jobs, self.batch_size, self.seed)
         deltas, found, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
@@ -302,12 +291,9 @@ class BatchedEngine(Engine):
         # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
         # is found.
         if not finite:
-            place = {which: at for at, which in enumerate(made.by_steps)}
-            for which, job in enumerate(jobs):
-                error = _error(job, values[place[which]], trained[which].delta[0])
-                if error is not None:
-                    return trained[:which], error
-        return trained, None
+            for at, which in enumerate(made.by_steps):
+                trained[which] = _looked_at(trained[which], values[at])
+        return trained
 
     def _compute(
         self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
@@ -384,7 +370,7 @@ class BatchedEngine(Engine):
         # of its bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
             return None
-        return max(self.threads, torch.get_num_threads())
+        return self.threads
 
     def _outputs(
         self, clients: int, like: Tensor, stay: Sequence[bool]
@@ -516,9 +502,9 @@ def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
     return values
 
 
-def _error(job: Job, losses: Sequence[float], delta: Tensor) -> DureError | None:
-    """What is to be raised for a client whose losses or weights are not finite."""
-    for step, loss in enumerate(losses):
-        if not math.isfinite(loss):
-            return not_finite(job, loss, step)
-    return None if bool(delta.isfinite().all()) else not_finite(job)
+def _looked_at(trained: Trained, losses: Sequence[float]) -> Trained:
+    """The result, or a failure where losses or weights are not finite."""
+    failure = loss_failure(losses)
+    if failure is None and not bool(trained.delta[0].isfinite().all()):
+        failure = "its weights became not finite"
+    return trained if failure is None else not_finite(failure)

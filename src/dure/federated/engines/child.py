@@ -40,6 +40,8 @@ class Note:
     places: tuple[int, int | None, int | None]
     turn: int
     lr_factor: float
+    joins: bool
+    name: str | None
 
     @property
     def reads(self) -> set[int]:
@@ -65,6 +67,8 @@ def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
         places=(weights, anchor, correction),
         turn=job.turn,
         lr_factor=job.lr_factor,
+        joins=job.joins,
+        name=job.name,
     )
 
 
@@ -141,6 +145,8 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
         correction=correction,
         turn=note.turn,
         lr_factor=note.lr_factor,
+        joins=note.joins,
+        name=note.name,
     )
 
 

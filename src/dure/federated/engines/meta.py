@@ -5,11 +5,9 @@ The rule is in `dure.federated.algorithms.per_fed_avg`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +17,8 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
-from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.loop import failed, not_finite
+from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
+from dure.federated.engines.loop import failed
 from dure.federated.engines.optimizers import optimizer_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import CountedLoss
@@ -41,19 +39,8 @@ class Found(NamedTuple):
     counted: float
 
 
-@dataclass
-class Ran:
-    """What steps have computed. total: the loss of each times what it counts."""
-
-    total: float = 0.0
-    counted: float = 0.0
-    samples: int = 0
-
-    def add(self, found: Found, samples: int) -> None:
-        """One more step, on so many examples."""
-        self.total += found.loss * found.counted
-        self.counted += found.counted
-        self.samples += samples
+Steps = Iterator[tuple[Found, int]]
+"""What each step has found, and on how many examples."""
 
 
 class MetaEngine(Engine):
@@ -92,8 +79,8 @@ class MetaEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
 
-        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and
-        WorkerFailedError when the user's own code raises.
+        A client whose loss or weights are not finite has a failure as its result. Raises
+        WorkerFailedError, which names the client, when the user's own code raises.
         """
         return (self._done(job, self._meta_steps) for job in jobs)
 
@@ -101,7 +88,7 @@ class MetaEngine(Engine):
         """Plain steps with alpha: a client's own model."""
         return (self._done(job, self._plain_steps) for job in jobs)
 
-    def _done(self, job: Job, steps: Any) -> Trained:
+    def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         try:
             return self._trained(job, steps)
         except DureError:
@@ -109,29 +96,35 @@ class MetaEngine(Engine):
         except (Exception, SystemExit) as error:
             raise failed(job, error) from error
 
-    def _trained(self, job: Job, steps: Any) -> Trained:
+    def _trained(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
-        ran: Ran = steps(job, Batches(len(job.indices), self.batch_size, self.seed, job.client))
+        ran: list[tuple[Found, int]] = []
+        batches = Batches(len(job.indices), self.batch_size, self.seed, job.client, job.joins)
+        for found, size in steps(job, batches):
+            ran.append((found, size))
+            failure = loss_failure(each.loss for each, _ in ran)
+            if failure is not None:
+                return not_finite(failure)
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
-            raise not_finite(job)
+            return not_finite("its weights became not finite")
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
+        counted = sum(found.counted for found, _ in ran)
         return Trained(
             delta=delta,
             buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
-            samples=ran.samples,
-            loss=ran.total / ran.counted if ran.counted else 0.0,
-            counted=ran.counted,
+            samples=sum(size for _, size in ran),
+            loss=sum(found.loss * found.counted for found, _ in ran) / counted if counted else 0.0,
+            counted=counted,
         )
 
-    def _meta_steps(self, job: Job, batches: Batches) -> Ran:
+    def _meta_steps(self, job: Job, batches: Batches) -> Steps:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
         # Every local step takes so many batches, so a pass has fewer steps.
         each = 3 if self.hessian_free else 2
-        ran = Ran()
         for step in range(job.first_step, job.first_step + job.steps):
             own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
             found, gradient = self._meta_gradient(own)
@@ -140,17 +133,14 @@ class MetaEngine(Engine):
                     # By the task's own optimizer, which reads gradients there.
                     parameter.grad = piece if parameter.requires_grad else None
             optimizer.step()
-            ran.add(_finite(found, job, step), len(own[1]))
-        return ran
+            yield found, len(own[1])
 
-    def _plain_steps(self, job: Job, batches: Batches) -> Ran:
-        ran = Ran()
+    def _plain_steps(self, job: Job, batches: Batches) -> Steps:
         for step in range(job.first_step, job.first_step + job.steps):
             batch = job.indices[batches.at(step)]
             found, gradient = self._gradient(batch)
             self._move(gradient, -self.alpha)
-            ran.add(_finite(found, job, step), len(batch))
-        return ran
+            yield found, len(batch)
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[Found, list[Tensor]]:
         """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
@@ -206,13 +196,3 @@ class MetaEngine(Engine):
     def _move(self, direction: Sequence[Tensor], by: float) -> None:
         for weights, moved in zip(self.flat.buffers, direction, strict=True):
             weights.add_(moved, alpha=by)
-
-
-def _finite(found: Found, job: Job, step: int) -> Found:
-    """What was found in a step.
-
-    Raises LossNotFiniteError, which names the client, if its loss is NaN or infinite.
-    """
-    if not math.isfinite(found.loss):
-        raise not_finite(job, found.loss, step - job.first_step)
-    return found

@@ -196,8 +196,8 @@ class ProcessesEngine(Engine):
             if code < 0
             else f"ended with status {code}"
         )
-        clients = ", ".join(str(job.client) for job in chunk.jobs)
-        who = f"client {clients}" if len(chunk.jobs) == 1 else f"one of the clients {clients}"
+        clients = ", ".join(job.who for job in chunk.jobs)
+        who = clients if len(chunk.jobs) == 1 else f"one of {clients}"
         raise WorkerFailedError(
             who, f"round {chunk.jobs[0].round + 1}", f"the process that trained for it {how}"
         )

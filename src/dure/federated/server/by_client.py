@@ -23,6 +23,20 @@ def over_clients(measured: Measured) -> dict[str, float]:
     return found
 
 
+def fit(measured: Measured, clients: int) -> Measured:
+    """What was measured, without what cannot be right.
+
+    Without clients that there are not, twice or in no order, nothing is left; without a number for
+    each client a metric is left out.
+    """
+    known = all(0 <= client < clients for client in measured.clients)
+    if not known or len(set(measured.clients)) != len(measured.clients):
+        return Measured([], {})
+    count = len(measured.clients)
+    values = {name: each for name, each in measured.values.items() if len(each) == count}
+    return Measured(measured.clients, values if count else {})
+
+
 def facts(measured: Measured) -> dict[str, Any]:
     """Each client's, as JSON; empty where nothing was measured."""
     if not measured.values:

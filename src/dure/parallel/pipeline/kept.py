@@ -212,9 +212,7 @@ class _Walk:
 
     def _object(self, name: str, value: Any) -> None:
         slots = (
-            slot
-            for kind in type(value).__mro__
-            for slot in _names(vars(kind).get("__slots__", ()))
+            slot for kind in type(value).__mro__ for slot in _names(vars(kind).get("__slots__", ()))
         )
         own = {slot: getattr(value, slot) for slot in slots if _holds(value, slot)}
         try:
