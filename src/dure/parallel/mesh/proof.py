@@ -8,7 +8,6 @@ not depend on the other axes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.contracts.strategy import Proof, seeded_model
-from dure.contracts.task import Task
+from dure.contracts.task import Loss, Task
 from dure.data.examples import Examples
 from dure.machine.devices import to_device
 from dure.machine.memory import available_memory, give_back
@@ -25,6 +24,7 @@ from dure.parallel.tensor.plan import Plan
 from dure.parallel.tensor.proof import prove_plan
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import reset_peak_memory
+from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.copies import copy_of
 
 PROVEN = "divided by its plan, the model gives the loss and the gradients of the undivided model"
@@ -51,14 +51,14 @@ def prove_layers(
     if missing is not None:
         return Proof(f"the plan was not tried: {missing}", time.perf_counter() - started)
     inputs, targets = _read(examples, indices, device)
-    loss = _own(task.loss)
+    losses = CountedLoss(_own(task.loss), examples)
     at = group.step
     group.step = groups.tensor.step = "the proof of the plan"
     prove_plan(
         model,
         plan,
         inputs,
-        lambda outputs: loss(outputs, targets),
+        lambda outputs: losses.mean(outputs, targets, len(indices)).loss,
         groups.tensor,
         evaluates=task.test is not None,
         make=lambda: seeded_model(task, seed).to(device).train(model.training),
@@ -110,7 +110,7 @@ def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[An
     return content
 
 
-def _own(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+def _own(loss: Loss) -> Loss:
     """The loss, with a state of its own where it is a module that can be copied."""
     if isinstance(loss, nn.Module):
         return copy_of(loss) or loss

@@ -51,6 +51,7 @@ from dure.parallel.proof import (
     tolerance_of,
 )
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.loss_shares import Computed, Share
 
 ADVICE = "or trust the trace with check=False (--no-check)"
 
@@ -215,6 +216,10 @@ class _Whole:
             ) from error
 
 
+WHOLE = Share(1.0, 1.0)
+"""A micro-batch that is its batch."""
+
+
 class _Stages:
     """The stages, one after another in this process."""
 
@@ -249,7 +254,7 @@ class _Stages:
         """One pass; with gradients of the parameters if it `descends`."""
         self._returns = False
         stages = self._stages[on.training]
-        batch = Microbatch(on.examples, 1.0, lambda: (_fresh(on.inputs), None))
+        batch = Microbatch(on.examples, WHOLE, lambda: (_fresh(on.inputs), None))
         seed_generators(0, "proof", on.draws, everything=True)
         values: list[Tensor] = []
         with torch.set_grad_enabled(on.training):
@@ -262,12 +267,12 @@ class _Stages:
         gradients = _taken_gradients(self.cut.model) if descends else {}
         return Given([_detached(leaf) for leaf in self._leaves], self._structure, gradients)
 
-    def _end(self, outputs: Any, targets: Any) -> Tensor:
+    def _end(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
         """The "loss" of the last stage."""
         self._leaves, self._structure = tree_flatten(outputs)
         end = _weighed(self._leaves)
         self._returns = end is not None
-        return torch.zeros(()) if end is None else end
+        return Computed(torch.zeros(()) if end is None else end, 1.0)
 
 
 def _weighed(leaves: Sequence[Any]) -> Tensor | None:
