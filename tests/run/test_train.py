@@ -101,7 +101,7 @@ WORKER = {
         "bytes_sent",
         "bytes_received",
     ),
-    *("peak_memory", "hidden_seconds"),
+    *("peak_memory", "hidden_seconds", "inside_seconds", "inside_steps"),
 }
 
 

@@ -34,9 +34,8 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
     # Facts without these are those of a federation's server.
     if None in at or not isinstance(facts.get("held"), dict):
         return None
-    inside = mapping(facts.get("inside"))
-    seconds = number(inside.get("seconds"))
-    steps = number(inside.get("steps"))
+    seconds = number(worker.get("inside_seconds"))
+    steps = number(worker.get("inside_steps"))
     return Rank(
         name=str(worker.get("name", name)),
         at=(whole(at[0]), whole(at[1]), whole(at[2])),
