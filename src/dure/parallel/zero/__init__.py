@@ -34,6 +34,7 @@ and once more in backward, its parameters are gathered, and freed after it.
     optimizer   an optimizer over pieces, and its whole state
     whole       the whole model, to look at, to save and to load
     checks      which settings, models and optimizers it takes
+    agreement   what one rank refuses, all refuse
     checkpoint  checkpoints of which each rank writes its part
     redundancy  `ZeroRedundancy`, for any training loop
     strategy    `ZeRO`, for `dure.train`

@@ -559,7 +559,7 @@ class ZeroRedundancy:
         """
         self.settle()
         self._whole.meet()
-        checkpoint.load(Path(folder), self.model, self.shares, self.division)
+        checkpoint.load(Path(folder), self.model, self.shares, self.division, group=self._quiet)
         self._accept()
         self._whole.meet()
 
