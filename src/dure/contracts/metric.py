@@ -63,6 +63,13 @@ def as_sum(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
+def as_number(value: Any) -> float:
+    """One number, in whatever form. Raises TypeError, ValueError or RuntimeError if it is none."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) else as_sum(value).reshape(()).item()
+
+
 def ratio(total: float, count: float) -> float:
     """What a pair gives. NaN where there was nothing to count, such as ignored targets alone."""
     return total / count if count else float("nan")

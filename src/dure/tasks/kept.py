@@ -70,14 +70,18 @@ class Kept:
 
         counts: of each rank, how many examples it keeps. All that keep some call it together.
         """
-        # an evaluation is part of the measurement
-        quiet = group.unmetered()
-        if group.rank != root:
-            for leaf in self._tensors():
-                quiet.send(_bytes(leaf), root)
+        with group.during("gather of outputs for metrics"):
+            # an evaluation is part of the measurement
+            quiet = group.unmetered()
+            if group.rank == root:
+                return self.trees(self._received(quiet, counts))
+            for leaf in self._leaves:
+                if isinstance(leaf, Tensor):
+                    quiet.send(_bytes(leaf), root)
             return None
-        if sum(counts) == self.count:
-            return self._trees(self._leaves)
+
+    def _received(self, group: Group, counts: Sequence[int]) -> list[Any]:
+        """The leaves of all ranks, one rank's after another's."""
         whole = [
             torch.empty((len(leaf) // self.count * sum(counts), *leaf.shape[1:]), dtype=leaf.dtype)
             if isinstance(leaf, Tensor)
@@ -90,18 +94,16 @@ class Kept:
                 if isinstance(mine, Tensor):
                     rows = len(mine) // self.count
                     part = all_of_it[start * rows : (start + count) * rows]
-                    if rank == root:
+                    if rank == group.rank:
                         part.copy_(mine)
                     elif count:
-                        quiet.receive(_bytes(part), rank)
+                        group.receive(_bytes(part), rank)
             start += count
-        return self._trees(whole)
+        return whole
 
-    def _tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-
-    def _trees(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        outputs, targets = tree_unflatten(list(leaves), self._spec)
+    def trees(self, leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
+        """(outputs, targets) of these leaves; of those that are kept here, where none are given."""
+        outputs, targets = tree_unflatten(list(leaves or self._leaves), self._spec)
         return outputs, targets
 
     def _of_an_example(self, leaf: Any, count: int) -> Any:

@@ -39,15 +39,15 @@ class Measurement:
         self.share = share
         self.counts = counts
         self.measured = 0
-        self.loss = torch.zeros(2, dtype=torch.float64)
+        self.loss = (0.0, 0.0)
         self.tallies = [Tally(name, metric) for name, metric in task.measures.items()]
         self._only: tuple[Any, Any] | None = None
         """Outputs and targets of a batch that has all examples."""
 
     def add(self, outputs: Any, targets: Any, count: int) -> None:
         """Measures the next batch, of `count` examples."""
-        of_loss = loss_and_count(self.task.loss, outputs, targets, count)
-        self.loss += torch.tensor(of_loss, dtype=torch.float64)
+        total, counted = loss_and_count(self.task.loss, outputs, targets, count)
+        self.loss = (self.loss[0] + total, self.loss[1] + counted)
         for tally in self.tallies:
             tally.add(outputs, targets)
         if not self.counts:
@@ -65,20 +65,28 @@ class Measurement:
 
     def values(self, group: Group) -> dict[str, float]:
         """The loss and every metric over all examples, by name; all ranks call it together."""
+        names = [tally.name for tally in self.tallies]
+        loss, found = self._alone() if group.size == 1 else self._together(group)
+        return {"loss": loss, **dict(zip(names, found, strict=True))}
+
+    def _alone(self) -> tuple[float, list[float]]:
+        whole = self._mine() if any(tally.waits for tally in self.tallies) else None
+        return ratio(*self.loss), self._numbers([tally.sums for tally in self.tallies], whole)
+
+    def _together(self, group: Group) -> tuple[float, list[float]]:
         counts, sizes = self._agreed(group)
         root = next(rank for rank, count in enumerate(counts) if count)
         loss, *sums = self._added(group, sizes)
-        whole = self._whole(group, counts, root) if 0 in sizes else None
+        if not sums:
+            return ratio(*loss.tolist()), []
+        whole = None
+        if 0 in sizes and self.measured:
+            alone = self.measured == self.examples
+            whole = self._mine() if alone else self._kept.gathered(group, counts, root)
         # Other ranks leave these zeros.
-        found = [0.0] * len(sums)
-        if group.rank == root:
-            found = [
-                self._number(tally, of_it, whole)
-                for tally, of_it in zip(self.tallies, sums, strict=True)
-            ]
-        told = group.all_gather_values(found)[root] if found else []
-        names = [tally.name for tally in self.tallies]
-        return {"loss": ratio(*loss.tolist()), **dict(zip(names, told, strict=True))}
+        found = self._numbers(sums, whole) if group.rank == root else [0.0] * len(sums)
+        told = group.all_gather_values(found, "metrics, which one rank computes")
+        return ratio(*loss.tolist()), told[root]
 
     def _agreed(self, group: Group) -> tuple[list[int], list[int]]:
         """(how many examples each rank has measured, how many sums each metric has).
@@ -114,21 +122,28 @@ class Measurement:
         shape = [2, *sizes]
         mine = torch.zeros(sum(shape), dtype=torch.float64)
         if self.measured:
-            torch.cat([self.loss, *(tally.sums for tally in self.tallies)], out=mine)
+            of_loss = torch.tensor(self.loss, dtype=torch.float64)
+            torch.cat([of_loss, *(tally.sums for tally in self.tallies)], out=mine)
         rows = group.all_gather_values(mine.tolist())
         added = torch.zeros_like(mine)
         for row in rows:
             added += torch.tensor(row, dtype=torch.float64)
         return list(torch.split(added, shape))
 
-    def _whole(self, group: Group, counts: Sequence[int], root: int) -> tuple[Any, Any] | None:
-        """All outputs and targets, on the CPU of the root."""
+    def _mine(self) -> tuple[Any, Any]:
+        """Outputs and targets of all that was measured here, on the CPU."""
         if self._only is not None:
             return on_cpu(self._only[0]), on_cpu(self._only[1])
-        return self._kept.gathered(group, counts, root) if self.measured else None
+        return self._kept.trees()
 
-    def _number(self, tally: Tally, sums: Tensor, whole: tuple[Any, Any] | None) -> float:
-        if not tally.waits:
-            return tally.finished(sums)
-        assert whole is not None
-        return tally.of_all(*whole) if self._only is None else tally.of_the_first(*whole)
+    def _numbers(self, sums: Sequence[Tensor], whole: tuple[Any, Any] | None) -> list[float]:
+        """Every metric. sums: of all ranks; whole: outputs and targets, for those that wait."""
+        found = []
+        for tally, of_it in zip(self.tallies, sums, strict=True):
+            if not tally.waits:
+                found.append(tally.finished(of_it))
+                continue
+            assert whole is not None
+            only = self._only is not None
+            found.append(tally.of_the_first(*whole) if only else tally.of_all(*whole))
+        return found

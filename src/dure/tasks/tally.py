@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from dure.contracts.metric import Metric, SumMetric, as_sum, ratio
+from dure.contracts.metric import Metric, SumMetric, as_number, as_sum, ratio
 from dure.errors import DureError
 from dure.tasks.libraries import is_of_a_library, of_all
 
@@ -26,8 +26,8 @@ UNSEEN = -1
 class Tally:
     """One metric.
 
-    waits: whether it needs everything at once; None before the first batch. sums: what is added,
-    float64 of shape (size,). failure: why it could not tell on its first batch.
+    waits: whether it needs everything at once; None before the first batch. failure: why it could
+    not tell then.
     """
 
     def __init__(self, name: str, metric: Metric) -> None:
@@ -35,16 +35,26 @@ class Tally:
         self.metric = metric
         # Nothing of a library is a pair, also where it gives two numbers.
         self.waits: bool | None = is_of_a_library(metric) or None
-        self.sums = torch.zeros(0, dtype=torch.float64)
         self.failure: Exception | None = None
         self._first: float | None = None
+        # A pair is added as plain numbers: clients by the thousand measure few examples each.
+        self._total = 0.0
+        self._count = 0.0
+        self._sums = torch.zeros(0, dtype=torch.float64)
 
     @property
     def size(self) -> int:
         """How many sums it has; 0 where it waits, `UNSEEN` before the first batch."""
         if self.waits is None:
             return UNSEEN
-        return len(self.sums)
+        return 2 if self.is_pair else len(self._sums)
+
+    @property
+    def sums(self) -> Tensor:
+        """What was added, float64 of shape (size,)."""
+        if self.is_pair:
+            return torch.tensor([self._total, self._count], dtype=torch.float64)
+        return self._sums
 
     @property
     def is_pair(self) -> bool:
@@ -60,21 +70,24 @@ class Tally:
         elif self.waits is None:
             self._look(outputs, targets)
         else:
-            self._add(self._pair(self._called(self.metric, outputs, targets)))
+            self._add_pair(self._called(self.metric, outputs, targets))
 
     def _look(self, outputs: Any, targets: Any) -> None:
         """The first batch of a function, which tells its kind."""
+        # A copy: it may write into what it is given, and be given the same again.
+        mine = [_copied(outputs), _copied(targets)]
         try:
             # What it says of a part says nothing of the whole, such as that a class is missing.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                value = self._called(self.metric, outputs, targets)
+                value = self._called(self.metric, *mine)
         except ValueError as error:
             self.failure = error
             self.waits = True
             return
         if isinstance(value, tuple):
-            self._add(self._pair(value))
+            self.waits = False
+            self._add_pair(value)
         else:
             self._first = self._number(value)
             self.waits = True
@@ -90,8 +103,7 @@ class Tally:
         """The number of a metric that waits, on everything."""
         value = self._called(lambda *all_: of_all(self.metric, *all_), outputs, targets)
         if isinstance(value, tuple) and not is_of_a_library(self.metric):
-            total, count = self._pair(value)
-            return ratio(float(total), float(count))
+            return ratio(*self._pair(value))
         return self._number(value)
 
     def of_the_first(self, outputs: Any, targets: Any) -> float:
@@ -120,14 +132,14 @@ class Tally:
                 raise self._refusal(given)
             self._spec = spec
             self._shapes = shapes
-            self.sums = torch.zeros(sum(map(torch.Tensor.numel, tensors)), dtype=torch.float64)
+            self._sums = torch.zeros(sum(map(torch.Tensor.numel, tensors)), dtype=torch.float64)
             self.waits = False
         if (spec, shapes) != (self._spec, self._shapes):
             raise ValueError(
                 f"the metric {self.name!r} gives sums of shapes {_told(shapes)} for one batch and "
                 f"{_told(self._shapes)} for another: they are added, and have to be alike"
             )
-        self.sums += torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._sums += torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def _as_given(self, sums: Tensor) -> Any:
         """Flat sums in the structure and the shapes that `update` gives."""
@@ -135,21 +147,26 @@ class Tally:
         shaped = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return tree_unflatten(shaped, self._spec)
 
-    def _pair(self, value: Any) -> tuple[Tensor, Tensor]:
+    def _add_pair(self, value: Any) -> None:
+        total, count = self._pair(value)
+        self._total += total
+        self._count += count
+
+    def _pair(self, value: Any) -> tuple[float, float]:
         if not isinstance(value, tuple):
             raise ValueError(
                 f"the metric {self.name!r} gives a pair (sum, count) for one batch and "
                 f"{_kind(value)} for another"
             )
         try:
-            total, count = map(as_sum, value)
-            return total.reshape(()), count.reshape(())
+            total, count = map(as_number, value)
+            return total, count
         except (TypeError, ValueError, RuntimeError) as error:
             raise self._refusal(value) from error
 
     def _number(self, value: Any) -> float:
         try:
-            return float(as_sum(value).reshape(()))
+            return as_number(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise self._refusal(value) from error
 
@@ -159,6 +176,10 @@ class Tally:
             f"(sum, count) of numbers; sums of other shapes are what dure.SumMetric(update, "
             f"compute) adds"
         )
+
+
+def _copied(tree: Any) -> Any:
+    return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
 
 
 def _kind(value: Any) -> str:
