@@ -112,13 +112,35 @@ def test_where_all_are_refused_the_model_stays_and_the_end_says_so() -> None:
     with pytest.warns(UserWarning, match="no update counts, so the model stays") as told:
         run = dure.train(broken, dure.FedAvg(clients=3), stop=dure.Stop(rounds=4))
     texts = [str(warning.message) for warning in told]
-    assert sum("no update of the whole run counted" in text for text in texts) == 1
-    assert any("12 were refused, most of them because its first loss" in text for text in texts)
+    end = [text for text in texts if "no update counted in the last 4 rounds" in text]
+    assert len(end) == 1
+    assert "the model is that of the beginning; most were refused for this: its first" in end[0]
     untrained = seeded_model(broken, 0).state_dict()
     assert all(torch.equal(w, untrained[name]) for name, w in run.model.state_dict().items())
     assert [step.numbers["refused"] for step in run.history.steps if step.numbers] == [3] * 4
     assert [step.loss for step in run.history.steps] == [None] * 4
     assert run.summary["train_loss"] is None
+
+
+def test_a_run_that_ends_in_vain_says_since_when() -> None:
+    ill = False
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets) * (float("nan") if ill else 1.0)
+
+    def falls_ill(event: dict[str, Any]) -> None:
+        nonlocal ill
+        ill = event["step"] >= 2
+
+    with pytest.warns(UserWarning, match="in the last 3 rounds, so the model is that of round 2"):
+        dure.train(
+            small_task(loss=loss, test=None),
+            dure.FedAvg(clients=3),
+            dure.Simulated(engine="loop"),
+            dure.Stop(rounds=5),
+            on_progress=falls_ill,
+            evaluate_every=1,
+        )
 
 
 def test_where_all_are_refused_for_long_the_run_gives_up() -> None:
