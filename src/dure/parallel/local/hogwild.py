@@ -81,7 +81,10 @@ class Hogwild(Strategy):
     kind: ClassVar[Kind] = "threads"
     also: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
     unit: ClassVar[str] = "round"
-    deterministic: ClassVar[bool] = False
+
+    @property
+    def deterministic(self) -> bool:
+        return False
 
     @property
     def label(self) -> str:

@@ -122,6 +122,11 @@ class Parallel(Strategy):
     def label(self) -> str:
         return f"parallel {'x'.join(map(str, self.mesh.degrees))}" + self.plan.label
 
+    @property
+    def deterministic(self) -> bool:
+        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        return self.balance != "measured"
+
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
         # A smaller batch has fewer micro-batches than the user's list: it goes through the same
