@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
 from dure.averaging.meeting import Momentum
@@ -82,6 +82,9 @@ class DiLoCo(Strategy):
             if getattr(self, name) != getattr(default, name)
         ]
         return " ".join([f"DiLoCo H={self.period}", *parts])
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        self.rounds().check_model(task, model, workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         self.rounds().check(task, workers)

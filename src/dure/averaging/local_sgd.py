@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
@@ -34,6 +34,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import scale_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
@@ -79,6 +80,10 @@ class LocalSGD(Strategy):
             raise ValueError(f"period is {self.period}, but a round has at least one step")
         if self.local_from < 0:
             raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_pieces(task, model, self.batch_size, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return LocalSGDLearner(task, place, seed, self)

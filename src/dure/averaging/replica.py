@@ -22,6 +22,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.partition import Partition
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
@@ -183,12 +184,22 @@ class Replica:
 
 
 class Shard:
-    """A rank's own examples. batch_size: of one of its steps; None is all of them."""
+    """A rank's own examples.
 
-    def __init__(self, indices: Tensor, batch_size: int | None, seed: int, rank: int) -> None:
+    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`.
+    """
+
+    def __init__(
+        self,
+        indices: Tensor,
+        batch_size: int | None,
+        seed: int,
+        rank: int,
+        joins: bool = False,
+    ) -> None:
         self.indices = indices
         self.n = len(indices)
-        self.batches = Batches(len(indices), batch_size, seed, rank)
+        self.batches = Batches(len(indices), batch_size, seed, rank, joins)
         self.steps_per_pass = self.batches.steps_per_epoch
 
     def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -219,7 +230,8 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     ranks = replica.group.size
     own = None if batch_size is None else -(-batch_size // ranks)
     parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=seed)
-    return [Shard(part, own, seed, rank) for rank, part in enumerate(parts)]
+    joins = needs_two(replica.model, train)
+    return [Shard(part, own, seed, rank, joins) for rank, part in enumerate(parts)]
 
 
 def check_partition(partition: Partition, task: Task, workers: int | None) -> None:

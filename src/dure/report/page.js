@@ -164,16 +164,18 @@
     const part = data.partitions[element.dataset.partition];
     charts.push(() => {
       const many = part.clients.length > 40;
+      const shown = part.clients.filter((_, at) => at % (narrow() && part.clients.length > 12 ? 5 : 1) === 0);
       const bars = {
         type: "bar", x: part.clients, y: part.counts, yaxis: part.cells ? "y2" : "y", marker: { color: "var(--soft)", line: { width: 0 } },
-        hovertemplate: "client %{x}<br>%{y:,} examples<extra></extra>",
+        customdata: part.names,
+        hovertemplate: "client %{customdata}<br>%{y:,} examples<extra></extra>",
       };
       const heat = part.cells && {
-        type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map(() => part.classes[i])),
+        type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map((_, at) => [part.names[at], part.classes[i]])),
         xgap: many ? 0 : 2, ygap: part.classes.length > 40 ? 0 : 2, zmin: 0, zmax: Math.max(1, ...part.cells.map((row) => Math.max(...row))),
         colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
         colorbar: { thickness: 10, len: 0.72, y: 0, yanchor: "bottom", outlinewidth: 0, title: { text: "examples", font: { size: 12 } }, tickfont: { color: "var(--soft)" } },
-        hovertemplate: "client %{x}, class %{customdata}<br>%{z:,} examples<extra></extra>",
+        hovertemplate: "client %{customdata[0]}, class %{customdata[1]}<br>%{z:,} examples<extra></extra>",
       };
       const classes = part.classes.length;
       const steps = Math.max(1, Math.ceil(classes / 20));
@@ -182,7 +184,7 @@
       element.style.maxWidth = `${Math.max(360, 46 * part.clients.length + 190)}px`;
       draw(element, heat ? [heat, bars] : [bars], {
         height, bargap: many ? 0 : 0.18, dragmode: false,
-        xaxis: axis({ title: "client", showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickmode: "linear", dtick: narrow() && part.clients.length > 12 ? 5 : 1 }) }),
+        xaxis: axis({ title: "client", showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickvals: shown, ticktext: shown.map((client) => part.names[part.clients.indexOf(client)]) }) }),
         ...(heat
           ? {
               yaxis: axis({ title: "class", domain: [0, 0.72], tickvals: ticks, ticktext: ticks.map((i) => part.classes[i]), showgrid: false, autorange: "reversed" }),

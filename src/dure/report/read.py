@@ -353,4 +353,11 @@ def _partition(config: Mapping[str, Any]) -> Partition | None:
         histograms = [row + [0] * (width - len(row)) for row in rows]
     names = [str(name) for name in listing(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]
-    return Partition(text_of(raw.get("description")) or "partition", counts, histograms, classes)
+    called = [str(name) for name in listing(raw.get("names"))]
+    return Partition(
+        text_of(raw.get("description")) or "partition",
+        counts,
+        histograms,
+        classes,
+        called if len(called) == len(counts) else None,
+    )

@@ -9,9 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dure.contracts.strategy import examples_for
+from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
+
+MOST_TRIED = 1_000
+"""Batch sizes that are looked at for one that fits, the nearest ones."""
 
 
 @torch.no_grad()
@@ -47,6 +52,46 @@ def needs_two(model: nn.Module, examples: Examples) -> bool:
         for module, training in modes:
             module.training = training
     return bool(lone)
+
+
+def check_pieces(
+    task: Task, model: nn.Module, batch_size: int | None, workers: int | None, pieces: int = 1
+) -> None:
+    """Raises ValueError where a worker would train on one example alone, and the model cannot.
+
+    Every joint batch is divided over the workers, and what each has into at most so many `pieces`,
+    equal to within one. The last batch of an epoch has what is left.
+    """
+    examples = len(task.train)
+    ranks = workers or 1
+    size = examples if batch_size is None else min(batch_size, examples)
+    if not _has_one(examples, size, ranks, pieces):
+        return
+    if not needs_two(model, examples_for(model, task)[0]):
+        return
+    nearest = sorted(range(1, examples + 1), key=lambda other: abs(other - size))
+    fit = [other for other in nearest[:MOST_TRIED] if not _has_one(examples, other, ranks, pieces)]
+    divided = f" over {ranks} workers" if ranks > 1 else ""
+    divided += f" in {pieces} pieces" if pieces > 1 else ""
+    advice = f"take a batch_size of {' or '.join(map(str, fit[:3]))}" if fit else "take more data"
+    raise ValueError(
+        f"batch_size {size} divides {examples} examples{divided} so that one is alone in a step, "
+        f"and batch norm has no statistics of one example: {advice}"
+    )
+
+
+def _has_one(examples: int, batch_size: int, ranks: int, pieces: int) -> bool:
+    """Whether some piece is of one example."""
+    for batch in (batch_size, examples % batch_size):
+        for share in _parts(batch, ranks):
+            if share and 1 in _parts(share, min(pieces, share)):
+                return True
+    return False
+
+
+def _parts(count: int, among: int) -> set[int]:
+    """How large the parts are that `tensor_split` makes."""
+    return {count // among, -(-count // among)}
 
 
 def _measures(norm: _BatchNorm) -> bool:

@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 from clients_at_work import jobs_of, results, same, weights_of
+from msgspec.structs import replace
 from torch import nn
 
-from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.errors import WorkerFailedError
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
@@ -152,24 +153,27 @@ def not_finite(outputs):
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize(
-    ("how", "kind", "text"),
-    [
-        (raises, WorkerFailedError, "client 2 failed in round 3: KeyError: 'no such class'"),
-        (not_finite, LossNotFiniteError, "the loss is nan at round 3, local step 1 on client 2"),
-    ],
-)
-def test_an_error_comes_after_the_results_before_it_and_names_the_client(
-    processes, how, kind, text, chunk
-):
-    task, jobs = bad_for_two(how)
+def test_an_error_comes_after_the_results_before_it_and_names_the_client(processes, chunk):
+    task, jobs = bad_for_two(raises)
+    jobs[2] = replace(jobs[2], name='client 2 ("porto")')
     divided = processes(LoopEngine(task, network(), task.train, 4, 3), chunk=chunk)
     found = divided.train(jobs)
     assert [next(found).samples, next(found).samples] == [8, 8]
-    with pytest.raises(kind, match=text) as caught:
+    text = r"client 2 \(.porto.\) failed in round 3: KeyError: 'no such class'"
+    with pytest.raises(WorkerFailedError, match=text) as caught:
         next(found)
-    if kind is WorkerFailedError:
-        assert "in raises" in caught.value.traceback
+    assert "in raises" in caught.value.traceback
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_client_whose_loss_is_not_finite_fails_and_the_others_have_their_bits(processes, chunk):
+    task, jobs = bad_for_two(not_finite)
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3), chunk=chunk)
+    found = results(divided, [*jobs[:2], jobs[2], jobs[0]])
+    assert [each.failure for each in found] == [None, None, "its first loss is not finite", None]
+    alone = LoopEngine(task, network(), task.train, 4, 3)
+    kept = [found[0], found[1], found[3]]
+    assert same(kept, results(alone, [*jobs[:2], jobs[0]]))
 
 
 def test_a_child_that_dies_is_an_error_that_names_its_client(processes):

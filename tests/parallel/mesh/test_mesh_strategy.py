@@ -391,3 +391,14 @@ def test_a_model_that_cannot_be_evaluated_in_stages_is_refused_before_it_is_trai
     task = dure.Task(Hasty, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(ValueError, match="in evaluation, a Hasty cannot be cut"):
         check_all(dure.Pipeline(8, 2), task, 2)
+
+
+@pytest.mark.parametrize("balance", ["estimated", "memory", "measured"])
+def test_what_is_cut_by_a_clock_is_not_said_to_repeat_itself(balance: str) -> None:
+    for strategy in (
+        dure.Pipeline(balance=balance),  # type: ignore[arg-type]
+        dure.Parallel(dure.Mesh(pipeline=2), balance=balance),  # type: ignore[arg-type]
+    ):
+        assert strategy.deterministic is (balance != "measured")
+    assert not dure.Hogwild().deterministic
+    assert dure.FedAvg().deterministic

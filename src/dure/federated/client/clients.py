@@ -40,6 +40,7 @@ from dure.protocol.messages import (
     Settled,
     Update,
 )
+from dure.tensors.finite import all_finite
 
 SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
@@ -400,7 +401,7 @@ class Clients:
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
         # Engines have seen to the weights; what else a client keeps (a correction, buffers of its
         # own model) would spoil all its rounds to come.
-        if memory is not None and not all(bool(each.isfinite().all()) for each in memory):
+        if memory is not None and not all(map(all_finite, memory)):
             examples = jobs[0].indices.numel()
             return _failed(asked, examples, "what it keeps became not finite")
         self._pending[asked.ticket] = (asked.client, memory)

@@ -50,9 +50,14 @@ ATTEMPTS = 10_000
 
 
 class Open(NamedTuple):
-    """A ticket of which no model has been made yet, and whether its update has arrived."""
+    """A ticket of which no model has been made yet, and whether its update has arrived.
+
+    newest: the number of the newest model when it was handed out, which an older one may have been.
+    What is sent besides the weights is of that moment.
+    """
 
     assignment: Assignment
+    newest: int
     reported: bool = False
 
 
@@ -166,7 +171,7 @@ class Coordinator:
             return [self._late(ticket)]
         # A key that is written again keeps its place, so `open` stays in order of tickets, on which
         # `_take` relies.
-        self.open[ticket] = Open(known.assignment, reported=True)
+        self.open[ticket] = known._replace(reported=True)
         self._reports += 1
         self.busy.pop(client, None)
         if self.synchronous:
@@ -362,7 +367,7 @@ class Coordinator:
             extra=sent.extra,
             deadline=self.deadline if math.isfinite(self.deadline) else None,
         )
-        self.open[ticket] = Open(assignment)
+        self.open[ticket] = Open(assignment, newest=self.round)
         self.busy[client] = ticket
         self.tickets += 1
         self._asked += 1
@@ -497,23 +502,19 @@ class Coordinator:
 
         Models that clients hold are written once each.
         """
-        # All assignments of one model share its tensors, in memory and so in the file. Its number
-        # alone would not tell it: an older model may be sent with what is newest besides.
-        models: list[list[list[Tensor]]] = []
-        places: dict[tuple[int, ...], int] = {}
+        # All assignments of one model share its tensors, in memory and so in the file.
+        places: dict[tuple[int, int], int] = {}
+        models: dict[int, list[list[Tensor]]] = {}
         opened = []
         for one in self.open.values():
-            sent = [list(part) for part in _sent(one.assignment)]
-            which = places.setdefault(
-                tuple(id(each) for part in sent for each in part), len(models)
-            )
-            if which == len(models):
-                models.append(sent)
-            opened.append({**_written(one), "model": which})
+            sent = one.assignment
+            place = places.setdefault((sent.round, one.newest), len(places))
+            models[place] = [list(sent.weights), list(sent.buffers), list(sent.extra)]
+            opened.append({**_written(one), "model": place})
         return {
             "model": self.model.state(),
             "algorithm": self.algorithm.state(),
-            "models": dict(enumerate(models)),
+            "models": models,
             "open": opened,
             "past": [[list(weights), list(buffers)] for weights, buffers in self._past],
             "busy": dict(self.busy),
@@ -561,10 +562,6 @@ class Coordinator:
         self.updates.begin({ticket: self.assignment(ticket) for ticket in state["combining"]})
 
 
-def _sent(assignment: Assignment) -> tuple[Sequence[Tensor], ...]:
-    return assignment.weights, assignment.buffers, assignment.extra
-
-
 def _client_and_ticket(assignment: Assignment) -> tuple[int, int]:
     return assignment.client, assignment.ticket
 
@@ -578,6 +575,7 @@ def _written(one: Open) -> dict[str, Any]:
         "round": sent.round,
         "turn": sent.turn,
         "deadline": sent.deadline,
+        "newest": one.newest,
         "reported": one.reported,
     }
 
@@ -596,4 +594,4 @@ def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Ope
         extra=extra,
         deadline=written["deadline"],
     )
-    return Open(assignment, written["reported"])
+    return Open(assignment, written.get("newest", written["round"]), written["reported"])

@@ -99,11 +99,14 @@ class GlobalModel:
         if not isinstance(rule, Folds):
             self._collected.append([*parts, *moved])
             return
-        if self._folded is None:
-            self._folded = rule.zero(parts)
-            self._moved = Mean().zero(moved)
-        self._folded = rule.fold(self._folded, parts, weight)
-        self._moved = Mean().fold(self._moved, moved, weight)
+        # What has come before may have been a sum (`_sum_deferred`), of a model without buffers.
+        self._folded = rule.fold(
+            rule.zero(parts) if self._folded is None else self._folded, parts, weight
+        )
+        if moved:
+            self._moved = Mean().fold(
+                Mean().zero(moved) if self._moved is None else self._moved, moved, weight
+            )
 
     def refuse(self) -> None:
         """Takes note of an update that was sent and cannot be right."""
@@ -220,7 +223,7 @@ class GlobalModel:
     def _combined(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
         """What the rule makes of the weights, and of the buffers' changes."""
         if isinstance(self.aggregator, Folds):
-            moved = Mean().finish(self._moved) if self.buffers else []
+            moved = [] if self._moved is None else Mean().finish(self._moved)
             return self.aggregator.finish(self._folded), moved
         assert isinstance(self.aggregator, Collects)
         weights = len(self.weights)

@@ -199,14 +199,19 @@ class Server(Learner):
             )
 
     def close(self) -> None:
-        """The run ends: warns where no update has ever counted."""
-        if self.log.refusals and not self.log.turns:
-            reason, _ = self.log.refusals.most_common(1)[0]
-            warnings.warn(
-                f"no update of the whole run counted, so the model is the one that it began with: "
-                f"{sum(self.log.refusals.values())} were refused, most of them because {reason}",
-                stacklevel=2,
-            )
+        """The run ends: warns where it ends with rounds in which no update counted."""
+        vain = self.coordinator.updates.vain
+        number = self.coordinator.model.number
+        # Without rounds a single one in vain is a single client that was refused.
+        if not vain or (self.log.turns and vain == 1):
+            return
+        whole = "that of the beginning" if vain == number else f"that of round {number - vain}"
+        reason, _ = self.log.refusals.most_common(1)[0]
+        warnings.warn(
+            f"no update counted in the last {vain} rounds, so the model is {whole}; most were "
+            f"refused for this: {reason}",
+            stacklevel=2,
+        )
 
     def who(self, client: int) -> str:
         """A client for people, by its number and the name that it has in the data."""

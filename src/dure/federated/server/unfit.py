@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from dure.federated.engines.products import Deferred
 from dure.federated.server.global_model import changes
 from dure.protocol.messages import Assignment, Update
+from dure.tensors.finite import all_finite
 
 
 def unfit(
@@ -62,7 +62,7 @@ def unfit(
     seen = list(update.extra)
     if not finite:
         seen += [*update.delta, *changes(update.buffers, asked.buffers)]
-    return None if all(_finite(tensor) for tensor in seen) else "it is not finite"
+    return None if all(map(all_finite, seen)) else "it is not finite"
 
 
 def alike(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -72,14 +72,3 @@ def alike(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         one is other or (one.shape == other.shape and one.dtype == other.dtype)
         for one, other in zip(tensors, others, strict=True)
     )
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
-
-    A product with itself says so in one pass, where it does not overflow.
-    """
-    flat = tensor.reshape(-1)
-    if flat.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat))):
-        return True
-    return bool(tensor.isfinite().all())

@@ -54,6 +54,7 @@ from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.randomness.seeds import derive
+from dure.tasks.batch_norm import check_pieces
 
 Precision = Literal["full", "bf16"]
 
@@ -117,6 +118,7 @@ class DataParallel(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
+        check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for fields about messages in a world that has none."""

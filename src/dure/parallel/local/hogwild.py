@@ -56,6 +56,7 @@ from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import Team, team_at
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
@@ -81,7 +82,10 @@ class Hogwild(Strategy):
     kind: ClassVar[Kind] = "threads"
     also: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
     unit: ClassVar[str] = "round"
-    deterministic: ClassVar[bool] = False
+
+    @property
+    def deterministic(self) -> bool:
+        return False
 
     @property
     def label(self) -> str:
@@ -91,6 +95,10 @@ class Hogwild(Strategy):
         check_batch_size(self.batch_size)
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_pieces(task, model, self.batch_size, 1)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for several devices."""

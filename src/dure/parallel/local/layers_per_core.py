@@ -59,6 +59,7 @@ from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import AbandonedError, TimeSheet, team_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 
@@ -102,6 +103,7 @@ class LayersPerCore(Strategy):
             )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        check_pieces(task, model, self.batch_size, 1, self.microbatches)
         check_chain(task, model, workers or 1)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:

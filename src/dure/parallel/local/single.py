@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, examples_for
@@ -30,6 +30,7 @@ from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
@@ -84,6 +85,10 @@ class SingleWorker(Strategy):
         device_of(self.device)
         if self.loaders < 0:
             raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_pieces(task, model, self.batch_size, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return SingleLearner(

@@ -66,6 +66,11 @@ class Pipeline(Strategy):
         own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
+    @property
+    def deterministic(self) -> bool:
+        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        return self.balance != "measured"
+
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
         return Parallel(

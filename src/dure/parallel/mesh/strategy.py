@@ -84,6 +84,7 @@ from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 
@@ -143,6 +144,11 @@ class Parallel(Strategy):
     def label(self) -> str:
         return f"parallel {'x'.join(map(str, self.mesh.degrees))}" + self.plan.label
 
+    @property
+    def deterministic(self) -> bool:
+        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        return self.balance != "measured"
+
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
         # A smaller batch has fewer micro-batches than the user's list: it goes through the same
@@ -194,6 +200,7 @@ class Parallel(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
+        check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         whole = model
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)

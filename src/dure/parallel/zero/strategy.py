@@ -40,6 +40,7 @@ from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
@@ -94,6 +95,7 @@ class ZeRO(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
+        check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ZeROLearner(task, place, seed, self)
