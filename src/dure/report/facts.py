@@ -87,7 +87,9 @@ def _assignment(raw: Sequence[Any]) -> Assignment:
     last = number(ended)
     if first is None or last is None:
         raise ValueError("an assignment has a beginning and an end")
-    return Assignment(whole_number(client), whole_number(round), began=first, ended=last, outcome=str(outcome))
+    return Assignment(
+        whole_number(client), whole_number(round), began=first, ended=last, outcome=str(outcome)
+    )
 
 
 def _sent(raw: Sequence[Any]) -> Sent:

@@ -22,7 +22,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -80,25 +80,36 @@ def _classes(value: Any) -> Iterator[str]:
             yield from _classes(each)
 
 
-def asks(
-    folder: Path, config: Mapping[str, Any], named_again: Iterable[str] = ()
-) -> Callable[[str], str]:
+class Asks:
     """What `references.followed_as` asks about the references in a folder's config.json.
 
     named_again: references that the user gave, each in place of the one that ends with its name.
-    The function raises RunFolderError for a reference that must not be followed.
     """
-    instead = {reference.rpartition(":")[2]: reference for reference in named_again}
-    known = _Known(folder, config)
 
-    def ask(reference: str) -> str:
-        own = instead.get(reference.rpartition(":")[2])
-        if own is not None:
-            return own
-        known.check(reference)
-        return reference
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], named_again: Iterable[str] = ()
+    ) -> None:
+        self._instead = {reference.rpartition(":")[2]: reference for reference in named_again}
+        self._known = _Known(folder, config)
+        self._renamed: dict[str, str] = {}
 
-    return ask
+    def __call__(self, reference: str) -> str:
+        """What is followed. Raises RunFolderError for what must not be."""
+        own = self._instead.get(reference.rpartition(":")[2])
+        if own is None:
+            self._known.check(reference)
+            return reference
+        self._renamed[reference] = own
+        return own
+
+    def renamed(self) -> dict[str, str]:
+        """What was followed in place of something else, as config.json will have it."""
+        found: dict[str, str] = {}
+        for before, now in self._renamed.items():
+            module = references.loaded(now)
+            name = now.rpartition(":")[2]
+            found[before] = now if module is None else f"{references.place_of(module)}:{name}"
+        return found
 
 
 class _Known:

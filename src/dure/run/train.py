@@ -20,11 +20,10 @@ from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import RunFolderError, exit_is_a_failure
-from dure.machine.state import state_folder
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
-from dure.run.begun import asks, note
+from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
 from dure.run.fresh import FreshModel
@@ -160,7 +159,12 @@ def resume(
     config = RunFolder.open(path).read_json("config.json")
     asked = asked_in(path, config)
     again = {"task": task, "strategy": strategy, "world": world}
-    task, strategy, world = _found_again(path, config, asked, task, strategy, world, rules)
+    named = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
+    for one in named:
+        if not is_reference(one):
+            raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
+    ask = Asks(path, config, named)
+    task, strategy, world = _found_again(path, asked, ask, task, strategy, world)
     _tell_of_versions(path, asked)
     job, new_config = prepare(
         task,
@@ -181,6 +185,7 @@ def resume(
             new_config,
             strategy.oldest_checkpoint,
             named_again=_named_again(again),
+            renamed=ask.renamed(),
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
@@ -189,19 +194,13 @@ def resume(
 
 def _found_again(
     folder: Path,
-    config: Mapping[str, Any],
     asked: Asked,
+    ask: Asks,
     task: Task | str | None,
     strategy: Strategy | str | None,
     world: World | str | None,
-    rules: Sequence[str],
 ) -> tuple[Task, Strategy, World]:
     """What config.json names, or what was given in its place."""
-    references = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
-    for one in references:
-        if not is_reference(one):
-            raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
-    ask = asks(folder, config, references)
     if not isinstance(task, Task):
         task = _task_again(folder, asked, task, ask)
     # A strategy may name rules of a user's own in any of its fields.
@@ -219,9 +218,7 @@ def _found_again(
     return task, strategy, world
 
 
-def _task_again(
-    folder: Path, asked: Asked, reference: str | None, ask: Callable[[str], str]
-) -> Task:
+def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
     """The task of a folder. reference: what the user named in place of what the folder names."""
     if reference is None:
         reference = asked.task.name
@@ -230,7 +227,13 @@ def _task_again(
         # A name of dure's own has no colon, and needs nobody's permission.
         if ":" in reference:
             reference = ask(reference)
-    return load_task(reference, **asked.task.options)
+    try:
+        return load_task(reference, **asked.task.options)
+    except TypeError as error:
+        if ":" in reference:
+            raise
+        # Options of another type than those of dure's own task.
+        raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
 
 
 def _named(
@@ -294,8 +297,8 @@ def _note(
         note(config, task, strategy, world)
     except OSError as error:
         warnings.warn(
-            f"{state_folder()} cannot be written ({error.strerror or error}): to resume {folder}, "
-            f"its code has to be named again, as in --task path/to/file.py:name",
+            f"this machine cannot remember that the run was begun here ({error}): to resume "
+            f"{folder}, its code has to be named again, as in --task path/to/file.py:name",
             stacklevel=4,
         )
 
