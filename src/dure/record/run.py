@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,14 @@ class RunFolder:
             if checkpoint is not None:
                 self._check_settings(checkpoint, begun, config, named_again, renamed or {})
                 _check_shapes(checkpoint, model or {})
+                # Read, and thrown away: it is read again by the rank that goes on with it.
+                self._history_of(checkpoint)
+                if checkpoint.seal is None:
+                    warnings.warn(
+                        f"{checkpoint.path} has no checksums, as an older dure wrote it: damage "
+                        f"that leaves it readable would not be noticed",
+                        stacklevel=3,
+                    )
             config = {**config, **({"run": begun["run"]} if "run" in begun else {})}
             if checkpoint is not None and checkpoint.seal is not None:
                 asked = settings(json.loads(json.dumps(config)))
@@ -196,15 +205,13 @@ class RunFolder:
             self.close()
 
     def _checked(self, oldest: int) -> Stored | None:
-        """The newest checkpoint, if it and the history are whole; None without one."""
+        """The newest checkpoint, if it is whole; None without one."""
         checkpoint = stored(self.path / "checkpoint")
         if checkpoint is None:
             return None
         state = _state_of(checkpoint)
         check_version(state, f"the checkpoint {checkpoint.path}", oldest)
         _check_step(checkpoint, state)
-        # Read, and thrown away: it is read again by the rank that goes on with it.
-        self._history_of(checkpoint)
         return checkpoint
 
     def _check_settings(

@@ -19,10 +19,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -128,6 +130,11 @@ class _Known:
         is_known = _is_installed_module(place) if file is None else str(file) in self._begun.files
         if not is_known:
             raise self._refused(reference, "is not what it was when the run was begun")
+        if file is None:
+            # Now, while the working directory is not on the path: what the module imports is not
+            # to be found there either. If it cannot be imported, whoever follows it says so.
+            with suppress(Exception):
+                importlib.import_module(place)
 
     def _looked_up(self, reference: str) -> Begun:
         content = state.remembered(_name(self.config))
@@ -165,8 +172,7 @@ def _is_installed_module(place: str) -> bool:
         return False
     top = place.partition(".")[0]
     loaded = sys.modules.get(top)
-    # As `references.from_import_path` looks for it: first in the working directory.
-    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    spec = PathFinder.find_spec(top)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     if loaded is not None:
         places = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]

@@ -30,6 +30,7 @@ from dure.run.fresh import FreshModel
 from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
+from dure.worlds.here import leads_here
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs
@@ -165,7 +166,8 @@ def resume(
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
     ask = Asks(path, config, named)
     task, strategy, world = _found_again(path, asked, ask, task, strategy, world)
-    _tell_of_versions(path, asked)
+    if leads_here():
+        _tell_of_versions(path, asked)
     job, new_config = prepare(
         task,
         strategy,
