@@ -389,15 +389,20 @@ class RunFolder:
 
     def finish(
         self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]
-    ) -> None:
-        """Writes what an ended run leaves: weights, summary, timeline."""
+    ) -> dict[str, Any]:
+        """Writes what an ended run leaves: weights, summary, timeline. Returns the summary.
+
+        To it is added the checksum of the weights. Raises RunFolderWriteError.
+        """
         self.flush()
         model = weights_to_bytes(weights)
         write_atomically(self.path / "model.safetensors", model)
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
         # Last: where there is a summary, everything else is there too.
-        self.write_json("summary.json", {**summary, "model_checksum": checksum(model)})
+        written = {**summary, "model_checksum": checksum(model)}
+        self.write_json("summary.json", written)
         self.close()
+        return written
 
     def close(self) -> None:
         """Writes what waits, and lets others go on with the run."""
