@@ -60,6 +60,7 @@ STEP = {
 }
 EVALUATION = STEP | {"metrics", "peak_memory"}
 SUMMARY = {
+    "model_checksum",
     *(
         "label",
         "proofs",

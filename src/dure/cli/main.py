@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
     try:
-        return _dispatch(given)
+        with _warnings_in_a_line():
+            return _dispatch(given)
     except BrokenPipeError:  # `dure --help | head`: nobody reads on
         # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -120,6 +122,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, DureError):
             return error.exit_code
         return 2 if foreseen else 1
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Warnings of dure's own are told in one line; others as Python has it."""
+    plain = warnings.formatwarning
+
+    def told(
+        message: Any, category: Any, filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        # It speaks to the one who typed the command, in which no line of Python is to blame.
+        own = Path(filename).is_relative_to(Path(__file__).parents[1])
+        return f"dure: {message}\n" if own else plain(message, category, filename, lineno, line)
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = plain
 
 
 def _one_line(text: str) -> str:

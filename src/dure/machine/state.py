@@ -12,11 +12,15 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Where it is, whether or not it exists."""
+    """Where it is, whether or not it exists. Raises OSError for a user who has no home."""
     own = os.environ.get("DURE_STATE_HOME")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dure"
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        return Path(state or Path.home() / ".local" / "state") / "dure"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def remember(name: str, content: bytes) -> None:
@@ -33,8 +37,8 @@ def remember(name: str, content: bytes) -> None:
 
 def remembered(name: str) -> bytes | None:
     """What was written under this name; None if nothing was, or others could have done so."""
-    folder = state_folder()
     try:
+        folder = state_folder()
         if _is_private(folder) and _is_private(folder / name):
             return (folder / name).read_bytes()
     except OSError:
@@ -43,5 +47,5 @@ def remembered(name: str) -> bytes | None:
 
 
 def _is_private(path: Path) -> bool:
-    status = path.stat(follow_symlinks=path == state_folder())
+    status = path.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,14 +158,16 @@ class RunFolder:
         oldest_checkpoint: int = 1,
         *,
         named_again: Collection[str] = (),
+        renamed: Mapping[str, str] | None = None,
         model: Mapping[str, Tensor] | None = None,
         entered: bool = False,
     ) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
-        named_again: which settings, or parts such as "world", the user has given anew, and not left
-        to config.json. model: a state_dict of what will be trained. entered: config.json has to say
-        the same as `config`, but for the ranks.
+        named_again: which settings, or parts such as "world", the user has given anew, and not
+        left to config.json. renamed: references that config.json had, and what is there in place of
+        each. model: a state_dict of what will be trained. entered: config.json has to say the same
+        as `config`, but for the ranks.
 
         Raises RunFolderError, and changes nothing, while somebody holds it; if its checkpoint or
         history is damaged; if the checkpoint is of another run, of other settings than config.json
@@ -176,7 +179,18 @@ class RunFolder:
             if entered:
                 self._check_same(begun, config)
             # All is read before anything is changed: damage is told while all is as it was.
-            checkpoint = self._checked(begun, config, oldest_checkpoint, named_again, model or {})
+            checkpoint = self._checked(oldest_checkpoint)
+            if checkpoint is not None:
+                self._check_settings(checkpoint, begun, config, named_again, renamed or {})
+                _check_shapes(checkpoint, model or {})
+                # Read, and thrown away: it is read again by the rank that goes on with it.
+                self._history_of(checkpoint)
+                if checkpoint.seal is None:
+                    warnings.warn(
+                        f"{checkpoint.path} has no checksums, as an older dure wrote it: damage "
+                        f"that leaves it readable would not be noticed",
+                        stacklevel=3,
+                    )
             config = {**config, **({"run": begun["run"]} if "run" in begun else {})}
             if checkpoint is not None and checkpoint.seal is not None:
                 asked = settings(json.loads(json.dumps(config)))
@@ -190,28 +204,14 @@ class RunFolder:
         finally:
             self.close()
 
-    def _checked(
-        self,
-        begun: Mapping[str, Any],
-        config: Mapping[str, Any],
-        oldest: int,
-        named_again: Collection[str],
-        model: Mapping[str, Tensor],
-    ) -> Stored | None:
-        """The newest checkpoint, if the run of this config can go on from it; None without one.
-
-        begun: what config.json says.
-        """
+    def _checked(self, oldest: int) -> Stored | None:
+        """The newest checkpoint, if it is whole; None without one."""
         checkpoint = stored(self.path / "checkpoint")
         if checkpoint is None:
             return None
-        weights, state = _unpacked(checkpoint)
+        state = _state_of(checkpoint)
         check_version(state, f"the checkpoint {checkpoint.path}", oldest)
         _check_step(checkpoint, state)
-        self._check_settings(checkpoint, begun, config, named_again)
-        _check_shapes(checkpoint, weights, model)
-        # Read, and thrown away: it is read again by the rank that goes on with it.
-        self._history_of(checkpoint)
         return checkpoint
 
     def _check_settings(
@@ -220,8 +220,12 @@ class RunFolder:
         begun: Mapping[str, Any],
         config: Mapping[str, Any],
         named_again: Collection[str],
+        renamed: Mapping[str, str],
     ) -> None:
-        """Raises RunFolderError if the checkpoint is of another run, or of other settings."""
+        """Raises RunFolderError if the checkpoint is of another run, or of other settings.
+
+        begun: what config.json says. config: what it will say.
+        """
         file = self.path / "config.json"
         seal = checkpoint.seal
         before = settings(begun)
@@ -238,7 +242,7 @@ class RunFolder:
                     f"{file} has changed since {checkpoint.path} was written ("
                     f"{'; '.join(differs)}): put it back as it was, or begin another run"
                 )
-        differs = other_run(before, settings(json.loads(json.dumps(config))))
+        differs = other_run(before, settings(json.loads(json.dumps(config))), renamed)
         if differs:
             raise RunFolderError(
                 f"what is asked is not what was trained in {self.path} ({'; '.join(differs)}): "
@@ -385,14 +389,20 @@ class RunFolder:
 
     def finish(
         self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]
-    ) -> None:
-        """Writes what an ended run leaves: weights, summary, timeline."""
+    ) -> dict[str, Any]:
+        """Writes what an ended run leaves: weights, summary, timeline. Returns the summary.
+
+        To it is added the checksum of the weights. Raises RunFolderWriteError.
+        """
         self.flush()
-        write_atomically(self.path / "model.safetensors", weights_to_bytes(weights))
+        model = weights_to_bytes(weights)
+        write_atomically(self.path / "model.safetensors", model)
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
         # Last: where there is a summary, everything else is there too.
-        self.write_json("summary.json", summary)
+        written = {**summary, "model_checksum": checksum(model)}
+        self.write_json("summary.json", written)
         self.close()
+        return written
 
     def close(self) -> None:
         """Writes what waits, and lets others go on with the run."""
@@ -410,17 +420,20 @@ class RunFolder:
                 self._lock = None
 
 
-def _unpacked(checkpoint: Stored) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the state. Raises RunFolderError for a checkpoint that is none."""
+# Whatever else it is than a checkpoint, which may be anything that is JSON.
+_ODD = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
+
+
+def _state_of(checkpoint: Stored) -> dict[str, Any]:
+    """The state. Raises RunFolderError for a checkpoint that is none."""
     try:
         # Read whole and thrown away: damage is to show before a rank is started.
-        weights, state = unpack_checkpoint(checkpoint.parts)
-    # Whatever else it is than a checkpoint, which may be anything that is JSON.
-    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
+        _, state = unpack_checkpoint(checkpoint.parts)
+    except _ODD as error:
         raise damaged(checkpoint.path, f"{type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
         raise damaged(checkpoint.path, "its state is no mapping")
-    return weights, state
+    return state
 
 
 def _check_step(checkpoint: Stored, state: Mapping[str, Any]) -> None:
@@ -430,11 +443,9 @@ def _check_step(checkpoint: Stored, state: Mapping[str, Any]) -> None:
         raise damaged(checkpoint.path, f"it holds step {step}")
 
 
-def _check_shapes(
-    checkpoint: Stored, weights: Mapping[str, Tensor], model: Mapping[str, Tensor]
-) -> None:
+def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
     """Raises RunFolderError for weights of another shape or type than the model's."""
-    for name, weight in weights.items():
+    for name, weight in weights_from_bytes(checkpoint.parts[0]).items():
         mine = model.get(name)
         if mine is not None and (mine.shape, mine.dtype) != (weight.shape, weight.dtype):
             raise damaged(
@@ -504,7 +515,14 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     network = model()
     weights = folder.path / "model.safetensors"
     try:
-        load_weights(network, weights_from_bytes(weights.read_bytes()))
+        content = weights.read_bytes()
+        # Older runs say none.
+        if summary.get("model_checksum", checksum(content)) != checksum(content):
+            raise RunFolderError(
+                f"{weights} is damaged: its checksum is not the one in summary.json: put back "
+                f"a copy of it, or resume the run to write it again"
+            )
+        load_weights(network, weights_from_bytes(content))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

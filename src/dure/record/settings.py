@@ -1,7 +1,8 @@
 """What of a run's config.json decides what is computed: it has to stay as it was to go on.
 
-Limits, intervals, the label and how ranks reach one another may change between one part of a run
-and the next; the rest is written into every checkpoint (`dure.record.seal`) and compared.
+Limits, intervals, the label, how many ranks there are and how they reach one another may change
+between one part of a run and the next; the rest is written into every checkpoint
+(`dure.record.seal`) and compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _LEFT_OUT = {
     "task": ("title",),
     # Where the class is found, which may be elsewhere on another machine.
     "strategy": ("from",),
-    "world": ("from", "deadline", "backend", "elastic"),
+    "world": ("from", "deadline", "backend", "elastic", "ranks", "threads"),
 }
 """What may change of each part."""
 
@@ -29,7 +30,9 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         written = config.get(part)
         if isinstance(written, Mapping):
             for name, value in written.items():
-                if name not in left_out:
+                # A list of devices is where threads compute; a text is what clients are like.
+                moves = (part, name) == ("world", "devices") and isinstance(value, list)
+                if name not in left_out and not moves:
                     found[f"{part}.{name}"] = value
     return found
 
@@ -47,18 +50,28 @@ def edited(
     return [_told(name, before, now) for name in names]
 
 
-def other_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def other_run(
+    before: Mapping[str, Any], now: Mapping[str, Any], renamed: Mapping[str, str]
+) -> list[str]:
     """What differs of a run that is about to go on, in words: where that would be another run.
 
     now: of the task and the strategy as they were found, by a dure that may have more fields than
-    the one that wrote `before`.
+    the one that wrote `before`. renamed: references in `before`, and what stands for each in `now`.
     """
+    before = {name: _with_names(value, renamed) for name, value in before.items()}
     names = [
         name
         for name in before
         if (name in ("seed", *COUNTS) or name.startswith("strategy.")) and name in now
     ]
     return [_told(name, before, now) for name in names if before[name] != now[name]]
+
+
+def _with_names(value: Any, renamed: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for reference, other in renamed.items():
+            value = value.replace(reference, other)
+    return value
 
 
 def _told(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -19,10 +19,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -80,25 +82,36 @@ def _classes(value: Any) -> Iterator[str]:
             yield from _classes(each)
 
 
-def asks(
-    folder: Path, config: Mapping[str, Any], named_again: Iterable[str] = ()
-) -> Callable[[str], str]:
+class Asks:
     """What `references.followed_as` asks about the references in a folder's config.json.
 
     named_again: references that the user gave, each in place of the one that ends with its name.
-    The function raises RunFolderError for a reference that must not be followed.
     """
-    instead = {reference.rpartition(":")[2]: reference for reference in named_again}
-    known = _Known(folder, config)
 
-    def ask(reference: str) -> str:
-        own = instead.get(reference.rpartition(":")[2])
-        if own is not None:
-            return own
-        known.check(reference)
-        return reference
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], named_again: Iterable[str] = ()
+    ) -> None:
+        self._instead = {reference.rpartition(":")[2]: reference for reference in named_again}
+        self._known = _Known(folder, config)
+        self._renamed: dict[str, str] = {}
 
-    return ask
+    def __call__(self, reference: str) -> str:
+        """What is followed. Raises RunFolderError for what must not be."""
+        own = self._instead.get(reference.rpartition(":")[2])
+        if own is None:
+            self._known.check(reference)
+            return reference
+        self._renamed[reference] = own
+        return own
+
+    def renamed(self) -> dict[str, str]:
+        """What was followed in place of something else, as config.json will have it."""
+        found: dict[str, str] = {}
+        for before, now in self._renamed.items():
+            module = references.loaded(now)
+            name = now.rpartition(":")[2]
+            found[before] = now if module is None else f"{references.place_of(module)}:{name}"
+        return found
 
 
 class _Known:
@@ -117,6 +130,11 @@ class _Known:
         is_known = _is_installed_module(place) if file is None else str(file) in self._begun.files
         if not is_known:
             raise self._refused(reference, "is not what it was when the run was begun")
+        if file is None:
+            # Now, while the working directory is not on the path: what the module imports is not
+            # to be found there either. If it cannot be imported, whoever follows it says so.
+            with suppress(Exception):
+                importlib.import_module(place)
 
     def _looked_up(self, reference: str) -> Begun:
         content = state.remembered(_name(self.config))
@@ -154,8 +172,7 @@ def _is_installed_module(place: str) -> bool:
         return False
     top = place.partition(".")[0]
     loaded = sys.modules.get(top)
-    # As `references.from_import_path` looks for it: first in the working directory.
-    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    spec = PathFinder.find_spec(top)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     if loaded is not None:
         places = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]

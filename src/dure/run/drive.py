@@ -316,7 +316,7 @@ class Driver:
             for name, tensor in self.learner.state()["buffers"].items()
         }
         if self.folder is not None:
-            self.folder.finish(weights, summary, lanes)
+            summary = self.folder.finish(weights, summary, lanes)
         return Outcome(weights, buffers, self.history, summary)
 
     def _lanes(self) -> list[Lane]:

@@ -21,11 +21,10 @@ from dure.contracts.strategy import Proof, Strategy, World, another, seeded_mode
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import RunFolderError, exit_is_a_failure
-from dure.machine.state import state_folder
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
-from dure.run.begun import asks, note
+from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
 from dure.run.fresh import FreshModel
@@ -33,6 +32,7 @@ from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
+from dure.worlds.here import leads_here
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs
@@ -169,8 +169,14 @@ def resume(
     config = RunFolder.open(path).read_json("config.json")
     asked = asked_in(path, config)
     again = {"task": task, "strategy": strategy, "world": world}
-    task, strategy, world = _found_again(path, config, asked, task, strategy, world, rules)
-    _tell_of_versions(path, asked)
+    named = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
+    for one in named:
+        if not is_reference(one):
+            raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
+    ask = Asks(path, config, named)
+    task, strategy, world = _found_again(path, asked, ask, task, strategy, world)
+    if leads_here():
+        _tell_of_versions(path, asked)
     job, new_config = prepare(
         task,
         strategy,
@@ -191,6 +197,7 @@ def resume(
             new_config,
             strategy.oldest_checkpoint,
             named_again=_named_again(again),
+            renamed=ask.renamed(),
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
@@ -199,19 +206,13 @@ def resume(
 
 def _found_again(
     folder: Path,
-    config: Mapping[str, Any],
     asked: Asked,
+    ask: Asks,
     task: Task | str | None,
     strategy: Strategy | str | None,
     world: World | str | None,
-    rules: Sequence[str],
 ) -> tuple[Task, Strategy, World]:
     """What config.json names, or what was given in its place."""
-    references = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
-    for one in references:
-        if not is_reference(one):
-            raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
-    ask = asks(folder, config, references)
     if not isinstance(task, Task):
         task = _task_again(folder, asked, task, ask)
     # A strategy may name rules of a user's own in any of its fields.
@@ -229,9 +230,7 @@ def _found_again(
     return task, strategy, world
 
 
-def _task_again(
-    folder: Path, asked: Asked, reference: str | None, ask: Callable[[str], str]
-) -> Task:
+def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
     """The task of a folder. reference: what the user named in place of what the folder names."""
     if reference is None:
         reference = asked.task.name
@@ -240,7 +239,13 @@ def _task_again(
         # A name of dure's own has no colon, and needs nobody's permission.
         if ":" in reference:
             reference = ask(reference)
-    return load_task(reference, **asked.task.options)
+    try:
+        return load_task(reference, **asked.task.options)
+    except TypeError as error:
+        if ":" in reference:
+            raise
+        # Options of another type than those of dure's own task.
+        raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
 
 
 def _named(
@@ -304,8 +309,8 @@ def _note(
         note(config, task, strategy, world)
     except OSError as error:
         warnings.warn(
-            f"{state_folder()} cannot be written ({error.strerror or error}): to resume {folder}, "
-            f"its code has to be named again, as in --task path/to/file.py:name",
+            f"this machine cannot remember that the run was begun here ({error}): to resume "
+            f"{folder}, its code has to be named again, as in --task path/to/file.py:name",
             stacklevel=4,
         )
 
