@@ -32,8 +32,18 @@ def first_foreign(model: nn.Module, trace: Trace, inputs: Any) -> str | None:
     for name, tensor in passed:
         alike = (value for value in known if value.shape == tensor.shape)
         if all(first_difference({"": tensor}, {"": value}) is not None for value in alike):
-            return module_at(model, name)
+            return module_at(model, _users(model, name))
     return None
+
+
+def _users(model: nn.Module, name: str) -> str:
+    """The module itself, or the one around it whose code is not torch's: what differs is there."""
+    around = name
+    while type(model.get_submodule(around)).__module__.startswith("torch."):
+        if not around:
+            return name
+        around = around.rpartition(".")[0]
+    return around
 
 
 def _passed(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:

@@ -54,6 +54,9 @@ _ATOMS = (
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Attributes of a module that are looked at by name, or travel with the model."""
 
+_STANDARD = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
 _OPAQUE = frozenset(
     {"torch", "numpy", "dure", "logging", "threading", "weakref", "importlib", "_pytest"}
 )
@@ -114,7 +117,8 @@ class _Walk:
         for own, value in module._buffers.items():
             self._value(f"{path}{own}", value)
         for own, value in vars(module).items():
-            if own not in _HELD_BY_TORCH:
+            # Most of what every module has, such as hooks, is empty.
+            if own not in _HELD_BY_TORCH and (own not in _STANDARD or value):
                 self._value(f"{path}{own}", value)
 
     def _classes(self, kind: type) -> list[FunctionType]:

@@ -195,13 +195,13 @@ class _Whole:
         return ValueError(f"a {type(self.model).__name__} cannot be cut, for {why}, {ADVICE}")
 
     def foreign(self, on: On) -> str:
-        """From which module on a pass computes what its trace does not, as the end of a clause."""
+        """In which module a pass first computes what its trace does not, after a comma."""
         _copy_weights(self.cut.model, self.model)
         self.model.train(on.training)
         seed_generators(0, "proof", on.draws, everything=True)
         trace = self.cut.trace(on.examples, on.training)
         module = first_foreign(self.model, trace, _fresh(on.inputs))
-        return f", from {module} on" if module else ""
+        return f", first in {module}" if module else ""
 
     def _outputs(self, on: On) -> tuple[list[Any], TreeSpec]:
         seed_generators(0, "proof", on.draws, everything=True)
