@@ -3,11 +3,11 @@
     undivided   forward and backward on some examples, forward once more in evaluation
     divided     the same by a model that the ranks divide by the plan
     compared    the gradient of every parameter, of each rank its part; the loss; the loss and the
-                outputs of evaluation; who draws which random numbers; the norm of the gradient
+                outputs of evaluation; buffers; what all ranks have whole, between the ranks; who
+                draws which random numbers; the norm of the gradient
 
 Every rank compares what it holds, and all agree on the outcome: the first parameter in the model's
-order that is wrong on any of them. So what is wrong on one rank alone is found, and what ought to
-be the same on all of them and is not.
+order that is wrong on any of them, so also one that is wrong on a single rank.
 
 Random draws give constants meanwhile (`dure.parallel.settled`), because ranks draw for themselves
 where they hold parts. How they draw is compared all the same: what every rank has whole is to be
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
 from dure.errors import DureError, PlanError
-from dure.parallel.proof import first_difference, tolerance_of
+from dure.parallel.proof import SMALL, first_difference, tolerance_of
 from dure.parallel.settled import Drawn
 from dure.parallel.tensor.dividing import divide, fits, share_weights
 from dure.parallel.tensor.plan import Plan, several
@@ -45,6 +45,7 @@ from dure.parallel.tensor.trial import (
     Passed,
     Twins,
     generators_kept,
+    outputs_of,
     passed,
 )
 from dure.parallel.tensor.written_plan import written
@@ -89,7 +90,7 @@ def prove_plan(
             # A forward pass had written into parameters that both models shared.
             share_weights(model, group)
             trial = _Trial(twins, plan, examples, loss, divided_loss, group)
-    trial.judge(plan, agreeing or group)
+        trial.judge(agreeing or group)
 
 
 class _Wrong(NamedTuple):
@@ -105,7 +106,7 @@ class _Wrong(NamedTuple):
     share: float = 0.0
 
 
-_GRADIENT, _LOSS, _EVALUATION, _DRAW, _NORM = range(5)
+_ALONE, _GRADIENT, _LOSS, _EVALUATION, _BUFFER, _RANKS, _DRAW, _NORM = range(8)
 
 
 class _Trial:
@@ -120,6 +121,9 @@ class _Trial:
         divided_loss: LossOf | None,
         group: Group,
     ) -> None:
+        self.twins = twins
+        self.plan = plan
+        self.inputs = examples.inputs
         self.group = group
         # Outputs that are left divided are not those of the undivided model.
         self.outputs_alike = divided_loss is None
@@ -150,10 +154,14 @@ class _Trial:
         found = self.right.settled.computed_in, self.tried.settled.computed_in
         return max(filter(None, found), key=tolerance_of, default=None)
 
-    def judge(self, plan: Plan, agreeing: Group) -> None:
+    def judge(self, agreeing: Group) -> None:
         """All ranks agree on what is wrong. Raises PlanError if anything is."""
-        mine = self._gradients() or self._loss() or self._evaluation() or self._draws()
-        mine = mine or self._norm() or _Wrong()
+        # First what ranks tell each other, since all of them have to come.
+        between = self._ranks()
+        mine = self._gradients() or self._loss() or self._evaluation() or self._buffers()
+        mine = mine or self._draws() or self._norm() or _Wrong()
+        if between is not None:
+            mine = min(mine, between)
         told = [_Wrong(*row) for row in agreeing.all_gather_values(list(mine), "the proof")]
         first = min(told)[:2]
         if first == _Wrong()[:2]:
@@ -165,7 +173,7 @@ class _Trial:
             share=max(told[rank].share for rank in those),
         )
         where = "" if len(those) == len(told) else f" on rank {', '.join(map(str, those))}"
-        raise PlanError(f"{self._words(wrong, where, plan, agreeing)}: {ADVICE}")
+        raise PlanError(f"{self._words(wrong, where, agreeing)}: {ADVICE}")
 
     # What differs.
 
@@ -204,6 +212,34 @@ class _Trial:
         )
         return None if found is None else _Wrong(what, int(found.name), share=found.share)
 
+    def _buffers(self) -> _Wrong | None:
+        right, tried = self.right.buffers, self.tried.buffers
+        # One of another shape is a rank's own, as of a mask for its heads.
+        tried = {name: one for name, one in tried.items() if _alike(one, right.get(name))}
+        found = first_difference({name: right[name] for name in tried}, tried, self.computed_in)
+        if found is None:
+            return None
+        return _Wrong(_BUFFER, list(self.right.buffers).index(found.name), share=found.share)
+
+    def _ranks(self) -> _Wrong | None:
+        """What every rank has whole: the undivided model's loss, and gradients, by their norms."""
+        whole = [name for name in self.right.gradients if name not in self.parts]
+        norms = [float(self.right.loss)]
+        for name in whole:
+            gradient = self.tried.gradients[name]
+            norms.append(0.0 if gradient is None else float(gradient.norm()))
+        rows = self.group.all_gather_values(norms, "the proof")
+        loss, *others = zip(*rows, strict=True)
+        allowed = tolerance_of(self.computed_in or self.right.loss.dtype)
+        if max(loss) - min(loss) > allowed * max(map(abs, loss)):
+            return _Wrong(_ALONE, 0)
+        floor = SMALL * max(map(max, others), default=0.0)
+        places = {name: place for place, name in enumerate(self.right.gradients)}
+        for name, values in zip(whole, others, strict=True):
+            if max(values) - min(values) > allowed * max(*values, floor):
+                return _Wrong(_RANKS, places[name])
+        return None
+
     def _draws(self) -> _Wrong | None:
         right, tried = self.right.settled.drawn, self.tried.settled.drawn
         if self.group.size == 1 or len(right) != len(tried):
@@ -222,34 +258,66 @@ class _Trial:
 
     # In words.
 
-    def _words(self, wrong: _Wrong, where: str, plan: Plan, agreeing: Group) -> str:
-        if wrong.what == _GRADIENT:
-            return self._of_gradient(wrong, where, plan, agreeing)
-        if wrong.what == _LOSS:
-            return f"divided by the plan, the model's loss is another{where}: {self._losses()}"
-        if wrong.what == _EVALUATION:
-            of = "loss" if wrong.first == 0 else f"output {int(wrong.first)}"
+    def _words(self, wrong: _Wrong, where: str, agreeing: Group) -> str:
+        place = int(wrong.first)
+        if wrong.what == _ALONE:
             return (
-                f"divided by the plan, the model has another {of} in evaluation{where}, and the "
-                "same in training"
+                "undivided, the model's loss is not the same on all ranks, which divide one model: "
+                "give all of them the same inputs"
             )
-        if wrong.what == _NORM:
-            return f"divided by the plan, the norm of the gradient is another: {self.norm:.6g}"
-        return self._of_draw(int(wrong.first))
+        if wrong.what == _GRADIENT:
+            return self._of_gradient(wrong, where, agreeing)
+        if wrong.what == _RANKS:
+            name = list(self.right.gradients)[place]
+            return (
+                f"{self._said(name)}; its gradient is not the same on all ranks, which all have it"
+            )
+        if wrong.what == _DRAW:
+            return self._of_draw(place)
+        if wrong.what == _LOSS:
+            what = f"loss{where}, {self._losses()}"
+        elif wrong.what == _EVALUATION:
+            what = f"{f'output {place}' if place else 'loss'} in evaluation{where}"
+        elif wrong.what == _BUFFER:
+            what = f"buffer {list(self.right.buffers)[place]} after a pass{where}"
+        else:
+            what = f"norm of the gradient, {self.norm:.6g}"
+        return f"divided by the plan, the model has another {what}{self._where(agreeing)}"
 
-    def _of_gradient(self, wrong: _Wrong, where: str, plan: Plan, agreeing: Group) -> str:
+    def _of_gradient(self, wrong: _Wrong, where: str, agreeing: Group) -> str:
         names = list(self.right.gradients)
         name = names[int(wrong.first)]
         by = (
             f"by {wrong.share:.2g} of its largest value" if math.isfinite(wrong.share) else "wholly"
         )
-        words = f"{name}: {said(plan, self.names[name])}; its gradient differs {by}{where}"
-        words += self._hint(name, agreeing)
+        words = f"{self._said(name)}; its gradient differs {by}{where}{self._hint(name, agreeing)}"
         if wrong.last > wrong.first:
             words += f"; the last that differs is that of {names[int(wrong.last)]}"
         if self._loss() is not None:
             words += f"; the loss differs as well, {self._losses()}"
-        return words
+        return words + self._where(agreeing)
+
+    def _said(self, name: str) -> str:
+        return f"{name}: {said(self.plan, self.names[name])}"
+
+    def _where(self, agreeing: Group) -> str:
+        """The first module that gives something else; all ranks look for it together."""
+        right = outputs_of(self.twins.one(), self.inputs)
+        divided = self.twins.one()
+        divide(divided, self.plan, self.group)
+        tried = outputs_of(divided, self.inputs)
+        # What has another shape is a part.
+        right = {key: one for key, one in right.items() if _alike(one, tried.get(key))}
+        found = first_difference(right, tried, self.computed_in)
+        # By their places among all of the divided model, which are the same on all ranks.
+        keys = list(tried)
+        mine = math.inf if found is None else keys.index(found.name)
+        first = min(row[0] for row in agreeing.all_gather_values([float(mine)], "the proof"))
+        if first == math.inf:
+            return ""
+        key = keys[int(first)]
+        name = key.partition(",")[0]
+        return f"; the first output that differs is that of {key} ({said(self.plan, [f'{name}.'])})"
 
     def _losses(self) -> str:
         return f"{float(self.tried.loss):.6g} in the place of {float(self.right.loss):.6g}"
@@ -299,6 +367,10 @@ def _passed_divided(model: nn.Module, examples: Examples, loss: LossOf) -> Passe
             f"divided by the plan, the model fails, which it does not undivided: "
             f"{type(error).__name__}: {error}: {ADVICE}"
         ) from error
+
+
+def _alike(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and one.dtype == other.dtype
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

@@ -2,10 +2,14 @@
 
 It is made by a copy of the model, so that the model stays as it is: `Twins`. Random draws give
 constants (`dure.parallel.settled`), and whole gradients are cut as they come.
+
+A weight of zeros, as some models begin with, keeps gradients from all that comes before it, right
+or wrong. So parameters that are all one number are shaken a little in the copies.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +20,12 @@ from torch.utils._pytree import tree_flatten
 
 from dure.parallel.gradients import as_dense
 from dure.parallel.settled import Settled
-from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.randomness.seeds import (
+    generator,
+    generators_state,
+    restore_generators,
+    seed_generators,
+)
 from dure.tensors.copies import copy_of
 
 LossOf = Callable[[Any], Tensor]
@@ -24,6 +33,9 @@ LossOf = Callable[[Any], Tensor]
 
 Gradients = dict[str, Tensor | None]
 """By the names of the parameters, in the model's order; None where none has come."""
+
+SHAKEN = 0.02
+"""The deviation by which parameters of one number are shaken, as transformers draw weights."""
 
 Make = Callable[[], nn.Module]
 """Makes the same model once more."""
@@ -42,12 +54,13 @@ class Examples(NamedTuple):
 class Passed(NamedTuple):
     """What came of it.
 
-    evaluated: the loss in evaluation, then the outputs.
+    evaluated: the loss in evaluation, then the outputs. buffers: as the passes have left them.
     """
 
     loss: Tensor
     gradients: Gradients
     evaluated: list[Tensor]
+    buffers: dict[str, Tensor]
     settled: Settled
 
 
@@ -76,7 +89,7 @@ def passed(
             with torch.no_grad():
                 outputs = model.eval()(examples.inputs)
                 evaluated = [loss(outputs), *_tensors(outputs)]
-    return Passed(result.detach(), gradients, evaluated, settled)
+    return Passed(result.detach(), gradients, evaluated, dict(model.named_buffers()), settled)
 
 
 def _keeper(
@@ -92,6 +105,33 @@ def _keeper(
         gradients[name] = own if before is None else before + own
 
     return kept
+
+
+def outputs_of(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """What each module of a model gives in training, in the order in which they are done.
+
+    By name, and of one that is called again by its name and how often. The model is of no use after
+    that.
+    """
+    found: dict[str, Tensor] = {}
+    times: Counter[str] = Counter()
+
+    def note(name: str, output: Any) -> None:
+        times[name] += 1
+        own = _tensors(output)
+        if own:
+            key = name if times[name] == 1 else f"{name}, time {times[name]}"
+            found[key] = own[0].detach().clone()
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(
+                lambda module, inputs, output, name=name: note(name, output)
+            )
+    seed_generators(0, "proof", everything=True)
+    with Settled(), torch.no_grad():
+        model.train()(inputs)
+    return found
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
@@ -110,21 +150,28 @@ class Twins:
         self._make = make
         self._share = make is not None
         self._before = _bits(model) if self._share else []
+        self._one_number = _names_of_one_number(model)
 
     def one(self) -> nn.Module:
         """One more. Raises ValueError where the model can neither be copied nor made."""
         twin = copy_of(self._model, same_parameters=self._share)
-        if twin is not None:
-            return twin
+        if twin is None:
+            twin = self._another()
+        for name, parameter in twin.named_parameters():
+            if name in self._one_number:
+                parameter.data = _shaken(parameter.data, name)
+        return twin
+
+    def _another(self) -> nn.Module:
         if self._make is None:
             raise ValueError(
                 f"this {type(self._model).__name__} cannot be copied, for a copy would share what "
                 "it holds, such as a function that was made inside of it: give make=, which makes "
                 "the same model once more"
             )
-        twin = self._make()
-        _write(self._model, twin)
-        return twin
+        made = self._make()
+        _write(self._model, made)
+        return made
 
     def put_back(self) -> bool:
         """Makes the model's parameters those of before; returns whether they were others.
@@ -136,6 +183,25 @@ class Twins:
         _write(self._make(), self._model)
         self._share = False
         return True
+
+
+@torch.no_grad()
+def _names_of_one_number(model: nn.Module) -> set[str]:
+    """The parameters that are trained and whose elements are all the same."""
+    found = set()
+    for name, parameter in model.named_parameters():
+        trained = parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+        if trained and bool((parameter == parameter.flatten()[0]).all()):
+            found.add(name)
+    return found
+
+
+def _shaken(tensor: Tensor, name: str) -> Tensor:
+    """A little more or less in each element, of a random sign: in memory of its own."""
+    # On the CPU, so that every rank and every copy has the same.
+    noise = torch.randn(tensor.shape, generator=generator(0, f"shaken {name}"))
+    scale = SHAKEN * max(1.0, float(tensor.flatten()[0].abs()))
+    return tensor + scale * noise.to(tensor.device, tensor.dtype)
 
 
 @torch.no_grad()
