@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from functools import partial
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -139,6 +140,13 @@ def test_a_function_is_called_once_on_everything_and_pairs_on_batches():
     assert calls_of(20) == {"once": [20], "pairs": [20]}
 
 
+class Statistic(NamedTuple):
+    """As scipy's results are."""
+
+    statistic: float
+    pvalue: float
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -149,6 +157,8 @@ def test_a_function_is_called_once_on_everything_and_pairs_on_batches():
         ((torch.zeros(3), torch.tensor(3)), r"gives \(a tensor of shape \[3\], a tensor of sh"),
         ((1, 2, 3), r"gives \(a int, a int, a int\)"),
         ({"f1": 1.0}, "gives a dict"),
+        (torch.ones(2, 3).max(dim=1), "gives a max"),
+        (Statistic(0.9, 0.01), "gives a Statistic"),
         ([1.0], "gives a list"),
         (torch.tensor(1j), r"gives a tensor of shape \[\]"),
     ],

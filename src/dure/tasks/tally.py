@@ -85,7 +85,7 @@ class Tally:
             self.failure = error
             self.waits = True
             return
-        if isinstance(value, tuple):
+        if _is_pair(value):
             self.waits = False
             self._add_pair(value)
         else:
@@ -102,7 +102,7 @@ class Tally:
     def of_all(self, outputs: Any, targets: Any) -> float:
         """The number of a metric that waits, on everything."""
         value = self._called(lambda *all_: of_all(self.metric, *all_), outputs, targets)
-        if isinstance(value, tuple) and not is_of_a_library(self.metric):
+        if _is_pair(value) and not is_of_a_library(self.metric):
             return ratio(*self._pair(value))
         return self._number(value)
 
@@ -117,7 +117,8 @@ class Tally:
             raise
         except Exception as error:
             raise ValueError(
-                f"the metric {self.name!r} failed: {type(error).__name__}: {error}"
+                f"the metric {self.name!r} failed: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}"
             ) from error
 
     def _add(self, given: Any) -> None:
@@ -153,7 +154,7 @@ class Tally:
         self._count += count
 
     def _pair(self, value: Any) -> tuple[float, float]:
-        if not isinstance(value, tuple):
+        if not _is_pair(value):
             raise ValueError(
                 f"the metric {self.name!r} gives a pair (sum, count) for one batch and "
                 f"{_kind(value)} for another"
@@ -178,6 +179,11 @@ class Tally:
         )
 
 
+def _is_pair(value: Any) -> bool:
+    # The type itself: a named tuple, such as a statistic with its p-value, is no sum and count.
+    return type(value) is tuple
+
+
 def _copied(tree: Any) -> Any:
     return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
 
@@ -185,7 +191,7 @@ def _copied(tree: Any) -> Any:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return f"({', '.join(map(_kind, value))})"
     shape = getattr(value, "shape", None)
     if shape is not None:
