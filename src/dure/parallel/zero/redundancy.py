@@ -506,9 +506,11 @@ class ZeroRedundancy:
         """
         self.settle()
         self._check_unchanged()
-        with self._whole.gathered():
-            yield
-        self._accept()
+        try:
+            with self._whole.gathered():
+                yield
+        finally:
+            self._accept()
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
         """The model's whole state_dict, on rank 0; elsewhere it is empty.
