@@ -247,7 +247,8 @@ def test_a_state_that_the_model_loads_itself_is_taken_or_refused(assign: bool) -
         inputs, targets = batches(1, 6)[0]
         F.cross_entropy(alone(inputs), targets).backward()
         sgd(alone).step()
-        for options in [*STAGES, *BF16]:
+        # a parameter that is replaced has its own dtype, which bf16 does not compute with
+        for options in STAGES if assign else [*STAGES, *BF16]:
             model = network()
             optimizer, zero = divided(place, model, **options)
 
