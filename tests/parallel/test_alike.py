@@ -106,3 +106,15 @@ def test_a_rank_that_alone_changes_its_weights_is_found(static: bool) -> None:
 
     for said in on_ranks(2, program):
         assert said.startswith("3: the parameter 2.bias is another on rank 1 than on rank 0")
+
+
+@pytest.mark.parametrize("strategy", [dure.DataParallel(6), dure.ZeRO(2, 6)])
+def test_lazy_layers_are_refused_by_name(strategy: Any) -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(3), nn.Tanh()).double()
+
+    examples = batches(1, 24)[0]
+    sgd = torch.optim.SGD
+    lazily = dure.Task(lazy, F.cross_entropy, examples, optimizer=lambda p: sgd(p, lr=0.1))
+    with pytest.raises(ValueError, match=r"0\.weight is lazy"):
+        dure.train(lazily, strategy, dure.Processes(2), dure.Stop(steps=1))

@@ -189,3 +189,22 @@ def test_wrong_numbers_of_tensors_are_refused_before_anything_travels(ranks: Ran
         with raises(ValueError):
             call()
         goes_on(ranks)
+
+
+@on_ranks(2, backends=DURE)
+def test_begun_calls_take_a_part_in_its_own_place_alone(ranks: Ranks) -> None:
+    begun = ranks.group.begun
+    for place in ranks.all:
+        whole = values(ranks.rank, 2, 8)
+        if place == ranks.rank:
+            begun.begin_reduce_scatter(whole[place].view(-1), whole.view(-1)).end()
+            same(whole[place], values(0, 2, 8)[place] + values(1, 2, 8)[place])
+            begun.begin_all_gather(whole, whole[place])()
+        else:
+            with raises(ValueError, "not as the block of rank"):
+                begun.begin_reduce_scatter(whole[place], whole)
+            with raises(ValueError, "not as the block of rank"):
+                begun.begin_all_gather(whole, whole[place])
+            mine = whole[ranks.rank]
+            begun.begin_reduce_scatter(mine, whole).end()
+            begun.begin_all_gather(whole, mine)()

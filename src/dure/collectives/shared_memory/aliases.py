@@ -36,6 +36,18 @@ def check_outputs(outputs: Sequence[Tensor]) -> None:
         )
 
 
+def check_own_place(part: Tensor, whole: Tensor, rank: int) -> None:
+    """Raises ValueError for a part that lies in `whole`, one block a rank, but not as this rank's.
+
+    Both are contiguous.
+    """
+    if overlap(part, whole) and part.data_ptr() != whole.data_ptr() + rank * part.nbytes:
+        raise ValueError(
+            f"a tensor of this call lies in another one, and not as the block of rank {rank}: what "
+            f"is written there would be read by other ranks; give it memory of its own"
+        )
+
+
 def meets(tensor: Tensor, others: Sequence[Tensor], own: int | None = None) -> bool:
     """Whether a tensor has an element in the place of another's.
 

@@ -283,7 +283,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             (reducible(output, op), reducible(source, op))
             for output, source in zip(outputs, inputs, strict=True)
         ]
-        aside = any(
+        near = len(pairs) == 1 or any_overlap((*outputs, *inputs))  # quicker than each with each
+        aside = near and any(
             self._meets_block(output, source, like=other, may_be_own=other is output)
             for output, _ in pairs
             for other, source in pairs
@@ -396,7 +397,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             check_tensor(source)
             check_gathered(output, source, self._size)
         check_outputs(outputs)
-        written = any(
+        near = len(inputs) == 1 or any_overlap((*outputs, *inputs))
+        written = near and any(
             self._meets_block(source, output, like=other, may_be_own=other is source)
             for source in inputs
             for output, other in zip(outputs, inputs, strict=True)

@@ -109,8 +109,8 @@ class DistributedDataParallel(nn.Module):
         self.group = watched(process_group)
         self.find_unused_parameters = find_unused_parameters
         everything = [*module.parameters(), *module.buffers()]
-        check_alike(everything, self.group)
         check_weights_stay(module, self.group.size)
+        check_alike(everything, self.group)
         self.group.broadcast_values(everything, counted=False)
         self._speaking = speaker_of(module) if broadcast_buffers else None
         self._buffers_at_start = Buffers(module)

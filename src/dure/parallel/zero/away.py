@@ -126,6 +126,12 @@ def elements_of(parameter: Tensor) -> Tensor:
         return found
 
 
+def versions_of(parameters: Iterable[Tensor]) -> list[int]:
+    """How often torch has counted a change of each, past all checks."""
+    with _bare():
+        return [parameter._version for parameter in parameters]
+
+
 def set_elements(parameter: Tensor, elements: Tensor) -> None:
     """Gives a parameter its elements, past all checks."""
     with _bare():

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from dure.parallel.zero.away import elements_of, watch_data
+from dure.parallel.zero.away import elements_of, versions_of, watch_data
 
 
 class Changes:
@@ -42,12 +42,9 @@ class Changes:
 
     def accept(self) -> None:
         """What there is now is as it should be."""
-        self._versions = self._now()
+        self._versions = versions_of(self._parameters)
         self._read.clear()
         self._found = None
-
-    def _now(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
 
     def read(self, parameter: nn.Parameter) -> None:
         """Somebody has read `parameter.data`, and may be about to write there."""
@@ -76,7 +73,7 @@ class Changes:
 
     def check(self) -> None:
         """Raises ValueError if a parameter has changed since the last `accept`."""
-        now = self._now()
+        now = versions_of(self._parameters)
         if now != self._versions:
             moved = [one != other for one, other in zip(now, self._versions, strict=True)]
             self._found = self._names[moved.index(True)]

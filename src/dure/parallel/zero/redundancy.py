@@ -191,7 +191,9 @@ class ZeroRedundancy:
         """Raises ValueError or RuntimeError for what was changed where nobody would see it."""
         self._changes.compare()
         self._changes.check()
-        if self._versions != [share.master._version for share in self.trained]:
+        # What arrives after a step, by a plan, may count as a change.
+        versions = [share.master._version for share in self.trained]
+        if versions != self._versions and not self.wire.planned:
             self._accept()  # so that it is said once
             raise RuntimeError(
                 "the optimizer's pieces (zero.parts()) were changed outside of step(), which other "
@@ -506,9 +508,11 @@ class ZeroRedundancy:
         """
         self.settle()
         self._check_unchanged()
-        with self._whole.gathered():
-            yield
-        self._accept()
+        try:
+            with self._whole.gathered():
+                yield
+        finally:
+            self._accept()
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
         """The model's whole state_dict, on rank 0; elsewhere it is empty.
