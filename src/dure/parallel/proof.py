@@ -105,14 +105,13 @@ def _apart(right: Tensor, tried: Tensor, floor: float) -> float:
         return math.inf
     if not (right.is_floating_point() or right.is_complex()):
         return 0.0 if torch.equal(right, tried) else math.inf
-    if right.numel() == 0:
-        return 0.0
-    apart = float((right - tried).abs().max())
+    apart = _most(right - tried)
+    # Where something is not finite, both have to be so in the same places.
     if not math.isfinite(apart):
         finite = right.isfinite()
         if not torch.equal(finite, tried.isfinite()):
             return math.inf
-        apart = _largest(right[finite] - tried[finite])
+        apart = _most(right[finite] - tried[finite])
     scale = max(_largest(right), floor)
     # Where all ought to be zeros, what differs is taken as it is.
     return apart / scale if scale else apart
@@ -123,8 +122,9 @@ def _largest(tensor: Tensor | None) -> float:
     """The largest finite absolute value; 0 where there is none."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
-    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-    if math.isfinite(largest):
-        return largest
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    most = _most(tensor)
+    return most if math.isfinite(most) else _most(tensor[tensor.isfinite()])
+
+
+def _most(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -68,6 +68,26 @@ class Reader(nn.Module):
         return scores.transpose(1, 2)
 
 
+class Doubly(nn.Module):
+    """Two norms with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.again = nn.LayerNorm(4)
+        self.again.weight = self.norm.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.again(self.norm(inputs))
+        return outputs
+
+
+def doubly() -> Reader:
+    model = Reader()
+    model.attention.query_norm = Doubly()  # type: ignore[assignment]
+    return model
+
+
 class Gated(nn.Module):
     """A branch whose last weight begins as zeros, so that nothing before it has a gradient."""
 
@@ -191,9 +211,9 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "dropout": (double(Dropped), PAIR, NUMBERS),
     "tied": (partial(transformer, True, dropout=0.1), plan_for(transformer(True)), TEXTS),
     "a sequence": (partial(transformer, dropout=0.1), SEQUENCE, TEXTS),
-    "norms on shards within a model on shards": (
-        transformer,
-        {**SEQUENCE, "blocks.*.*_norm": (OnShards(), OnShards())},
+    "norms with one weight, and around them, on shards": (
+        double(doubly),
+        {**READER, "attention.query_norm.*": OnShards()},
         TEXTS,
     ),
 }

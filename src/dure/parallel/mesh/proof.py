@@ -90,15 +90,14 @@ def _missing(model: nn.Module, group: Group, degree: int, device: torch.device) 
 
 
 def needed_bytes(model: nn.Module, degree: int) -> int:
-    """What a rank needs beside the undivided model: its parts, and the largest whole gradient.
+    """What a rank may need beside the undivided model.
 
-    Activations come on top; they are those of one micro-batch.
+    Its parts of weights and gradients, the largest whole gradient, and another undivided model,
+    where it cannot be copied. Activations come on top; they are those of one micro-batch.
     """
     sizes = [parameter.nbytes for parameter in model.parameters()]
     total = sum(sizes)
-    needed = 2 * total // degree + max(sizes, default=0)
-    # One that cannot be copied is made once more, with parameters of its own.
-    return needed if copy_of(model, same_parameters=True) is not None else needed + total
+    return total + 2 * total // degree + max(sizes, default=0)
 
 
 def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[Any, Any]:

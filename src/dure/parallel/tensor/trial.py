@@ -190,8 +190,11 @@ def _names_of_one_number(model: nn.Module) -> set[str]:
     """The parameters that are trained and whose elements are all the same."""
     found = set()
     for name, parameter in model.named_parameters():
-        trained = parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
-        if trained and bool((parameter == parameter.flatten()[0]).all()):
+        if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
+            continue
+        flat = parameter.detach().flatten()
+        # The first ones tell of nearly all parameters.
+        if all(bool((some == flat[0]).all()) for some in (flat[:16], flat)):
             found.add(name)
     return found
 
