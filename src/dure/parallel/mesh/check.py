@@ -20,7 +20,6 @@ from dure.parallel.tensor.dividing import check_lengths, check_plan
 from dure.parallel.tensor.plan import Plan, divides_sequences
 from dure.randomness.seeds import generators_state, restore_generators
 
-
 EVALUATED = 2
 """Examples on which evaluation is tried: batches of it have lengths of their own."""
 

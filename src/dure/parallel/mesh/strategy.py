@@ -80,7 +80,6 @@ from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Shares
 
-
 TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
 """Cuts that were checked, by the models of which they are copies, until they are proven.
 

@@ -43,7 +43,13 @@ from dure.parallel.pipeline.foreign import first_foreign
 from dure.parallel.pipeline.kept import first_change, kept_by
 from dure.parallel.pipeline.place import place_of
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.parallel.proof import Difference, first_difference, once_more, same_operations, tolerance_of
+from dure.parallel.proof import (
+    Difference,
+    first_difference,
+    once_more,
+    same_operations,
+    tolerance_of,
+)
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 
 ADVICE = "or trust the trace with check=False (--no-check)"
@@ -320,9 +326,7 @@ def _update(model: nn.Module) -> None:
             parameter.data.mul_(factors.to(parameter.device).view_as(parameter))
 
 
-def _difference(
-    right: Given, tried: Given, outputs: Callable[[torch.dtype], float]
-) -> str | None:
+def _difference(right: Given, tried: Given, outputs: Callable[[torch.dtype], float]) -> str | None:
     """The first thing that differs, in words; None where nothing does.
 
     outputs: by how much these may differ, by dtype.

@@ -257,9 +257,7 @@ def leaves_of(inputs: Any) -> list[Any]:
     return list(tree_flatten(((inputs,), {}))[0])
 
 
-def exported(
-    model: nn.Module, inputs: Any, places: bool = False
-) -> tuple[fx.GraphModule, Layers]:
+def exported(model: nn.Module, inputs: Any, places: bool = False) -> tuple[fx.GraphModule, Layers]:
     """The graph, and what its opaque operations stand for.
 
     places: each operation has a "stack_trace", with the lines from which it was called.
