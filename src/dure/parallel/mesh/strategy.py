@@ -239,10 +239,15 @@ class Parallel(Strategy):
         if TRACED.get(model, (None,))[0] != self:
             self.check_model(task, model, workers)
         _, cut = TRACED.pop(model)
+        twin = another(model, task, 0)
+        # A task may give one and the same model, of which there is no copy: then there is nothing
+        # to run beside the stages.
+        if twin is cut.model or twin is model:
+            return None
         train, test = examples_for(model, task)
         prove_cut(
             cut,
-            another(model, task, 0),
+            twin,
             others=sample(train, cut.examples, backwards=True),
             evaluation=EVALUATED if test is not None and len(test) else 0,
             parts_gradients=self.list_for(self.most).parts_gradients,

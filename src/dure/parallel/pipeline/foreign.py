@@ -71,7 +71,7 @@ def _passed(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:
     return found
 
 
-class _Recorded(fx.Interpreter):  # type: ignore[misc]
+class _Recorded(fx.Interpreter):
     """Runs a trace, and keeps every tensor that an operation gives."""
 
     def values_of(self, leaves: list[Any]) -> list[Tensor]:

@@ -219,10 +219,7 @@ class _Walk:
             slot for kind in type(value).__mro__ for slot in _names(vars(kind).get("__slots__", ()))
         )
         own = {slot: getattr(value, slot) for slot in slots if _holds(value, slot)}
-        try:
-            own |= vars(value)
-        except TypeError:  # it has no attributes of its own
-            pass
+        own |= getattr(value, "__dict__", {})
         for attribute, content in own.items():
             self._value(f"{name}.{attribute}", content)
 

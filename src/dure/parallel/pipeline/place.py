@@ -136,7 +136,7 @@ def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
 
 def _module_of(frame: FrameType) -> Any:
     """The module of whose method this is a frame; None of any other."""
-    own = frame.f_locals.get("self")
+    own: Any = frame.f_locals.get("self")
     # While it traces, torch stands in for a module by another object.
     return own.get_base() if hasattr(type(own), "get_base") else own
 

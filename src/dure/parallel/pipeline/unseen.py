@@ -80,8 +80,8 @@ def _noticed(kind: type[Function], model: nn.Module, found: list[str]) -> Callab
         if any(isinstance(each, Tensor) and each.requires_grad for each in given):
             found.append(
                 f"it calls {kind.__name__}, a torch.autograd.Function{_here(model)}, whose "
-                "backward a trace does not have; write it with operations alone, such as x + (y - x).detach() for the "
-                "value of y with the gradient of x"
+                "backward a trace does not have; write it with operations alone, such as "
+                "x + (y - x).detach() for the value of y with the gradient of x"
             )
         return forward(*arguments, **named)
 
