@@ -83,7 +83,7 @@ class Algorithm:
 
         staleness: models made meanwhile.
         """
-        return 1.0, float(update.examples)
+        return 1.0, update.weight
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
         """Takes the mean of the extras of the updates that made the new model."""

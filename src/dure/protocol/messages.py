@@ -65,9 +65,9 @@ class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
 class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A client's answer: how its weights moved. The model itself never leaves the client.
 
-    delta: weights after training less the weights received. buffers: after training. examples: n_k,
-    how many the client has. samples: examples processed, local epochs counted. loss: mean over
-    them.
+    delta: weights after training less the weights received. buffers: after training. examples: how
+    many the client has. samples: examples processed, local epochs counted. loss: mean over what the
+    loss has counted in them, `counted`; None: each of them counts one.
     """
 
     ticket: int
@@ -79,10 +79,21 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]
     extra: Sequence[Tensor] = ()
+    counted: float | None = None
 
     @property
     def nbytes(self) -> int:
         return nbytes(self.delta) + nbytes(self.buffers) + nbytes(self.extra)
+
+    @property
+    def count(self) -> float:
+        """What the loss has counted in the samples."""
+        return float(self.samples) if self.counted is None else self.counted
+
+    @property
+    def weight(self) -> float:
+        """n_k, what the loss counts in the client's examples: as many, where each counts one."""
+        return self.examples * (self.count / self.samples)
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):

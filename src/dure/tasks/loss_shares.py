@@ -48,7 +48,7 @@ def loss_and_count(loss: Loss, outputs: Any, targets: Any, examples: int) -> tup
     value = loss(outputs, targets)
     if isinstance(value, tuple):
         total, count = _pair(value)
-        return float(total), count
+        return float(total.item()), count
     return float(value) * count, count
 
 

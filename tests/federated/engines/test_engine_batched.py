@@ -264,7 +264,7 @@ def double(make):
         ({"optimizer": lambda p: SGD(list(p)[1:], lr=0.1)}, "leaves parameters out"),
         ({"optimizer": partial(SGD, lr=0.1, maximize=True)}, "settings beyond lr"),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "the loss is CrossEntropyLoss"),
-        ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, "the loss is CrossEntropyLoss"),
+        ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3).float())}, "the loss fails: expected"),
         (
             {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
             "the loss is <lambda>",

@@ -395,6 +395,7 @@ class Clients:
             delta=delta,
             buffers=first.buffers,
             extra=extra,
+            counted=first.counted,
         )
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
@@ -476,4 +477,5 @@ def _written(update: Update) -> dict[str, Any]:
         "delta": list(update.delta),
         "buffers": list(update.buffers),
         "extra": list(update.extra),
+        "counted": update.counted,
     }

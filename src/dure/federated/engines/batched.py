@@ -38,7 +38,7 @@ from dure.errors import DureError
 from dure.federated.engines.factored import which_pay
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import not_finite
-from dure.federated.engines.losses import cross_entropy
+from dure.federated.engines.losses import Found, cross_entropy
 from dure.federated.engines.memory import Memory
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.plan import Step, plan
@@ -61,6 +61,13 @@ MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
 
 _NOTHING = Trained([], [], 0, 0.0)
+
+
+class Losses(NamedTuple):
+    """Of each step and client, (steps, C), and what they have counted; None: their examples."""
+
+    losses: Tensor
+    counted: Tensor | None
 
 
 class Kind(NamedTuple):
@@ -99,8 +106,8 @@ def batched_engine(
         rule = sgd_of(optimizer_of(task, parameters), parameters)
     except CannotBatchError as reason:
         return str(reason)
-    if together and program.loss is cross_entropy:
-        program.loss = partial(cross_entropy, in_company=True)
+    if together and program.loss.rows is cross_entropy:
+        program.loss.rows = partial(cross_entropy, in_company=True)
     return BatchedEngine(
         program=program,
         rule=rule,
@@ -270,18 +277,28 @@ class BatchedEngine(Engine):
     def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
         """The results up to the first job whose numbers are not finite, and the error to raise."""
         made = plan(jobs, self.batch_size, self.seed)
-        deltas, losses, finite = self._compute(
+        deltas, found, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
         )
-        values = losses.T.tolist()
+        values = found.losses.T.tolist()
+        counts = None if found.counted is None else found.counted.T.tolist()
         # The plan has its own order (by steps); results go back to that of the jobs.
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
-            # Steps beyond a client's own have no size, and their losses, 0, are left out.
-            loss = sum(map(mul, values[at], sizes)) / samples
-            trained[which] = Trained(deltas[at], [], samples, loss)
+            # Steps beyond a client's own have no size, and count nothing: their losses, 0, are left
+            # out.
+            own = sizes if counts is None else counts[at]
+            counted = sum(own)
+            loss = sum(map(mul, values[at], own)) / counted if counted else 0.0
+            trained[which] = Trained(
+                delta=deltas[at],
+                buffers=[],
+                samples=samples,
+                loss=loss,
+                counted=None if counts is None else counted,
+            )
         # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
         # is found.
         if not finite:
@@ -294,7 +311,7 @@ class BatchedEngine(Engine):
 
     def _compute(
         self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
-    ) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
+    ) -> tuple[list[Sequence[Tensor]], Losses, bool]:
         """Each job's update; the losses, (steps, C); and whether all of it is finite."""
         rule = (
             self.rule
@@ -314,6 +331,7 @@ class BatchedEngine(Engine):
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
+        counted: Tensor | None = None
         threads_here = self._threads(steps)
         own_threads = nullcontext() if threads_here is None else threads(threads_here)
         # What is made in inference mode is read outside, and never changed.
@@ -335,7 +353,12 @@ class BatchedEngine(Engine):
                 )
             self.program.begin(len(jobs))
             for at, step in enumerate(steps):
-                losses[at, : len(step.sizes)] = self._step(step, at == 0)
+                found = self._step(step, at == 0)
+                losses[at, : len(step.sizes)] = found.losses
+                if found.counted is not None:
+                    if counted is None:
+                        counted = torch.zeros_like(losses, dtype=torch.float64)
+                    counted[at, : len(step.sizes)] = found.counted
             self._write(start, outputs, once)
         if defers:
             products = Products(self._parts(outputs), rule.lr, threads_here)
@@ -343,14 +366,14 @@ class BatchedEngine(Engine):
             # none; where it does not, they are formed and looked at.
             if products.bounded():
                 own = jobs[0].weights[0]
-                return (
-                    [Deferred(products, at, own) for at in range(len(jobs))],
-                    losses,
-                    _finite(losses),
-                )
+                deferred: list[Sequence[Tensor]] = [
+                    Deferred(products, at, own) for at in range(len(jobs))
+                ]
+                return deferred, Losses(losses, counted), _finite(losses)
             changes = products.all()
         updates = changes.to(jobs[0].weights[0].device).unbind(0)
-        return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
+        finite = _finite(changes) and _finite(losses)
+        return [[update] for update in updates], Losses(losses, counted), finite
 
     def _threads(self, steps: Sequence[Step]) -> int | None:
         """The threads of operators; None where they stay as they are.
@@ -433,7 +456,7 @@ class BatchedEngine(Engine):
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
 
-    def _step(self, step: Step, first: bool) -> Tensor:
+    def _step(self, step: Step, first: bool) -> Found:
         rows = step.rows.view(-1).to(self.device)
         inputs = self.inputs.index_select(0, rows).unflatten(0, step.rows.shape)
         targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)

@@ -46,7 +46,8 @@ class Trained(msgspec.Struct, frozen=True, gc=False):
     """What came of a job.
 
     delta: the weights after training less `job.weights`. samples: examples processed; loss: mean
-    over them. failure: the reason, if the client could not do it; everything else is then empty.
+    over what the loss has counted in them, `counted`; None: each of them counts one. failure: the
+    reason, if the client could not do it; everything else is then empty.
     """
 
     delta: Sequence[Tensor]
@@ -54,6 +55,7 @@ class Trained(msgspec.Struct, frozen=True, gc=False):
     samples: int
     loss: float
     failure: str | None = None
+    counted: float | None = None
 
 
 class Engine:

@@ -32,6 +32,7 @@ from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, opti
 from dure.federated.engines.plan import batches
 from dure.machine.devices import to_device
 from dure.randomness.seeds import seed_generators
+from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
@@ -67,6 +68,7 @@ class LoopEngine(Engine):
         self.examples = examples
         self.batch_size = batch_size
         self.seed = seed
+        self.losses = CountedLoss(task.loss, examples)
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
@@ -94,10 +96,11 @@ class LoopEngine(Engine):
 
     def _train(self, job: Job) -> Trained:
         losses: list[Tensor] = []
+        counts: list[float] = []
         order, sizes = batches(job, self.batch_size, self.seed)
         try:
             self._load(job)
-            self._steps(job, order, sizes, losses)
+            self._steps(job, order, sizes, losses, counts)
         except (DureError, _NoGradientError):
             raise
         except Exception as error:
@@ -110,16 +113,29 @@ class LoopEngine(Engine):
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             raise not_finite(job)
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
-        loss = sum(value * size for value, size in zip(values, sizes, strict=True)) / len(order)
+        counted = sum(counts)
+        total = sum(value * count for value, count in zip(values, counts, strict=True))
         return Trained(
-            delta, [buffer.clone() for buffer in self.buffers.of(self.model)], len(order), loss
+            delta=delta,
+            buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
+            samples=len(order),
+            loss=total / counted if counted else 0.0,
+            counted=counted,
         )
 
     def _load(self, job: Job) -> None:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
 
-    def _steps(self, job: Job, order: Tensor, sizes: Sequence[int], losses: list[Tensor]) -> None:
+    def _steps(
+        self,
+        job: Job,
+        order: Tensor,
+        sizes: Sequence[int],
+        losses: list[Tensor],
+        counts: list[float],
+    ) -> None:
+        """The steps of the job. losses, counts: get the loss of each, and what that counted."""
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
@@ -131,9 +147,10 @@ class LoopEngine(Engine):
             # shows.
             for parameter in self.parameters:
                 parameter.grad = None
-            loss = self.task.loss(self.model(inputs), targets)
+            loss, counted = self.losses.mean(self.model(inputs), targets, len(batch))
             # Not as a number yet: a GPU would be waited for in every step.
             losses.append(loss.detach())
+            counts.append(counted)
             loss.backward()  # type: ignore[no-untyped-call]
             step()
 

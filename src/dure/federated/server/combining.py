@@ -18,6 +18,7 @@ from dure.federated.algorithm import Algorithm
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
+from dure.tasks.loss_shares import mean_over
 
 VAIN = 100
 """Models in a row that may be made of nothing, before the server gives up.
@@ -29,7 +30,8 @@ Of nothing: every update was refused.
 class Result(NamedTuple):
     """What a new model was made of.
 
-    loss: mean over the samples, None of none; refused: by `fold`, ticket to reason.
+    loss: mean over what was counted in the samples, None of nothing. refused: by `fold`, ticket to
+    reason.
     """
 
     loss: float | None
@@ -44,6 +46,7 @@ class Folded(NamedTuple):
 
     client: int
     samples: int
+    counted: float
     loss: float
     staleness: int
 
@@ -88,8 +91,11 @@ class Combining:
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None
-        self.model.fold(update, scale, weight, start)
-        self._folded.append(Folded(update.client, update.samples, update.loss, staleness))
+        # Where its loss has counted nothing, a client has learned nothing.
+        if weight > 0:
+            self.model.fold(update, scale, weight, start)
+        told = (update.client, update.samples, update.count, update.loss)
+        self._folded.append(Folded(*told, staleness))
 
     def finish(self) -> Result:
         """Makes the new model; `Coordinator.finish` says the rest."""
@@ -121,11 +127,10 @@ class Combining:
             )
 
     def _result(self) -> Result:
-        samples = sum([one.samples for one in self._folded])
-        loss = sum([one.samples * one.loss for one in self._folded])
+        loss = sum([one.counted * one.loss for one in self._folded])
         return Result(
-            loss=loss / samples if samples else None,
-            samples=samples,
+            loss=mean_over(loss, sum([one.counted for one in self._folded])),
+            samples=sum([one.samples for one in self._folded]),
             clients=[one.client for one in self._folded],
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,

@@ -41,9 +41,11 @@ def unfit(update: Update, asked: Assignment, finite: bool, collected: bool) -> s
         # `like` is often the weights themselves: then there is nothing to compare.
         if one is not other and (one.shape != other.shape or one.dtype != other.dtype):
             return "its tensors have not the model's shapes and types"
-    # n_k is a weight of the mean: below 1 it would turn the client's update around.
+    # n_k is a weight of the mean: below 0 it would turn the client's update around.
     if update.samples <= 0 or update.examples <= 0:
         return "it is of no examples"
+    if not 0 <= update.count < math.inf:
+        return f"its loss counts {update.count}, which is no weight"
     if finite:
         return None
     # Extras are always combined by a mean, which a single NaN would spoil, so they are looked at

@@ -147,7 +147,7 @@ class ReplicasLearner(SingleLearner):
         self._begin_backward(found.loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())
         self._reduce(busy)
-        return Progress(float(found.loss) if found.counted else None, len(indices), wish)
+        return Progress(float(found.loss.item()) if found.counted else None, len(indices), wish)
 
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
         """Hands each worker its inputs and the weights; the workers that got some."""
