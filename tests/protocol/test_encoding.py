@@ -64,6 +64,7 @@ MESSAGES: list[Message] = [
     assignment(),
     assignment(extra=[torch.zeros(5)], deadline=None),
     Update(3, 1, 2, 10, 20, math.nan, [torch.randn(5)], [torch.tensor(8)], [torch.randn(5)]),
+    Update(3, 1, 2, 10, 20, 0.5, [torch.randn(5)], [], counted=7.5),
     Settled([3, 4], [5]),
     Refuse(3, -1, "it came too late: ü"),
     Measure(2, [torch.randn(5)], [], 3.5),

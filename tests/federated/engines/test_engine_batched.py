@@ -89,6 +89,33 @@ def test_it_is_the_loop_with_mu_anchors_and_corrections(
     assert close(small_task(n=60, optimizer=optimizer), engine(optimizer=optimizer), jobs)
 
 
+def of_ones_own(outputs, targets):
+    total = F.cross_entropy(outputs, targets, WEIGHT, ignore_index=0, reduction="sum")
+    return total, WEIGHT[targets[targets != 0]].sum()
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+UNEQUAL = [
+    partial(F.cross_entropy, ignore_index=1),
+    partial(F.cross_entropy, ignore_index=2, weight=WEIGHT),
+    nn.CrossEntropyLoss(weight=WEIGHT),
+    of_ones_own,
+]
+
+
+@given(CLIENTS, st.none() | st.integers(1, 4), FAMILY, st.sampled_from(UNEQUAL))
+def test_it_is_the_loop_for_losses_that_count_unequally(clients, batch_size, optimizer, loss):
+    settings = {"optimizer": optimizer, "loss": loss}
+    made = engine(batch_size, **settings)
+    jobs = jobs_of(*map(list, zip(*clients, strict=True)), weights_of())
+    task = small_task(n=60, **settings)
+    assert close(task, made, jobs, batch_size)
+    expected = results(LoopEngine(task, task.model(), task.train, batch_size, 3), jobs)
+    assert [each.counted for each in results(made, jobs)] == pytest.approx(
+        [each.counted for each in expected]
+    )
+
+
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
@@ -265,6 +292,9 @@ def double(make):
         ({"optimizer": partial(SGD, lr=0.1, maximize=True)}, "settings beyond lr"),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "the loss is CrossEntropyLoss"),
         ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3).float())}, "the loss fails: expected"),
+        ({"loss": nn.NLLLoss()}, "the loss is NLLLoss"),
+        ({"loss": lambda outputs, targets: (outputs.sum(), 0)}, "the loss counts nothing"),
+        ({"loss": lambda outputs, targets: (outputs, 1)}, "a sum that is no scalar tensor"),
         (
             {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
             "the loss is <lambda>",

@@ -191,6 +191,9 @@ def test_updates_that_nobody_waits_for_are_refused_with_the_reason() -> None:
         ({"delta": [torch.zeros(6), torch.zeros(2)]}, "shapes and types"),
         ({"client": 17}, "not an answer to what was asked"),
         ({"samples": 0}, "of no examples"),
+        ({"counted": -1.0}, "counts -1.0, which is no weight"),
+        ({"counted": float("nan")}, "counts nan, which is no weight"),
+        ({"counted": float("inf")}, "counts inf, which is no weight"),
     ],
 )
 def test_an_update_that_cannot_be_right_is_left_out_and_the_round_goes_on(

@@ -7,7 +7,8 @@
         optimizer.step()  # gradients are the same on all ranks
 
 Every rank computes the mean gradient over its own batch; what arrives is their average (1/N)·Σ g_r,
-the gradient of the joint batch where the ranks' batches have one size. How that is hidden by
+the gradient of the joint batch where the loss counts as much on every rank; elsewhere a rank's loss
+has to be multiplied with N times its share of what all of them count. How that is hidden by
 backward, and what travels, is in `dure.parallel.data.reducer`. The tail has three fields:
 
     out       of each rank      whether it has run out of data
