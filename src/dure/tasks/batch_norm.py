@@ -80,6 +80,23 @@ def check_pieces(
     )
 
 
+def check_own_batches(
+    task: Task, model: nn.Module, batch_size: int | None, workers: int | None
+) -> None:
+    """Raises ValueError where workers with data of their own have one example a step or in all.
+
+    A rest of one joins the batch before it.
+    """
+    ranks = workers or 1
+    least = len(task.train) // ranks
+    own = least if batch_size is None else min(least, -(-batch_size // ranks))
+    if own < 2 and needs_two(model, examples_for(model, task)[0]):
+        raise ValueError(
+            f"each of {ranks} workers has one example in a step, and batch norm has no statistics "
+            f"of one example: take a batch_size of more than {ranks}, or fewer workers"
+        )
+
+
 def _has_one(examples: int, batch_size: int, ranks: int, pieces: int) -> bool:
     """Whether some piece is of one example."""
     for batch in (batch_size, examples % batch_size):

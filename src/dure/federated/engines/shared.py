@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dure.federated.engines.job import Job, Trained
 from dure.federated.engines.products import Deferred, Products, Sizes
+from dure.protocol.messages import Failure
 from dure.tensors.flat import by_dtype
 
 LINE = 64
@@ -104,7 +105,7 @@ class Reply:
     in it an update is. Else each update is in a set of its own.
     """
 
-    results: list[tuple[int, float, list[Tensor], str | None]]
+    results: list[tuple[int, float, list[Tensor], Failure | None]]
     products: list[tuple[list[Sizes], float]] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
 
