@@ -127,10 +127,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def warn(text: str) -> None:
     """Warns at the line of the user's that led here, and not at one of dure's."""
+    # Where something is closed in the end, Python's own stack of what is to be closed lies between.
+    passed = (__name__.partition(".")[0], "contextlib")
     frame = sys._getframe(1)
     level = 2
-    package = __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in passed:
         frame = frame.f_back
         level += 1
     warnings.warn(text, stacklevel=level)
