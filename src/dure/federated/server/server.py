@@ -182,9 +182,10 @@ class Server(Learner):
         if not self._told_refused and self.log.liars is None:
             self._told_refused = True
             reason = next(iter(result.refused.values()))
+            others = "; the others count on" if result.clients else ""
             warn(
-                f"round {round}: the update of {self.who(result.wrong[0])} is refused: {reason}; "
-                f"the others count on (summary.json has the refusals of the whole run)",
+                f"round {round}: the update of {self.who(result.wrong[0])} is refused: {reason}"
+                f"{others} (summary.json has the refusals of the whole run)"
             )
         if not self._told_vain and not result.clients:
             self._told_vain = True
