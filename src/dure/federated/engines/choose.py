@@ -74,9 +74,10 @@ class Setting(NamedTuple):
 
     model: a fresh one, which becomes the engine's own. jobs: those of a typical round. processes:
     so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs always come
-    as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted
-    again; 0 is as these jobs suggest. threads: of the operators of an engine alone, in steps of
-    many clients that are long enough; None leaves them as they are.
+    as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk:
+    so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
+    suggest. threads: of the operators of an engine alone, in steps of many clients that are long
+    enough; None leaves them as they are.
     """
 
     task: Task
