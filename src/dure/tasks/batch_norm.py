@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
@@ -26,6 +27,9 @@ def needs_two(model: nn.Module, examples: Examples) -> bool:
     It has a batch norm that sees a single value a channel then. The model stays as it is. Cost: for
     models with batch norm, a forward pass of one example in evaluation mode.
     """
+    # A forward pass would decide the shapes of parameters that have none yet.
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        return False
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     # A model may keep some of them as they are in evaluation.
@@ -112,5 +116,8 @@ def _parts(count: int, among: int) -> set[int]:
 
 
 def _measures(norm: _BatchNorm) -> bool:
-    """Whether it takes the statistics of the batch."""
+    """Whether it takes the statistics of its own batch alone."""
+    # One that is synchronised has those of all ranks.
+    if isinstance(norm, nn.SyncBatchNorm):
+        return False
     return norm.training or norm.running_mean is None
