@@ -8,7 +8,9 @@ with: 2 where the user's input has to change, 1 where a run failed.
 from __future__ import annotations
 
 import difflib
+import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -154,3 +156,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower().replace("_", "-"), spelt, n=1)
     hint = f", did you mean {spelt[near[0]]!r}? There are: " if near else "; there are: "
     return hint + ", ".join(known)
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's that led here, and not at one of dure's."""
+    # Where something is closed in the end, Python's own stack of what is to be closed lies between.
+    passed = (__name__.partition(".")[0], "contextlib")
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in passed:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)

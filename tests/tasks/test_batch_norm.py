@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 import dure
 from dure.tasks.batch_norm import check_pieces, needs_two
@@ -50,19 +51,23 @@ def task(n: int, model: Any = normed) -> dure.Task:
         (lambda: nn.BatchNorm2d(2).double(), (2, 3, 3), False),
         (lambda: nn.BatchNorm2d(2).double(), (2, 1, 1), True),
         (lambda: nn.BatchNorm1d(2, track_running_stats=False).double(), (2,), True),
+        (lambda: nn.SyncBatchNorm(2).double(), (2,), False),
+        (lambda: nn.LazyBatchNorm1d().double(), (2,), False),
     ],
 )
 def test_a_model_needs_two_where_its_batch_norm_would_see_one_value(
     model: Any, shape: tuple[int, ...], expected: bool
 ) -> None:
     made = model()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
+    lazy = any(map(is_lazy, made.parameters()))
+    before = {} if lazy else {name: value.clone() for name, value in made.state_dict().items()}
     modes = [module.training for module in made.modules()]
     assert (
         needs_two(made, dure.Examples(torch.randn(4, *shape).double(), torch.zeros(4))) is expected
     )
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in before.items())
     assert [module.training for module in made.modules()] == modes
+    assert any(map(is_lazy, made.parameters())) is lazy
 
 
 @pytest.mark.parametrize("n", range(2, 14))
@@ -93,6 +98,8 @@ def test_refused_is_what_divides_to_one_and_what_is_advised_is_not(
         (dure.ZeRO(batch_size=10), dure.Processes(2)),
         (dure.LocalSGD(batch_size=10), dure.Processes(2)),
         (dure.DiLoCo(batch_size=10), dure.Processes(2)),
+        (dure.ParallelSGD(batch_size=2), dure.Processes(2)),
+        (dure.ADMM(batch_size=2), dure.Processes(2)),
         (dure.Pipeline(batch_size=8, microbatches=4), dure.Processes(2)),
         (dure.Hogwild(batch_size=8), dure.Threads(2)),
         (dure.FedAvg(clients=3, batch_size=1), None),
@@ -102,7 +109,7 @@ def test_every_system_refuses_before_the_run(strategy: Any, world: Any) -> None:
     n = 33 if strategy.batch_size == 8 else 43
     with pytest.raises(ValueError, match=r"batch norm.* has no statistics of one"):
         dure.train(task(n), strategy, world, dure.Stop(epochs=1))
-    if strategy.batch_size != 1:  # nobody else is refused
+    if strategy.batch_size > 2:  # nobody else is refused
         plain = small_task(train=examples(n), test=None)
         strategy.check_model(plain, plain.model(), 2)
 

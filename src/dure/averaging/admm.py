@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
@@ -47,6 +47,7 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
@@ -106,6 +107,10 @@ class ADMM(Strategy):
         ]
         rho = f"rho={self.rho:g}{' adaptive' if self.adaptive else ''}"
         return " ".join(["ADMM" if self.duals else "ADMM without duals", rho, *parts])
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_own_batches(task, model, self.batch_size, workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

@@ -45,6 +45,7 @@ from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.errors import LossNotFiniteError
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.modes import in_mode
@@ -86,6 +87,10 @@ class ParallelSGD(Strategy):
                 *([] if self.partition == IID() else [str(self.partition)]),
             ]
         )
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_own_batches(task, model, self.batch_size, workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

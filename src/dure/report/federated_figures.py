@@ -142,11 +142,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 def _called(run: Run) -> Callable[[int], str]:
     """The name of each client, safe in a page."""
     partition = run.partition
-    known = 0 if partition is None else len(partition.counts)
 
     def called(client: int) -> str:
-        there = partition is not None and client < known
-        return html.escape(partition.called(client), quote=False) if there else str(client)
+        if partition is None or client >= len(partition.counts):
+            return str(client)
+        return html.escape(partition.called(client), quote=False)
 
     return called
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
@@ -26,6 +27,9 @@ def needs_two(model: nn.Module, examples: Examples) -> bool:
     It has a batch norm that sees a single value a channel then. The model stays as it is. Cost: for
     models with batch norm, a forward pass of one example in evaluation mode.
     """
+    # A forward pass would decide the shapes of parameters that have none yet.
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        return False
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     # A model may keep some of them as they are in evaluation.
@@ -80,6 +84,23 @@ def check_pieces(
     )
 
 
+def check_own_batches(
+    task: Task, model: nn.Module, batch_size: int | None, workers: int | None
+) -> None:
+    """Raises ValueError where workers with data of their own have one example a step or in all.
+
+    A rest of one joins the batch before it.
+    """
+    ranks = workers or 1
+    least = len(task.train) // ranks
+    own = least if batch_size is None else min(least, -(-batch_size // ranks))
+    if own < 2 and needs_two(model, examples_for(model, task)[0]):
+        raise ValueError(
+            f"each of {ranks} workers has one example in a step, and batch norm has no statistics "
+            f"of one example: take a batch_size of more than {ranks}, or fewer workers"
+        )
+
+
 def _has_one(examples: int, batch_size: int, ranks: int, pieces: int) -> bool:
     """Whether some piece is of one example."""
     for batch in (batch_size, examples % batch_size):
@@ -95,5 +116,8 @@ def _parts(count: int, among: int) -> set[int]:
 
 
 def _measures(norm: _BatchNorm) -> bool:
-    """Whether it takes the statistics of the batch."""
+    """Whether it takes the statistics of its own batch alone."""
+    # One that is synchronised has those of all ranks.
+    if isinstance(norm, nn.SyncBatchNorm):
+        return False
     return norm.training or norm.running_mean is None

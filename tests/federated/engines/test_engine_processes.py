@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from dure.errors import WorkerFailedError
+from dure.federated.engines import processes as module
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
@@ -185,6 +186,36 @@ def test_a_child_that_dies_is_an_error_that_names_its_client(processes):
         results(divided, jobs)
     alone = LoopEngine(task, network(), task.train, 4, 3)
     assert same(results(divided, jobs[:2]), results(alone, jobs[:2]))  # by new children
+
+
+def test_a_child_that_somebody_has_stopped_is_an_error_that_names_its_client(
+    processes, monkeypatch
+):
+    monkeypatch.setattr(module, "LOOK", 0.01)
+    monkeypatch.setattr(module, "PATIENCE", 3)
+    before = descendants(os.getpid())
+    task, jobs = bad_for_two(lambda outputs: os.kill(os.getpid(), signal.SIGSTOP))
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3))
+    text = r"client 2 failed in round 3: the process that trained for it has been stopped for 0.03"
+    with pytest.raises(WorkerFailedError, match=text):
+        results(divided, jobs)
+    assert descendants(os.getpid()) <= before
+
+
+def test_a_child_that_goes_on_in_time_has_lost_nothing(processes, monkeypatch):
+    monkeypatch.setattr(module, "LOOK", 0.01)
+    looks = []
+
+    def stopped(pid):
+        looks.append(pid)
+        return len(looks) % 3 != 0  # never three times in a row
+
+    monkeypatch.setattr(module, "_is_stopped", stopped)
+    monkeypatch.setattr(module, "PATIENCE", 3)
+    task, jobs = bad_for_two(lambda outputs: time.sleep(0.3) or outputs.sum())
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3), workers=1)
+    assert [each.failure for each in results(divided, jobs)] == [None] * 3
+    assert len(looks) > 3
 
 
 def test_an_engine_that_is_dropped_takes_its_children_along():

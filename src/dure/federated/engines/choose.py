@@ -3,12 +3,11 @@
 Engines differ in rounding. So neither a clock nor the number of cores has a say: the same run
 chooses alike on a busy machine and on another one.
 
-    many clients at once    where the model, its loss and its optimizer can be computed so: up to
-                            ten times as fast, and in no measured case clearly slower
+    many clients at once    where the model, its loss and its optimizer can be computed so
     by processes            where a round has `LONG_ROUND` operations, on a CPU
 
 How many processes there are changes no bit. What does is how many clients a process computes at
-once: the parts of a round, whose number follows from its clients (`parts_of`).
+once: a part of a round, whose size follows from the number of clients (`parts_of`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ What several processes gain in a shorter round is lost in messages.
 """
 
 COMPANY = 10
-"""Clients of a part of a round: with fewer, one client takes longer."""
+"""Clients for each of more than two parts: the fewer a part has, the longer each of them takes."""
 
 MOST_PARTS = 8
 """Parts of a round, at most."""
@@ -74,11 +73,11 @@ class Setting(NamedTuple):
     """What an engine is made of.
 
     model: a fresh one, which becomes the engine's own. jobs: those of a typical round. processes:
-    so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs
-    always come as these do, a round at a time. sums: whether updates are only summed
-    (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted
-    again; 0 is as these jobs suggest. threads: of the operators of an engine alone, in steps of
-    many clients that are long enough; None leaves them as they are.
+    so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs always come
+    as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk:
+    so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
+    suggest. threads: of the operators of an engine alone, in steps of many clients that are long
+    enough; None leaves them as they are.
     """
 
     task: Task

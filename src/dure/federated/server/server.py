@@ -11,7 +11,6 @@ here; `Server` goes on from its own checkpoint, and what clients keep is theirs.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from dure.contracts.strategy import Learner, Progress
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.keys import said
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
 from dure.federated.server import by_client
@@ -185,17 +184,16 @@ class Server(Learner):
         if not self._told_refused and self.log.liars is None:
             self._told_refused = True
             reason = next(iter(result.refused.values()))
-            warnings.warn(
-                f"round {round}: the update of {self.who(result.wrong[0])} is refused: {reason}; "
-                f"the others count on (summary.json has the refusals of the whole run)",
-                stacklevel=2,
+            others = "; the others count on" if result.clients else ""
+            warn(
+                f"round {round}: the update of {self.who(result.wrong[0])} is refused: {reason}"
+                f"{others} (summary.json has the refusals of the whole run)"
             )
         if not self._told_vain and not result.clients:
             self._told_vain = True
-            warnings.warn(
+            warn(
                 f"round {round}: no update counts, so the model stays as it is; all "
                 f"{len(result.refused)} were refused: {next(iter(result.refused.values()))}",
-                stacklevel=2,
             )
 
     def close(self) -> None:
@@ -207,10 +205,9 @@ class Server(Learner):
             return
         whole = "that of the beginning" if vain == number else f"that of round {number - vain}"
         reason, _ = self.log.refusals.most_common(1)[0]
-        warnings.warn(
+        warn(
             f"no update counted in the last {vain} rounds, so the model is {whole}; most were "
             f"refused for this: {reason}",
-            stacklevel=2,
         )
 
     def who(self, client: int) -> str:
