@@ -26,7 +26,7 @@ from dure.record.checkpoint import (
     stored,
     unpack_checkpoint,
 )
-from dure.record.disk import Lines, patiently, sync_folder, told, write_atomically
+from dure.record.disk import Lines, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.seal import Seal, checksum
 from dure.record.settings import edited, other_run, settings
@@ -320,8 +320,7 @@ class RunFolder:
         if seal is None:
             self.rewrite_history(history)
         elif path.exists():
-            with told(path):
-                os.truncate(path, seal.history[0])
+            cut(path, seal.history[0])
         return history
 
     def _history_of(self, checkpoint: Stored) -> History:
