@@ -187,7 +187,6 @@ def resume(
             new_config,
             strategy.oldest_checkpoint,
             named_again=_named_again(again),
-            renamed=ask.renamed(),
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
