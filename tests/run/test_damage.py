@@ -189,6 +189,27 @@ def test_a_checkpoint_without_a_seal_goes_on_and_says_so(runs: Path, tmp_path: P
     assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["00000009"]
 
 
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_link_in_a_folder_leads_to_no_file_of_the_user_s(
+    sealed: bool, runs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "run", tmp_path / "run")
+    history = tmp_path / "run" / "history.jsonl"
+    mine = tmp_path / "mine"
+    shutil.move(history, mine)
+    with open(mine, "a") as file:
+        file.write("of the user's\n")
+    history.symlink_to(mine)
+    before = mine.read_bytes()
+    if sealed:
+        with pytest.raises(RunFolderWriteError, match=r"cannot write .*history\.jsonl"):
+            go_on(tmp_path / "run")
+    else:
+        shutil.rmtree(tmp_path / "run" / "checkpoint")
+        go_on(tmp_path / "run")
+    assert mine.read_bytes() == before
+
+
 def test_other_versions_are_told_and_the_run_goes_on(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "run", tmp_path / "run")
     of_config(lambda config: config.update(versions={"dure": "9.9", "torch": "1.0"}))(

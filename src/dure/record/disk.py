@@ -40,11 +40,22 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Writes a file whose content is on the disk when this returns. Raises OSError."""
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=_itself) as file:
         file.write(content)
         file.flush()
         # Else the name could be on the disk before the content, when the power fails.
         os.fsync(file.fileno())
+
+
+def cut(path: Path, length: int) -> None:
+    """Removes what a file holds after so many bytes. Raises RunFolderWriteError."""
+    with told(path), open(path, "r+b", opener=_itself) as file:
+        file.truncate(length)
+
+
+def _itself(path: str, flags: int) -> int:
+    # Not what a link leads to: a folder that somebody sent may have one to a file of the user's.
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync_folder(path: Path) -> None:
@@ -96,7 +107,7 @@ class Lines:
         """Not in `length` and `checksum` yet: `_rest`, and what was written before it."""
         with told(path):
             # Unbuffered, one write a call: a kill cuts off no more than the end.
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in close()
+            self._file = open(path, "ab", buffering=0, opener=_itself)  # noqa: SIM115, see close()
             content = path.read_bytes()
             self.length = content.rfind(b"\n") + 1
             self.checksum = checksum(content[: self.length])

@@ -26,7 +26,7 @@ from dure.record.checkpoint import (
     stored,
     unpack_checkpoint,
 )
-from dure.record.disk import Lines, patiently, sync_folder, told, write_atomically
+from dure.record.disk import Lines, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.seal import Seal, checksum
 from dure.record.settings import edited, other_run, settings
@@ -158,16 +158,14 @@ class RunFolder:
         oldest_checkpoint: int = 1,
         *,
         named_again: Collection[str] = (),
-        renamed: Mapping[str, str] | None = None,
         model: Mapping[str, Tensor] | None = None,
         entered: bool = False,
     ) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
         named_again: which settings, or parts such as "world", the user has given anew, and not
-        left to config.json. renamed: references that config.json had, and what is there in place of
-        each. model: a state_dict of what will be trained. entered: config.json has to say the same
-        as `config`, but for the ranks.
+        left to config.json. model: a state_dict of what will be trained. entered: config.json has
+        to say the same as `config`, but for the ranks.
 
         Raises RunFolderError, and changes nothing, while somebody holds it; if its checkpoint or
         history is damaged; if the checkpoint is of another run, of other settings than config.json
@@ -181,7 +179,7 @@ class RunFolder:
             # All is read before anything is changed: damage is told while all is as it was.
             checkpoint = self._checked(oldest_checkpoint)
             if checkpoint is not None:
-                self._check_settings(checkpoint, begun, config, named_again, renamed or {})
+                self._check_settings(checkpoint, begun, config, named_again)
                 _check_shapes(checkpoint, model or {})
                 # Read, and thrown away: it is read again by the rank that goes on with it.
                 self._history_of(checkpoint)
@@ -220,7 +218,6 @@ class RunFolder:
         begun: Mapping[str, Any],
         config: Mapping[str, Any],
         named_again: Collection[str],
-        renamed: Mapping[str, str],
     ) -> None:
         """Raises RunFolderError if the checkpoint is of another run, or of other settings.
 
@@ -242,7 +239,7 @@ class RunFolder:
                     f"{file} has changed since {checkpoint.path} was written ("
                     f"{'; '.join(differs)}): put it back as it was, or begin another run"
                 )
-        differs = other_run(before, settings(json.loads(json.dumps(config))), renamed)
+        differs = other_run(before, settings(json.loads(json.dumps(config))))
         if differs:
             raise RunFolderError(
                 f"what is asked is not what was trained in {self.path} ({'; '.join(differs)}): "
@@ -320,8 +317,7 @@ class RunFolder:
         if seal is None:
             self.rewrite_history(history)
         elif path.exists():
-            with told(path):
-                os.truncate(path, seal.history[0])
+            cut(path, seal.history[0])
         return history
 
     def _history_of(self, checkpoint: Stored) -> History:

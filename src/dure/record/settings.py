@@ -7,6 +7,7 @@ between one part of a run and the next; the rest is written into every checkpoin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,6 +19,15 @@ _LEFT_OUT = {
     "world": ("from", "deadline", "backend", "elastic", "ranks", "threads"),
 }
 """What may change of each part."""
+
+_PLACE = re.compile(r"/(?:[^:/]+/)+[^:/]+:")
+"""The file, with its folders, in the text of a rule of one's own: it may lie elsewhere by now."""
+
+
+def _without_place(part: str, value: Any) -> Any:
+    is_rule = part != "task" and isinstance(value, str)
+    return _PLACE.sub("", value) if is_rule else value
+
 
 COUNTS = ("parameters", "train_examples", "test_examples")
 """What the model and the data come to; they follow from the task, wherever that was found."""
@@ -33,7 +43,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
                 # A list of devices is where threads compute; a text is what clients are like.
                 moves = (part, name) == ("world", "devices") and isinstance(value, list)
                 if name not in left_out and not moves:
-                    found[f"{part}.{name}"] = value
+                    found[f"{part}.{name}"] = _without_place(part, value)
     return found
 
 
@@ -50,28 +60,18 @@ def edited(
     return [_told(name, before, now) for name in names]
 
 
-def other_run(
-    before: Mapping[str, Any], now: Mapping[str, Any], renamed: Mapping[str, str]
-) -> list[str]:
+def other_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs of a run that is about to go on, in words: where that would be another run.
 
     now: of the task and the strategy as they were found, by a dure that may have more fields than
-    the one that wrote `before`. renamed: references in `before`, and what stands for each in `now`.
+    the one that wrote `before`.
     """
-    before = {name: _with_names(value, renamed) for name, value in before.items()}
     names = [
         name
         for name in before
         if (name in ("seed", *COUNTS) or name.startswith("strategy.")) and name in now
     ]
     return [_told(name, before, now) for name in names if before[name] != now[name]]
-
-
-def _with_names(value: Any, renamed: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        for reference, other in renamed.items():
-            value = value.replace(reference, other)
-    return value
 
 
 def _told(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

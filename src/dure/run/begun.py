@@ -93,25 +93,14 @@ class Asks:
     ) -> None:
         self._instead = {reference.rpartition(":")[2]: reference for reference in named_again}
         self._known = _Known(folder, config)
-        self._renamed: dict[str, str] = {}
 
     def __call__(self, reference: str) -> str:
         """What is followed. Raises RunFolderError for what must not be."""
         own = self._instead.get(reference.rpartition(":")[2])
-        if own is None:
-            self._known.check(reference)
-            return reference
-        self._renamed[reference] = own
-        return own
-
-    def renamed(self) -> dict[str, str]:
-        """What was followed in place of something else, as config.json will have it."""
-        found: dict[str, str] = {}
-        for before, now in self._renamed.items():
-            module = references.loaded(now)
-            name = now.rpartition(":")[2]
-            found[before] = now if module is None else f"{references.place_of(module)}:{name}"
-        return found
+        if own is not None:
+            return own
+        self._known.check(reference)
+        return reference
 
 
 class _Known:

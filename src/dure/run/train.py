@@ -197,7 +197,6 @@ def resume(
             new_config,
             strategy.oldest_checkpoint,
             named_again=_named_again(again),
-            renamed=ask.renamed(),
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
@@ -329,6 +328,8 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 
+# The checks run the user's own code: the model, its data, perhaps a loss.
+@exit_is_a_failure("the task", "the checks before the first step")
 def prepare(
     task: Task,
     strategy: Strategy,
@@ -348,35 +349,6 @@ def prepare(
 
     model: the task's under the seed, where other runs need it as well; it stays as it is.
     """
-    # The checks run the user's own code: the model, its data, perhaps a loss.
-    with exit_is_a_failure("the task", "the checks before the first step"):
-        return _prepared(
-            task,
-            strategy,
-            world,
-            stop,
-            seed,
-            evaluate_every=evaluate_every,
-            checkpoint_every=checkpoint_every,
-            label=label,
-            check=check,
-            model=model,
-        )
-
-
-def _prepared(
-    task: Task,
-    strategy: Strategy,
-    world: World,
-    stop: Stop,
-    seed: int,
-    *,
-    evaluate_every: int | None,
-    checkpoint_every: int | None,
-    label: str | None,
-    check: bool,
-    model: nn.Module | None,
-) -> tuple[Job, dict[str, Any]]:
     # First: all that follows calls their methods.
     _check_kinds(strategy, world)
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
