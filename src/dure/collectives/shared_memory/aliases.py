@@ -54,7 +54,7 @@ def meets(tensor: Tensor, others: Sequence[Tensor], own: int | None = None) -> b
     own: which of the others is this rank's own part, and may be the very same tensor.
     """
     row = _row(others)
-    if _beside(_row((tensor,)), row):
+    if not others or _beside(_row((tensor,)), row):
         return False
     if row is not None and own is not None and is_same(tensor, others[own]):
         return False  # the others do not meet it

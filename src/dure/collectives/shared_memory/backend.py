@@ -192,8 +192,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers
         around it.
         """
-        check_writable(tensor)
         tensor = reducible(tensor, op)
+        check_writable(tensor)
         self._line.now(lambda: self._moves.all_reduce(tensor, op))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -205,9 +205,9 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
+        tensors = [reducible(tensor, op) for tensor in tensors]
         for tensor in tensors:
             check_writable(tensor)
-        tensors = [reducible(tensor, op) for tensor in tensors]
         # Each is reduced as it was before the call, also where another one lies in its memory.
         apart = len(tensors) == 1 or not any_overlap(tensors)
 
@@ -232,8 +232,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self, output: Tensor, blocks: Sequence[Tensor], op: int
     ) -> tuple[Tensor, list[Tensor]]:
         """The output and the blocks as they are reduced. Raises ValueError if they do not fit."""
-        check_writable(output)
         output = reducible(output, op)
+        check_writable(output)
         blocks = [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
             raise ValueError(
@@ -278,11 +278,11 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         # end the group.
         for output, source in zip(outputs, inputs, strict=True):
             check_scattered(output, source, self._size)
-        check_outputs(outputs)
         pairs = [
             (reducible(output, op), reducible(source, op))
             for output, source in zip(outputs, inputs, strict=True)
         ]
+        check_outputs(outputs)
         near = len(pairs) == 1 or any_overlap((*outputs, *inputs))  # quicker than each with each
         aside = near and any(
             self._meets_block(output, source, like=other, may_be_own=other is output)
