@@ -100,9 +100,10 @@ def test_a_plan_that_memory_is_too_short_for_is_not_tried_and_the_run_says_so() 
         if place.group.rank == 1:
             proof.available_memory = lambda: 100
         learner = ParallelLearner(task(), place, 0, MESHES[0])
-        return [one.what for one in learner.proofs]
+        return [one.what for one in learner.proofs], place.group.meter.counters.bytes_sent
 
-    for (what,) in on_ranks(2, program):
+    for (what,), sent in on_ranks(2, program):
+        assert sent == 0, "nothing is trained yet"
         assert re.match(
             r"the plan was not tried: beside the undivided model it needs \S+ GB on each rank, of "
             r"which 5e-08 GB are free",

@@ -294,9 +294,11 @@ class ParallelLearner(Learner):
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
         # Before `hold`, which lets go of the parameters of other stages.
-        self._flops = (
-            flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
-        )
+        # They are counted in a forward pass, whose messages are no part of the training.
+        with self.groups.tensor.uncounted():
+            self._flops = (
+                flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
+            )
         # The schedule of a full batch; smaller ones have an engine of their own (`_engine`).
         self.schedule = strategy.list_for(strategy.most)
         self.stream = Stream(derive(seed, "draws", self.at.data), False, self._own_draws)

@@ -135,27 +135,30 @@ def _made(
     """The divided layers, by the id of what they replace, and the changes of other modules."""
     layers: dict[int, Divided] = {}
     said: dict[int, Replacement] = {}
-    for name, kind in found:
-        module = model.get_submodule(name)
-        if not isinstance(kind, Replacement):
-            continue
-        if name == "":
-            raise ValueError(
-                "a plan divides layers inside a model, and cannot replace the model itself"
-            )
-        # One module may match several patterns, or have several names, as long as they agree.
-        if said.setdefault(id(module), kind) != kind:
-            raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
-        if id(module) not in layers:
-            layers[id(module)] = kind.make(name, module, at)
     # By module, so that one that has several names is changed once.
     changes: dict[tuple[int, Change], Callable[[], None]] = {}
+    replaced = {
+        id(model.get_submodule(name)) for name, kind in found if isinstance(kind, Replacement)
+    }
     for name, kind in found:
-        if not isinstance(kind, Replacement):
-            module = model.get_submodule(name)
-            # What is said of a layer that is divided as well is done to what takes its place.
-            there = layers.get(id(module), module)
-            changes.setdefault((id(module), kind), kind.change(name, there, at))
+        module = model.get_submodule(name)
+        if isinstance(kind, Replacement):
+            if name == "":
+                raise ValueError(
+                    "a plan divides layers inside a model, and cannot replace the model itself"
+                )
+            # One module may match several patterns, or have several names, as long as they agree.
+            if said.setdefault(id(module), kind) != kind:
+                raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
+            if id(module) not in layers:
+                layers[id(module)] = kind.make(name, module, at)
+        elif id(module) not in replaced:
+            changes.setdefault((id(module), kind), kind.change(name, module, at))
+    for name, kind in found:
+        module = model.get_submodule(name)
+        # What is said of a layer that is divided as well is done to what takes its place.
+        if not isinstance(kind, Replacement) and id(module) in replaced:
+            changes.setdefault((id(module), kind), kind.change(name, layers[id(module)], at))
     _share(model, layers)
     return layers, list(changes.values())
 
