@@ -351,7 +351,7 @@ def test_sequences_that_the_degree_does_not_divide_are_refused_before_any_work(
     check_all(strategy, task(0.1), None)
 
 
-def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_named_with_what_to_change() -> (
+def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_refused_with_sizes_that_fit() -> (
     None
 ):
     """Of 17 examples: batches of 12 and 5, whose four micro-batches are 2, 1, 1, 1."""
@@ -364,8 +364,8 @@ def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_named_with_wha
 
     task = dure.Task(model, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(
-        dure.errors.WorkerFailedError,
-        match="a micro-batch of 1 among others of 3: choose another batch",
+        ValueError,
+        match=r"batch_size 12 divides 17 examples in 4 pieces so that one is alone .* 9 or 17",
     ):
         dure.train(task, dure.Pipeline(12, 4), dure.Processes(2), dure.Stop(steps=2))
 
