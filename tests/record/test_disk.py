@@ -47,7 +47,7 @@ def test_what_a_full_disk_does_not_take_comes_before_what_follows(
     full = Full(room=10)
     monkeypatch.setattr(disk.os, "write", full.write)
     lines = Lines(tmp_path / "file")
-    with pytest.raises(RunFolderWriteError, match="cannot write .*file: No space left on device"):
+    with pytest.raises(RunFolderWriteError, match=r"cannot write .*file: No space left on device"):
         lines.add(LINES[0] + LINES[1])
     with pytest.raises(RunFolderWriteError):
         lines.add(LINES[2])

@@ -83,8 +83,8 @@ def test_in_the_loss_of_a_rank(strategy: Any, world: Any) -> None:
     ],
 )
 def test_in_the_loss_of_a_thread(strategy: Any, said: str) -> None:
+    stop = dure.Stop(steps=6, rounds=6)
     with pytest.raises(WorkerFailedError, match=said):
-        stop = dure.Stop(steps=6, rounds=6)
         dure.train(small_task(loss=lasting), strategy, dure.Threads(2), stop)
 
 
