@@ -16,7 +16,9 @@ Megatron-LM"; each system's own page.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -79,6 +81,9 @@ from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Shares
+
+EVERY = (1 << 48) - 1
+"""As many bits as a float64 keeps, and some less: values that the last stage may receive."""
 
 TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
 """Cuts that were checked, by the models of which they are copies, until they are proven.
@@ -295,6 +300,7 @@ class ParallelLearner(Learner):
         )
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
+        self._without: dict[int, list[str]] = {}
         self._make_optimizer()
         if strategy.uncut:
             # Nobody has traced this model: what its forward passes change is found by comparing.
@@ -421,9 +427,10 @@ class ParallelLearner(Learner):
             held.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(held.step)
         # All ranks hear of a loss that is not finite before any of them updates.
-        loss, wish = self._agree(self.gradients(indices), wish)
+        loss, wish, missed = self._agree(self.gradients(indices), wish)
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
+        self._drop_gradients(missed)
         started = time.perf_counter()
         if held.optimizer is not None:
             self.rates.at(held.step)
@@ -465,14 +472,40 @@ class ParallelLearner(Learner):
             )
         return self._engines[microbatches]
 
-    def _agree(self, loss: float, wish: int) -> tuple[float, int]:
-        """The loss over the joint batch, and rank 0's wish."""
+    def _agree(self, loss: float, wish: int) -> tuple[float, int, int]:
+        """The loss over the joint batch, rank 0's wish, and what got no gradient (`_missed`)."""
         # Tensor neighbours have the same loss, and stages before the last have none.
         counts = self.at.tensor == 0
         rows = self.group.all_gather_values(
-            [loss if counts else 0.0, float(wish)], "exchange of losses"
+            [loss if counts else 0.0, float(wish), float(self._missed())], "exchange of losses"
         )
-        return sum(row[0] for row in rows), int(rows[0][1])
+        missed = functools.reduce(operator.and_, (int(row[2]) for row in rows))
+        return sum(row[0] for row in rows), int(rows[0][1]), missed
+
+    def _missed(self) -> int:
+        """The values that the last stage has received and that got no gradient, as bits.
+
+        All of them on a rank that does not know. A loss may not depend on all outputs.
+        """
+        last = self.stages.get(self.schedule.stages - 1)
+        if last is None or not last.losses or self.schedule.stages == 1:
+            return EVERY
+        return EVERY & ~sum(1 << place for place in last.reached)
+
+    def _drop_gradients(self, missed: int) -> None:
+        """Takes away the zeros that came where one worker has no gradient.
+
+        An optimizer leaves a parameter without a gradient alone, and one with zeros not.
+        """
+        cut = self.held.cut
+        # Parts of an optimizer's state that are divided are updated together.
+        if isinstance(cut, UncutModel) or self.schedule.stages == 1 or self.held.zero is not None:
+            return
+        if missed not in self._without:
+            self._without[missed] = cut.without_gradient(missed)
+        for name in self._without[missed]:
+            if name in self.held.parameters:
+                self.held.parameters[name].grad = None
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""
