@@ -491,3 +491,35 @@ def test_a_loss_of_several_numbers_is_an_error() -> None:
     task = small_task(loss=partial(F.cross_entropy, reduction="none"), test=None)
     with pytest.raises(dure.errors.WorkerFailedError, match="4 elements cannot be converted"):
         dure.train(task, dure.Pipeline(8, 2), dure.Processes(2), dure.Stop(steps=2))
+
+
+class TwoHeads(nn.Module):
+    """The second output comes from the first layers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.aside = nn.Linear(8, CLASSES)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.first(inputs))
+        aside = self.aside(hidden)
+        return self.last(torch.tanh(self.middle(hidden))), aside
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_what_the_loss_does_not_depend_on_is_left_alone(output: int) -> None:
+    """Weight decay would shrink what has a gradient of zeros, and leaves what has none."""
+    task = small_task(
+        model=TwoHeads,
+        loss=lambda outputs, targets: F.cross_entropy(outputs[output], targets),
+        optimizer=partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1),
+        test=None,
+    )
+    stop = dure.Stop(steps=4)
+    one = dure.train(task, dure.SingleWorker(8), stop=stop)
+    cut = dure.Pipeline(8, 2, cut=("last",))
+    assert largest_difference(one, dure.train(task, cut, dure.Processes(2), stop)) < 1e-12

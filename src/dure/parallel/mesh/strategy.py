@@ -16,7 +16,9 @@ Megatron-LM"; each system's own page.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -87,6 +89,9 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
+
+EVERY = (1 << 48) - 1
+"""As many bits as a float64 keeps, and some less: values that the last stage may receive."""
 
 TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
 """Cuts that were checked, by the models of which they are copies, until they are proven.
@@ -312,6 +317,7 @@ class ParallelLearner(Learner):
         )
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
+        self._without: dict[int, list[str]] = {}
         self._make_optimizer()
         if strategy.uncut:
             # Nobody has traced this model: what its forward passes change is found by comparing.
@@ -453,9 +459,10 @@ class ParallelLearner(Learner):
             held.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(held.step)
         # All ranks hear of a loss that is not finite before any of them updates.
-        loss, count, wish = self._agree(*self.gradients(indices), wish)
+        loss, count, wish, missed = self._agree(*self.gradients(indices), wish)
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
+        self._drop_gradients(missed)
         gradients = (gradient for _, gradient in summed_gradients(held))
         mean = self.losses.settle(loss, indices, count, gradients)
         if self.strategy.clip_norm is not None:
@@ -502,12 +509,44 @@ class ParallelLearner(Learner):
             )
         return self._engines[microbatches]
 
-    def _agree(self, loss: float, count: float, wish: int) -> tuple[float, float, int]:
-        """What all ranks add to the batch's loss, and to what that counts; and rank 0's wish."""
+    def _agree(self, loss: float, count: float, wish: int) -> tuple[float, float, int, int]:
+        """What all ranks know of the step.
+
+        What all of them add to the batch's loss, and to what that counts; rank 0's wish; and what
+        got no gradient (`_missed`).
+        """
         # Tensor neighbours have the same loss, and stages before the last have none.
         said = [loss, count] if self.at.tensor == 0 else [0.0, 0.0]
-        rows = self.group.all_gather_values([*said, float(wish)], "exchange of losses")
-        return sum(row[0] for row in rows), sum(row[1] for row in rows), int(rows[0][2])
+        rows = self.group.all_gather_values(
+            [*said, float(wish), float(self._missed())], "exchange of losses"
+        )
+        missed = functools.reduce(operator.and_, (int(row[3]) for row in rows))
+        return sum(row[0] for row in rows), sum(row[1] for row in rows), int(rows[0][2]), missed
+
+    def _missed(self) -> int:
+        """The values that the last stage has received and that got no gradient, as bits.
+
+        All of them on a rank that does not know. A loss may not depend on all outputs.
+        """
+        last = self.stages.get(self.schedule.stages - 1)
+        if last is None or not last.losses or self.schedule.stages == 1:
+            return EVERY
+        return EVERY & ~sum(1 << place for place in last.reached)
+
+    def _drop_gradients(self, missed: int) -> None:
+        """Takes away the zeros that came where one worker has no gradient.
+
+        An optimizer leaves a parameter without a gradient alone, and one with zeros not.
+        """
+        cut = self.held.cut
+        # Parts of an optimizer's state that are divided are updated together.
+        if isinstance(cut, UncutModel) or self.schedule.stages == 1 or self.held.zero is not None:
+            return
+        if missed not in self._without:
+            self._without[missed] = cut.without_gradient(missed)
+        for name in self._without[missed]:
+            if name in self.held.parameters:
+                self.held.parameters[name].grad = None
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""

@@ -235,6 +235,24 @@ class CutModel:
         """The parameters to which a gradient's path leads."""
         return self.reference.learned
 
+    def without_gradient(self, missed: int) -> list[str]:
+        """The parameters that have no gradient because the loss does not depend on all outputs.
+
+        missed: as bits, which of the values that the last stage receives, and through which a
+        gradient may go, got none. The last stage's own parameters are not named: it knows itself.
+        """
+        trace = self.reference
+        arriving = crossing(trace, self.homes(self.examples, True), self.stages)[-1]
+        arriving = [node for node in arriving if trace.value(node).differentiable]
+        reached = [node for place, node in enumerate(arriving) if not missed >> place & 1]
+        learned = trace.learned_from(reached)
+        last = self.stages - 1
+        return [
+            name
+            for name in sorted(self.learned - learned)
+            if last not in self.holders.get(name, ())
+        ]
+
     @property
     def changed(self) -> list[str]:
         """The parameters that a forward pass changes."""

@@ -106,6 +106,8 @@ class Stage:
         self._weights: dict[int, list[Callable[[], None]]] = {}
         self.losses: dict[int, float] = {}
         self.counts: dict[int, float] = {}
+        self.reached: set[int] = set()
+        """Which of the received values that have a gradient got one in this step, by place."""
 
     def begin(self, step: int) -> None:
         """A step begins; what an interrupted one has left is dropped."""
@@ -116,6 +118,7 @@ class Stage:
             self._remaining.clear()
         self.losses.clear()
         self.counts.clear()
+        self.reached.clear()
 
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Computes micro-batch `number`; returns what leaves, cut from the graph."""
@@ -234,9 +237,8 @@ class Stage:
         """The gradients of what was received; zeros where nothing depends on it."""
         kept = self._kept.pop(number)
         program = self.program_for(batch.examples)
-        return [
-            # The stage before waits for a gradient of each, whether there is one or not.
-            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for tensor, value in zip(kept.received, program.received, strict=True)
-            if value.differentiable
-        ]
+        pairs = zip(kept.received, program.received, strict=True)
+        tensors = [tensor for tensor, value in pairs if value.differentiable]
+        self.reached.update(place for place, each in enumerate(tensors) if each.grad is not None)
+        # The stage before waits for a gradient of each, whether there is one or not.
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in tensors]

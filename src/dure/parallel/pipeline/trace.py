@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,13 +195,13 @@ class Trace:
                 )
         # A view that was made before the write shows what was written.
         found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
-        return frozenset(found & self._wanted(found))
+        return frozenset(found & self._wanted(found, self.outputs))
 
-    def _wanted(self, found: set[fx.Node]) -> set[fx.Node]:
-        """Of these values those from which a gradient's path leads to the outputs."""
-        # Backwards from the outputs: an operation is wanted if its result is, or if it writes into
+    def _wanted(self, found: Set[fx.Node], ends: Iterable[Any]) -> set[fx.Node]:
+        """Of these values those from which a gradient's path leads to the `ends`."""
+        # Backwards from the ends: an operation is wanted if its result is, or if it writes into
         # memory of which a wanted value is a view.
-        wanted = {leaf for leaf in self.outputs if leaf in found}
+        wanted = {leaf for leaf in ends if leaf in found}
         families = {self.root[node] for node in wanted}
         for node in reversed(self.operations):
             writes = any(self.root[value] in families for value in changed_by(node))
@@ -219,6 +219,11 @@ class Trace:
     def learned(self) -> frozenset[str]:
         """The names of the parameters to which a gradient's path leads."""
         return frozenset(self.names[node] for node in self._differentiable if node in self.names)
+
+    def learned_from(self, ends: Iterable[fx.Node]) -> frozenset[str]:
+        """The names of the parameters from which a gradient's path leads to one of the `ends`."""
+        wanted = self._wanted(self._differentiable, ends)
+        return frozenset(self.names[node] for node in wanted if node in self.names)
 
     def value(self, node: fx.Node) -> Value:
         """What a node that gives one tensor gives."""
