@@ -34,7 +34,7 @@ from typing import Any
 from pages import fill, table
 
 import dure
-from dure.errors import LossNotFiniteError
+from dure.errors import TooFewClientsError
 
 CLIENTS = 20
 LIARS = 4
@@ -105,11 +105,13 @@ def accuracies(
             seed=seed,
             evaluate_every=every,
         )
-    except LossNotFiniteError:
+    except TooFewClientsError:
         before = accuracies(task, strategy, attack, rounds[:-1], seed) if len(rounds) > 1 else {}
         return before | {last: None}
     measured = {found.step: found.metrics["test_accuracy"] for found in run.history.evaluations}
-    return {number: measured[number] for number in rounds}
+    # A round without a loss is one of a model at which no client's training is finite.
+    lost = {step.step for step in run.history.steps if step.loss is None}
+    return {number: None if number in lost else measured[number] for number in rounds}
 
 
 Found = dict[str, dict[str, float | None]]  # accuracy by rule and attack

@@ -318,7 +318,7 @@ def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run,
         )
         parts = RunFolder(Path(folder) / "run").read_checkpoint()
         assert parts is not None
-        return done, [Counters.from_list(row) for row in unpack_checkpoint(parts)[1]["workers"]]
+        return done, [Counters(**row) for row in unpack_checkpoint(parts)[1]["workers"]]
 
 
 def check(chosen: list[Case], task: dure.Task, ranks: int) -> None:

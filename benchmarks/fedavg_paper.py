@@ -46,7 +46,7 @@ from pages import fill, table
 
 import dure
 from dure.data.partition import parse
-from dure.record.checkpoint import write_atomically
+from dure.record.disk import write_atomically
 from dure.record.run import Run
 
 JSON = dict[str, Any]
@@ -217,12 +217,14 @@ def best_accuracy(run: Run) -> float:
 def trial(asked: argparse.Namespace, row: Row, rate: float) -> float:
     """Best test accuracy of a rate's trial; zero for a rate at which the loss diverges."""
     try:
-        rounds, accuracies = trained(asked, row, rate, trial_rounds(row)).history.curve(
-            "test_accuracy"
-        )
-    except dure.errors.LossNotFiniteError as error:
+        history = trained(asked, row, rate, trial_rounds(row)).history
+    except dure.errors.TooFewClientsError as error:
         show(f"{row.name} lr {rate:g} diverges: {error}")
         return 0.0
+    if history.steps[-1].loss is None:  # no client's training was finite
+        show(f"{row.name} lr {rate:g} diverges")
+        return 0.0
+    rounds, accuracies = history.curve("test_accuracy")
     within = [
         accuracy
         for round, accuracy in zip(rounds, accuracies, strict=True)

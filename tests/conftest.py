@@ -3,8 +3,11 @@ session."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -24,6 +27,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # so does a shell start what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# What runs leave on their machine is not to be left on this one.
+os.environ["DURE_STATE_HOME"] = tempfile.mkdtemp(prefix="dure-state-")
+atexit.register(shutil.rmtree, os.environ["DURE_STATE_HOME"], ignore_errors=True)
 server.preload("pytest", "hypothesis")  # which ranks import that play a function of a test module
 torch.set_num_threads(
     1

@@ -15,6 +15,7 @@ import torch
 
 import dure
 from dure.cli.main import main
+from dure.errors import RunFolderError
 from test_docs import DOCS, FENCE, commands
 
 PAGE = DOCS / "own-systems.md"
@@ -83,8 +84,10 @@ def test_a_report_imports_nothing_that_a_folder_names(folder: Path) -> None:
     page = (folder / "run" / "report.html").read_text()
     assert "FedNova" in page
     assert "my_systems.py:FedNova" in page  # in the command that repeats the run
-    with pytest.raises(SystemExit, match="it was imported"):
+    with pytest.raises(RunFolderError, match=r"other code by now: .*my_systems\.py was changed"):
         dure.resume("run", stop=dure.Stop(rounds=2))
+    with pytest.raises(RunFolderError, match="SystemExit: it was imported"):
+        dure.resume("run", strategy="my_systems.py:FedNova", stop=dure.Stop(rounds=2))
 
 
 def test_a_field_with_the_name_of_a_flag_is_refused(

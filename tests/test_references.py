@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from dure.data.partition import IID, Partition
-from dure.references import is_reference, load, reference_of
+from dure.references import file_of, followed_as, is_reference, load, reference_of, resolved
 
 OWN = """
 from dataclasses import dataclass
@@ -55,6 +55,42 @@ def test_a_class_is_found_by_module(own: Path, monkeypatch: pytest.MonkeyPatch) 
     mine = load("parts_of_this_folder:Mine")
     # Another folder's process does not find the module by its name.
     assert reference_of(mine) == f"{own.parent}/parts_of_this_folder.py:Mine"
+
+
+def test_a_module_is_found_in_a_folder_and_nowhere_else(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = own.parent / "package_of_mine"
+    package.mkdir()
+    (package / "parts.py").write_text(
+        f"from .share import SHARE\n{OWN}".replace("next_door", ".share")
+    )
+    (package / "share.py").write_text("SHARE = 0.75\n")
+    reference = f"{own.parent}/package_of_mine.parts:Mine"
+    mine = load(reference, Partition)
+    assert mine().share == 0.75
+    assert reference_of(mine) == reference
+    assert load(reference) is mine
+    assert file_of(reference.rpartition(":")[0]) == package / "parts.py"
+    monkeypatch.chdir(own.parent)
+    assert resolved("./package_of_mine.parts") == reference.rpartition(":")[0]
+    other = own.parent / "other"
+    other.mkdir()
+    with pytest.raises(ValueError, match=r"and not the module in .*/other"):
+        load(f"{other}/package_of_mine.parts:Mine")
+
+
+def test_what_is_asked_first_decides_what_is_followed(own: Path) -> None:
+    def ask(reference: str) -> str:
+        if reference != "mine:Any":
+            raise ValueError("not that one")
+        return f"{own}:Mine"
+
+    with followed_as(ask):
+        assert load("mine:Any").__name__ == "Mine"
+        with pytest.raises(ValueError, match="not that one"):
+            load(f"{own}:Mine")
+    assert load(f"{own}:Mine").__name__ == "Mine"
 
 
 def test_an_object_of_a_file_goes_to_a_process_that_has_not_loaded_it(own: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dure.collectives.compression import PowerSGD as PowerSGD
     from dure.collectives.compression import Sign as Sign
     from dure.collectives.compression import TopK as TopK
+    from dure.contracts.metric import SumMetric as SumMetric
     from dure.contracts.stop import Stop as Stop
     from dure.contracts.strategy import Strategy as Strategy
     from dure.contracts.strategy import World as World
@@ -97,6 +98,7 @@ _WHERE = {
     "load_run": "dure.record.run",
     "write_report": "dure.report",
     "Stop": "dure.contracts.stop",
+    "SumMetric": "dure.contracts.metric",
     "Strategy": "dure.contracts.strategy",
     "World": "dure.contracts.strategy",
     "Task": "dure.contracts.task",

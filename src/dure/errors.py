@@ -8,7 +8,11 @@ with: 2 where the user's input has to change, 1 where a run failed.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class DureError(Exception):
@@ -27,6 +31,15 @@ class RunFolderError(DureError):
     """A run folder cannot be used as asked: not empty, not a run, or damaged."""
 
     exit_code = 2
+
+
+class RunFolderWriteError(RunFolderError):
+    """A file of a run folder cannot be written: the disk is full, say.
+
+    The run has failed; its last checkpoint is whole.
+    """
+
+    exit_code = 1
 
 
 class LossNotFiniteError(DureError):
@@ -64,6 +77,19 @@ class WorkerFailedError(DureError):
 
     def __str__(self) -> str:
         return f"{self.who} failed in {self.step}: {self.reason}"
+
+
+@contextmanager
+def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
+    """`sys.exit` in the user's own code, with whatever status, is a failure like any other.
+
+    Raises WorkerFailedError for it: the process is to end neither silently nor with status 0.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        text = "".join(traceback.format_exception(error))
+        raise WorkerFailedError(who, step, f"SystemExit: {error}", text) from error
 
 
 class MismatchError(DureError, RuntimeError):
@@ -105,6 +131,15 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+class PlanError(DureError, ValueError):
+    """Layers that a plan divides compute something else than the model; every rank raises it.
+
+    A ValueError too: the plan is an argument.
+    """
+
+    exit_code = 2
+
+
 class TooFewUpdatesError(DureError, ValueError):
     """A federation's rule was given too few updates, or none that is finite."""
 
@@ -121,3 +156,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower().replace("_", "-"), spelt, n=1)
     hint = f", did you mean {spelt[near[0]]!r}? There are: " if near else "; there are: "
     return hint + ", ".join(known)
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's that led here, and not at one of dure's."""
+    # Where something is closed in the end, Python's own stack of what is to be closed lies between.
+    passed = (__name__.partition(".")[0], "contextlib")
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in passed:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)

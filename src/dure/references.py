@@ -1,6 +1,9 @@
 """Where something of a user's own is, written as text.
 
-    path/to/file.py:Name    or    package.module:Name
+    path/to/file.py:Name    or    package.module:Name    or    path/to/folder/package.module:Name
+
+The last form is a module as it is found in a folder; dure writes it where a module was found that
+is not installed, so that it is found again from everywhere.
 
 A user's file is run as a module of its own, under a name that no import can collide with: it is
 made of the file's path and contents, so that what was found once is found again as the same object.
@@ -8,18 +11,23 @@ A fresh process cannot import that module. Therefore what it defines is pickled 
 (`cloudpickle.register_pickle_by_value`), and so is what it imports from its own folder.
 
 To follow a reference runs the user's code. Only what the user starts may do so: a run folder that
-somebody sent is data, and is shown without any of this.
+somebody sent is data, and is shown without any of this. Where references come out of a folder, they
+are followed under `followed_as`, which asks first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import site
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,10 +62,39 @@ def reference_of(cls: type) -> str | None:
     # A class inside a function or another class, or one whose name now means something else.
     if getattr(module, cls.__qualname__, None) is not cls:
         return None
-    # Registered modules were found through a folder that is on the path of this process alone.
-    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
-        return f"{module.__file__}:{cls.__qualname__}"
-    return f"{module.__name__}:{cls.__qualname__}"
+    return f"{place_of(module)}:{cls.__qualname__}"
+
+
+def place_of(module: ModuleType) -> str:
+    """What stands before the colon in a reference to something in this module."""
+    file = getattr(module, "__file__", None)
+    if file is None or is_installed(Path(file)):
+        return module.__name__
+    path = Path(file).resolve()
+    by_value = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+    # A file that was run as such, or found as a module through a folder that is on the path of this
+    # process alone.
+    if by_value and "." not in module.__name__:
+        return str(path)
+    # A module of a package, whose imports from its neighbours need the package.
+    parts = module.__name__.split(".")
+    last = path.parent if path.name == "__init__.py" else path.with_suffix("")
+    if last.parts[-len(parts) :] != tuple(parts):
+        return module.__name__
+    return str(last.parents[len(parts) - 1] / module.__name__)
+
+
+def is_installed(file: Path) -> bool:
+    """Whether the file came with Python, with dure or with an installed package."""
+    file = file.resolve()
+    return any(file.is_relative_to(folder) for folder in _installed_folders())
+
+
+@functools.cache
+def _installed_folders() -> tuple[Path, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    names = [*(sysconfig.get_path(kind) for kind in kinds), site.getusersitepackages()]
+    return (*(Path(name).resolve() for name in names), Path(__file__).resolve().parent)
 
 
 def is_brought_along(cls: type) -> bool:
@@ -81,8 +118,11 @@ def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
 
     Raises ValueError if there is no such file, module or name, or if the file cannot be run.
     """
+    ask = _ASK.get()
+    if ask is not None:
+        reference = ask(reference)
     place, _, name = reference.rpartition(":")
-    module = from_file(Path(place)) if is_file(place) else from_import_path(place)
+    module = _module(place)
     if not hasattr(module, name):
         others = [other for other, value in vars(module).items() if wanted(value)]
         hint = suggestion(name, others) if others else ""
@@ -90,9 +130,81 @@ def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
     return getattr(module, name)
 
 
+_ASK: ContextVar[Callable[[str], str] | None] = ContextVar("_ASK", default=None)
+
+
+@contextlib.contextmanager
+def followed_as(ask: Callable[[str], str]) -> Iterator[None]:
+    """Within the block `find` follows what `ask` makes of a reference; it raises if it must not."""
+    token = _ASK.set(ask)
+    try:
+        yield
+    finally:
+        _ASK.reset(token)
+
+
 def is_file(place: str) -> bool:
-    """Whether the text before a reference's colon is a file and not a module."""
+    """Whether the text before a reference's colon is a path and not a module."""
     return place.endswith(".py") or "/" in place
+
+
+def resolved(place: str) -> str:
+    """The same place, as it is named from every folder; a module stays as it is."""
+    if not is_file(place):
+        return place
+    folder, _, module = place.rpartition("/")
+    # A module's dots are no suffix of a file.
+    return str(Path(place if place.endswith(".py") else folder or "/").expanduser().resolve()) + (
+        "" if place.endswith(".py") else f"/{module}"
+    )
+
+
+def file_of(place: str) -> Path | None:
+    """The file that following this place would run, found without running anything.
+
+    None where there is none, or for a module that is named without its folder.
+    """
+    if place.endswith(".py"):
+        return Path(place).expanduser().resolve()
+    folder, _, name = resolved(place).rpartition("/")
+    module = Path(folder, *name.split("."))
+    files = (module / "__init__.py", module.with_name(f"{module.name}.py"))
+    return next((file for file in files if is_file(place) and file.is_file()), None)
+
+
+def _module(place: str) -> ModuleType:
+    """Raises ValueError if there is none, or it cannot be run."""
+    if place.endswith(".py"):
+        return from_file(Path(place))
+    if not is_file(place):
+        return from_import_path(place)
+    folder, _, name = resolved(place).rpartition("/")
+    module = from_import_path(name, Path(folder))
+    file = getattr(module, "__file__", None)
+    if file is None or not Path(file).resolve().is_relative_to(folder):
+        raise ValueError(f"{name} is {file} in this process, and not the module in {folder}")
+    return module
+
+
+def loaded(reference: str) -> ModuleType | None:
+    """The module of a reference that was followed in this process; None if it was not."""
+    place = reference.rpartition(":")[0]
+    if place.endswith(".py"):
+        path = Path(place).expanduser().resolve()
+        return sys.modules.get(_name_of(path)) or _imported_as(path) if path.is_file() else None
+    return sys.modules.get(place.rpartition("/")[2])
+
+
+def _imported_as(path: Path) -> ModuleType | None:
+    """The module of this file that was imported and not run by its path."""
+    return next(
+        (
+            module
+            for module in list(sys.modules.values())
+            if getattr(module, "__file__", None) == str(path) and module.__name__ != "__main__"
+        ),
+        None,
+    )
 
 
 def from_file(path: Path) -> ModuleType:
@@ -101,10 +213,15 @@ def from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     # With the contents: a file that was edited meanwhile is another module.
-    key = str(path).encode() + path.read_bytes()
-    name = f"dure_file_{path.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+    name = _name_of(path)
     known = sys.modules.get(name)
     return _run(path, name) if known is None else known
+
+
+def _name_of(path: Path) -> str:
+    """The module's name, for a file as it is now."""
+    key = str(path).encode() + path.read_bytes()
+    return f"dure_file_{path.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
 
 def _run(path: Path, name: str) -> ModuleType:
@@ -117,7 +234,8 @@ def _run(path: Path, name: str) -> ModuleType:
     try:
         with _importing_from(path.parent):
             spec.loader.exec_module(module)
-    except Exception as error:
+    # A file that ends its process when it is run has failed as well.
+    except (Exception, SystemExit) as error:
         # Half a module must not be found the next time.
         del sys.modules[name]
         raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
@@ -125,15 +243,15 @@ def _run(path: Path, name: str) -> ModuleType:
     return module
 
 
-def from_import_path(name: str) -> ModuleType:
-    """The module, which may also lie in the working directory.
+def from_import_path(name: str, folder: Path | None = None) -> ModuleType:
+    """The module, which may also lie in `folder`; by default the working directory.
 
     Raises ValueError if the import fails.
     """
     try:
-        with _importing_from(Path.cwd()):
+        with _importing_from(Path.cwd() if folder is None else folder):
             return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"the module {name} could not be imported: {type(error).__name__}: {error}"
         ) from error

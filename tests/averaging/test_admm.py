@@ -165,6 +165,14 @@ def test_a_round_sends_one_message_with_one_number_more() -> None:
     assert [step.samples for step in run.history.steps] == [82, 164]
 
 
+def test_what_was_counted_is_one_number_more_where_examples_count_unequally() -> None:
+    task = small_task(loss=partial(F.cross_entropy, ignore_index=1))
+    run = run_on(task, dure.ADMM(8), 2, rounds=2)
+    elements = elements_in_message(run.summary["parameters"], 2, numbers=2)
+    for rank, worker in enumerate(run.summary["per_worker"]):
+        assert worker["bytes_sent"] == 2 * 8 * ring.elements_sent(elements, 2, rank)
+
+
 @pytest.mark.parametrize("momentum", ["keep", "average", "reset"])
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(momentum: Any, tmp_path: Path) -> None:
     task = small_task(n=40, model=Regular, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rounds import Regular, alone, hashed, run_on, watched
+from torch.nn import functional as F
 
 import dure
 from dure.averaging.meeting import elements_in_message
@@ -95,6 +96,14 @@ def test_the_bytes_of_a_round_are_those_of_the_formula_whatever_its_length(
     elements = elements_in_message(run.summary["parameters"], 3)
     for rank, worker in enumerate(run.summary["per_worker"]):
         assert worker["bytes_sent"] == 4 * 8 * formula.elements_sent(elements, 3, rank)
+
+
+def test_a_loss_that_may_say_what_it_counts_sends_one_number_more() -> None:
+    task = small_task(loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+    run = run_on(task, dure.LocalSGD(8, 2), 2, rounds=2)
+    elements = elements_in_message(run.summary["parameters"], 2, numbers=1)
+    for rank, worker in enumerate(run.summary["per_worker"]):
+        assert worker["bytes_sent"] == 2 * 8 * ring.elements_sent(elements, 2, rank)
 
 
 def test_buffers_and_averaged_momentum_are_in_the_formula() -> None:

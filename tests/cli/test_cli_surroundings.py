@@ -84,7 +84,8 @@ def test_a_task_that_exits_says_its_own_words(
 ) -> None:
     (tmp_path / "mine.py").write_text('import sys\ndef task():\n    sys.exit("no data here")\n')
     assert main(["train", f"{tmp_path / 'mine.py'}:task", "single-worker", "--steps", "1"]) == 1
-    assert capsys.readouterr().err.strip() == "dure: no data here"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "mine.py:task failed in its function: SystemExit: no data here" in line
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "state.safetensors", "state.json"])

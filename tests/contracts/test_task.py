@@ -59,6 +59,13 @@ def test_data_become_examples_whatever_they_were():
         ),
         ({"train": 3}, "a int cannot be trained on"),
         ({"test": (torch.zeros(2), torch.zeros(3))}, "different lengths"),
+        ({"metrics": [accuracy]}, r"Task\(metrics=...\) is a list: give names"),
+        ({"metrics": {1: accuracy}}, "the name 1 has to be a text"),
+        ({"metrics": {"f1": 3}}, "the metric 'f1' has to be a function"),
+        ({"metrics": {"mse": nn.MSELoss}}, "the metric 'mse' is the class MSELoss: give an object"),
+        ({"metrics": {"loss": accuracy}}, "the metric 'loss' would be reported as test_loss"),
+        ({"metrics": {"a": accuracy, "a_p10": accuracy}}, "the metric 'a_p10' has the name of the"),
+        ({"metric_memory": 1.5}, "metric_memory=1.5"),
     ],
 )
 def test_what_does_not_make_a_task_is_refused(changes, complaint):

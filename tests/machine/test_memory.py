@@ -14,7 +14,7 @@ import pytest
 import dure
 import dure.machine.memory
 from dure.contracts.strategy import Place
-from dure.machine.memory import memory_kept
+from dure.machine.memory import available_memory, memory_kept
 
 glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only the malloc of the GNU C library is asked"
@@ -22,7 +22,7 @@ glibc = pytest.mark.skipif(
 
 SCRIPT = """
 import json, resource, threading, torch
-from dure.machine.memory import memory_kept
+from dure.machine.memory import available_memory, memory_kept
 torch.set_num_threads(1)
 
 def faults():
@@ -131,3 +131,10 @@ def test_an_error_inside_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError), memory_kept(), memory_kept():
         raise KeyError
     assert asked == [dure.machine.memory._KEPT, dure.machine.memory._USUAL]
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere nobody tells")
+def test_memory_that_is_available_is_a_part_of_what_there_is() -> None:
+    available = available_memory()
+    assert available is not None
+    assert 0 < available < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.federated.engines.products import Deferred
+from dure.protocol import encoding
 from dure.protocol.encoding import HEAD, MessageError, from_bytes, length, to_bytes
 from dure.protocol.messages import (
     Ask,
@@ -64,6 +66,7 @@ MESSAGES: list[Message] = [
     assignment(),
     assignment(extra=[torch.zeros(5)], deadline=None),
     Update(3, 1, 2, 10, 20, math.nan, [torch.randn(5)], [torch.tensor(8)], [torch.randn(5)]),
+    Update(3, 1, 2, 10, 20, 0.5, [torch.randn(5)], [], counted=7.5),
     Settled([3, 4], [5]),
     Refuse(3, -1, "it came too late: ü"),
     Measure(2, [torch.randn(5)], [], 3.5),
@@ -198,3 +201,34 @@ def test_bytes_from_anywhere_are_refused(content: bytes) -> None:
     for each in (bytearray(content), bytearray(head + content + bytes(-len(content) % 16))):
         with pytest.raises(MessageError):
             from_bytes(each)
+
+
+def test_a_message_of_too_many_tensors_is_refused_by_both_sides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = to_bytes(Kept([torch.zeros(0)] * 9))
+    monkeypatch.setattr(encoding, "_MOST_TENSORS", 8)
+    with pytest.raises(MessageError, match="more than 8 tensors"):
+        from_bytes(sent)
+    with pytest.raises(ValueError, match="more than 8 tensors"):
+        to_bytes(Kept([torch.zeros(0)] * 9))
+    assert len(from_bytes(to_bytes(Kept([torch.zeros(0)] * 8))).tensors) == 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("byte", [2, 128, 255])
+def test_a_truth_value_is_0_or_1(byte: int) -> None:
+    sent = to_bytes(Kept([torch.tensor([True, False, True])]))
+    at = bytes(sent).rindex(b"\x01\x00\x01")
+    sent[at + 1] = byte
+    with pytest.raises(MessageError, match="neither 0 nor 1"):
+        from_bytes(sent)
+
+
+def test_a_failure_is_one_of_the_known_ones() -> None:
+    update = Update(0, 0, 0, 1, 0, 0.0, (), (), failure="its loss became not finite")
+    assert from_bytes(to_bytes(update)) == replace(update, delta=[], buffers=[], extra=[])
+    sent = to_bytes(update)
+    at = bytes(sent).index(b"became")
+    sent[at : at + 6] = b"BECAME"
+    with pytest.raises(MessageError):
+        from_bytes(sent)

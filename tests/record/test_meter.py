@@ -100,7 +100,7 @@ def test_transfers_inside_of_a_computation_are_taken_out_of_it():
     meter.compute("backward", 3.0, 4.0, 7)
     counters = meter.counters
     assert (counters.compute_seconds, counters.communication_seconds) == (2.25, 0.75)
-    assert (meter.inside_seconds, meter.inside_steps) == (0.75, 1)
+    assert (meter.counters.inside_seconds, meter.counters.inside_steps) == (0.75, 1)
     spans = [(span.name, span.category, span.step) for span in trace.lanes["rank 0, inside"].spans]
     assert spans == [("all-reduce", "communication", 7), ("all-gather", "communication", 7)]
     assert [(span.start, span.end) for span in trace.lanes["rank 0"].spans] == [
@@ -113,4 +113,4 @@ def test_without_a_timeline_nothing_waits_to_be_taken_out():
     meter = Meter("rank 0")
     meter.inside("all-reduce", 1.25, 1.5)
     meter.compute("forward", 1.0, 3.0, 7)
-    assert (meter.counters.compute_seconds, meter.inside_seconds) == (2.0, 0.0)
+    assert (meter.counters.compute_seconds, meter.counters.inside_seconds) == (2.0, 0.0)

@@ -3,6 +3,7 @@ phone."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,18 @@ def test_an_unusual_run_opens_too(
     write_run(tmp_path / "run", name, **options)  # type: ignore[arg-type]
     page.open(write_report([tmp_path / "run"], tmp_path / "report.html"), 390, 844, phone=True)
     assert page.ask(SIDEWAYS) <= 390
+    assert_well(page)
+
+
+def test_the_title_of_an_axis_is_text(page: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "run")
+    summary = json.loads((run / "summary.json").read_text())
+    unit = '<a href="https://example.org">step</a>'
+    (run / "summary.json").write_text(json.dumps({**summary, "unit": unit}))
+    page.open(write_report([run], tmp_path / "report.html"), 1200, 900)
+    page.ask("document.querySelectorAll('#curve-axis button')[2].click()")
+    assert page.ask("document.querySelector('#curves .xtitle').textContent") == f"{unit}s"
+    assert not page.ask("document.querySelectorAll('#curves a').length")
     assert_well(page)
 
 

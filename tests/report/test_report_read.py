@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from sample_runs import write_run
 
+from dure.report.page import page
 from dure.report.read import read_run, read_runs
 
 
@@ -70,6 +73,40 @@ def test_numbers_that_are_none_count_as_missing(tmp_path: Path) -> None:
         (None, None, None)
     ] * 2
     assert (run.label, run.result.best, run.partition) == ("run", {}, None)
+
+
+ODD = ["1" + "0" * 400, "1e308", "Infinity", "true", "[" * 3000 + "]" * 3000, '"<img>"']
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: value[:9])
+@pytest.mark.parametrize("file", ["summary.json", "trace.json", "history.jsonl", "config.json"])
+def test_whatever_json_a_folder_holds_makes_a_page(file: str, value: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "run", federated=True, workers=2, steps=4, evaluations=2)
+    summary = json.loads((folder / "summary.json").read_text())
+    flights = [[0, 0, 0.0, 1.0, "accepted"], [1, 0, 0.0, 2.0, "late"]]
+    counts = {"staleness": [[0, 2]], "turns": [[1, 2]], "updates": [[0, 0, False, 1.0, 0.5]]}
+    summary["facts"] = [{"flights": flights, **counts}]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = (folder / file).read_text()
+    numbers = list(re.finditer(r"(?<=[:\[,] )-?\d[\d.e+-]*", text))[:60]
+    # One by one, and then all of them at once.
+    for some in [*([one] for one in numbers[::4]), numbers]:
+        (folder / file).write_text(_put(text, some, value))
+        assert "<img" not in page(read_runs([folder]), "title", "")
+
+
+def _put(text: str, places: list[re.Match[str]], value: str) -> str:
+    for place in reversed(places):
+        text = text[: place.start()] + value + text[place.end() :]
+    return text
+
+
+def test_a_comparison_shows_no_folder_outside_of_itself(tmp_path: Path) -> None:
+    write_run(tmp_path / "private", "private")
+    write_run(tmp_path / "sent" / "run", "run")
+    names = ["run", "../private", str(tmp_path / "private")]
+    (tmp_path / "sent" / "comparison.json").write_text(json.dumps({"runs": names}))
+    assert [run.label for run in read_runs([tmp_path / "sent"]).runs] == ["run"]
 
 
 def test_a_step_written_again_after_a_resume_stands_once(tmp_path: Path) -> None:

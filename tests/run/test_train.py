@@ -30,6 +30,7 @@ FILES = {
     "trace.json",
 }
 CONFIG = {
+    "run",
     *(
         "label",
         "task",
@@ -59,6 +60,7 @@ STEP = {
 }
 EVALUATION = STEP | {"metrics", "peak_memory"}
 SUMMARY = {
+    "model_checksum",
     *(
         "label",
         "proofs",
@@ -100,7 +102,7 @@ WORKER = {
         "bytes_sent",
         "bytes_received",
     ),
-    *("peak_memory", "hidden_seconds"),
+    *("peak_memory", "hidden_seconds", "inside_seconds", "inside_steps"),
 }
 
 

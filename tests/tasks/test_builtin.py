@@ -221,7 +221,9 @@ def test_options_that_cannot_be_written_leave_no_reference(user_file):
 
 def test_a_task_in_a_module_is_found(user_file, monkeypatch):
     monkeypatch.syspath_prepend(user_file.parent)
-    assert load_task("my_task:task").reference == {"name": "my_task:task", "options": {}}
+    # With the folder in which it lies, so that it is found again from any other.
+    name = f"{user_file.with_suffix('')}:task"
+    assert load_task("my_task:task").reference == {"name": name, "options": {}}
     sys.modules.pop("my_task")
     sys.modules.pop("sibling_of_my_task", None)
 

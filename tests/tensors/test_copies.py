@@ -130,3 +130,25 @@ def test_what_parameters_know_of_each_other_is_the_copys_own() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_something_in_it_knows_has_no_copy(name: str) -> None:
     assert copy_of(REFUSED[name]()) is None
+
+
+def test_a_copy_may_lie_in_the_memory_of_the_parameters_with_gradients_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[0].weight.requires_grad = False
+    twin = copy_of(model, same_parameters=True)
+    assert twin is not None
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert mine is not theirs
+        assert mine.data_ptr() == theirs.data_ptr()
+        assert mine.requires_grad == theirs.requires_grad
+    twin(torch.randn(4, 3)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model[1].num_batches_tracked == 0, "buffers are the copy's own"
+
+
+def test_parameters_that_are_tied_are_one_in_such_a_copy_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    twin = copy_of(model, same_parameters=True)
+    assert isinstance(twin, nn.Sequential)
+    assert twin[1].weight is twin[0].weight

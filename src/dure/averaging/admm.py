@@ -1,7 +1,7 @@
 """Consensus ADMM: ranks minimise their own losses near a common point, and duals make them agree.
 
 With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 where the parts are
-equal), in scaled form:
+equal; n_i and n are what the loss counts, `dure.tasks.loss_shares`), in scaled form:
 
     x_i <- argmin f_i(x) + rho/2·|x - z + u_i|^2    H steps of the task's optimizer from its own x_i
     z   <- mean of x_i + u_i
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
@@ -47,7 +47,9 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
+from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 
@@ -106,6 +108,10 @@ class ADMM(Strategy):
         rho = f"rho={self.rho:g}{' adaptive' if self.adaptive else ''}"
         return " ".join(["ADMM" if self.duals else "ADMM without duals", rho, *parts])
 
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_own_batches(task, model, self.batch_size, workers)
+
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
         check_exchange(self.all_reduce, self.momentum)
@@ -145,13 +151,26 @@ class ADMMLearner(Learner):
         self.z = FlatParameters(self.consensus, only_trained=True)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
-        # one further number travels: |x_i - z|^2, for the residuals
+        self.losses = self.replica.losses
+        self.weight = self._weight()
+        # one further number travels: |x_i - z|^2, for the residuals; and what the loss has counted,
+        # where that does not follow from the number of examples
+        numbers = 1 if self.losses.is_alike else 2
         self.meeting = Meeting(
-            self.replica, place, strategy.all_reduce, strategy.momentum, numbers=1
+            self.replica, place, strategy.all_reduce, strategy.momentum, numbers=numbers
         )
         self.rho = strategy.rho
         self.where = f"rank {self.group.rank}"
         self.round = 0
+
+    def _weight(self) -> float:
+        """N times the share of this rank's examples in what the loss counts in all."""
+        counts = [self.losses.expected(shard.indices) for shard in self.shards]
+        if self.losses.is_late:
+            mine = self.replica.counted_in(self.shard.indices)
+            rows = self.group.all_gather_values([mine], "what the loss counts")
+            counts = [row[0] for row in rows]
+        return self.group.size * counts[self.group.rank] / sum(counts) if any(counts) else 1.0
 
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(self.shard.batches.batch_size)
@@ -170,23 +189,27 @@ class ADMMLearner(Learner):
             for shard, own in zip(self.shards, steps, strict=True)
         ]
         own = steps[self.group.rank]
-        # f_i counts as its share of the examples, times N: 1 where the parts are equal.
-        weight = ranks * self.shard.n / len(self.replica.train_examples)
-        trained = self.replica.train(self.shard.steps(self.round * own, own), weight, self._pull())
-        moved = self._put_bodies()
-        # this rank's share of the mean over all examples of the round
-        loss = trained.loss * counts[self.group.rank] / sum(counts)
-        met = self.meeting.meet(1 / ranks, loss, wish, round, numbers=[moved])
+        steps_of_round = self.shard.steps(self.round * own, own)
+        trained = self.replica.train(steps_of_round, self.weight, self._pull())
+        numbers = [self._put_bodies()]
+        if self.losses.is_alike:
+            # this rank's share of the mean over all examples of the round
+            loss = trained.loss * counts[self.group.rank] / sum(counts)
+        else:
+            loss = trained.total
+            numbers.append(trained.counted)
+        met = self.meeting.meet(1 / ranks, loss, wish, round, numbers=numbers)
         # the sums of the ranks' bodies are in place now
         went = self._agree()
         # Rounding may leave the difference a little below zero.
         primal = math.sqrt(max(0.0, met.numbers[0] - ranks * went))
         # with the rho of this round; it is adapted afterwards
         dual = self.rho * math.sqrt(ranks * went)
-        numbers = {"primal_residual": primal, "dual_residual": dual, "rho": self.rho}
+        residuals = {"primal_residual": primal, "dual_residual": dual, "rho": self.rho}
         self._adapt(primal, dual)
         self.round = round
-        return Progress(met.loss, sum(counts), met.wish, numbers)
+        mean = met.loss if self.losses.is_alike else mean_over(met.loss, met.numbers[1])
+        return Progress(mean, sum(counts), met.wish, residuals)
 
     def _pull(self) -> Callable[[Sequence[Tensor]], None]:
         """Adds the gradient of rho/2·|x - z + u|^2 to those of the loss."""

@@ -6,7 +6,8 @@
     v   <- m·v + D
     x   <- x - lr·(D + m·v)       Nesterov;      x <- x - lr·v       without
 
-w_i is rank i's share of the round's examples: 1/N where the parts are equal. The inner optimizers'
+w_i is rank i's share of the round's examples, or of what the loss counts in them: 1/N where the
+parts are equal. The inner optimizers'
 states stay with their ranks, as in the paper, which found no gain in exchanging them. lr = 1 and m
 = 0 is local SGD.
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
 from dure.averaging.meeting import Momentum
@@ -81,6 +82,9 @@ class DiLoCo(Strategy):
             if getattr(self, name) != getattr(default, name)
         ]
         return " ".join([f"DiLoCo H={self.period}", *parts])
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        self.rounds().check_model(task, model, workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         self.rounds().check(task, workers)

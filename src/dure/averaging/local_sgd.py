@@ -3,10 +3,11 @@
     x_i <- x_i - step_i(gradient over rank i's part of the joint batch)    H times
     x_i <- x + sum over j of w_j·(x_j - x)                  x: where the round began
 
-w_j is rank j's share of the round's examples: 1/N where the parts are equal. H = 1 without momentum
-is data parallel. *Post-local* SGD begins with H = 1 and takes longer rounds only from step
-`local_from` on, for example after the first decay of the learning rate. Batch norm's statistics are
-averaged as the weights are; dropout is drawn from (seed, step, rank).
+w_j is rank j's share of the round's examples, or of what the loss counts in them
+(`dure.tasks.loss_shares`): 1/N where the parts are equal. H = 1 without momentum is data parallel.
+*Post-local* SGD begins with H = 1 and takes longer rounds only from step `local_from` on, for
+example after the first decay of the learning rate. Batch norm's statistics are averaged as the
+weights are; dropout is drawn from (seed, step, rank).
 
 What travels: one message a round (`dure.averaging.meeting`), through an all-reduce of choice: 1/H
 of data parallel's. The optimizer's state stays with its rank, is averaged as well, or starts anew:
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
@@ -33,7 +34,9 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
+from dure.tasks.loss_shares import scale_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
@@ -78,6 +81,10 @@ class LocalSGD(Strategy):
         if self.local_from < 0:
             raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
 
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_pieces(task, model, self.batch_size, workers)
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return LocalSGDLearner(task, place, seed, self)
 
@@ -102,6 +109,7 @@ class LocalSGDLearner(Learner):
         self.strategy = strategy
         self.replica = Replica(task, place, seed)
         self.model = self.replica.model
+        self.losses = self.replica.losses
         self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
         self.meeting = Meeting(
             self.replica,
@@ -109,6 +117,7 @@ class LocalSGDLearner(Learner):
             strategy.all_reduce,
             strategy.momentum,
             compression=strategy.compression,
+            numbers=int(self.losses.is_late),
         )
         # where the round began, the same bits on all ranks
         self.common = self.replica.flat.copy()
@@ -128,10 +137,11 @@ class LocalSGDLearner(Learner):
         steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
         # A generator: each batch is read only when its step comes.
         trained = self.replica.train(self._parts(steps))
+        batches = [self.batches.at(step) for step in steps]
         # Of all ranks: each counts by what it has learned from, also where the last batch of an
         # epoch does not divide.
-        examples = sum(len(self.batches.at(step)) for step in steps)
-        weight = trained.examples / examples
+        expected = sum(map(self.losses.expected, batches))
+        weight = trained.counted / expected if expected else 0.0
         # into the message itself: `bodies` are views of it
         for body, mine, common in zip(
             self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True
@@ -139,13 +149,23 @@ class LocalSGDLearner(Learner):
             # Differences are small numbers of about one size: a sum of them loses fewer digits than
             # one of weights.
             torch.sub(mine, common, out=body).mul_(weight)
-        met = self.meeting.meet(weight, weight * trained.loss, wish, self.round + 1)
+        # Where a loss tells only now what it has counted, all of it is known when they have met.
+        counted = [trained.counted] if self.losses.is_late else []
+        met = self.meeting.meet(
+            weight,
+            weight * trained.loss,
+            wish,
+            self.round + 1,
+            numbers=counted,
+            scale=lambda heard: scale_of(expected, heard[0]) if counted else 1.0,
+        )
         self.move(self.meeting.bodies)
         # All ranks have added the same sums to the same weights.
         self.replica.flat.load(self.common)
         self.step = steps.stop
         self.round = self.round + 1
-        return Progress(met.loss, examples, met.wish)
+        something = met.numbers[0] if counted else expected
+        return Progress(met.loss if something else None, sum(map(len, batches)), met.wish)
 
     def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
         """This rank's part of each step's joint batch."""

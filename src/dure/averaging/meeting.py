@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -44,6 +44,7 @@ from dure.collectives.tail import Tail, common_start, each, summed, times
 from dure.contracts.strategy import Place
 from dure.errors import LossNotFiniteError
 from dure.randomness.seeds import derive
+from dure.tasks.loss_shares import rescale
 from dure.tensors.buffers import write
 from dure.tensors.flat import by_dtype, views_of
 
@@ -164,14 +165,21 @@ class Meeting:
 
     @torch.no_grad()
     def meet(
-        self, weight: float, loss: float, wish: int, round: int, numbers: Sequence[float] = ()
+        self,
+        weight: float,
+        loss: float,
+        wish: int,
+        round: int,
+        numbers: Sequence[float] = (),
+        scale: Callable[[Sequence[float]], float] = lambda heard: 1.0,
     ) -> Met:
         """Sums `bodies` over the ranks, and takes the mean of the buffers; all ranks call it.
 
         The optimizer's state is kept, averaged or reset, as `momentum` says.
 
         weight: this rank's, with which its body was multiplied; those of all ranks add to 1. loss:
-        its share of the round's mean loss. round: its number, from 1.
+        its share of the round's mean loss. round: its number, from 1. scale: with what all that was
+        summed is multiplied, given the sums of `numbers`: then the weights times it add to 1.
         Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
         """
         entered = time.perf_counter()
@@ -200,9 +208,11 @@ class Meeting:
         for rank, value in enumerate(heard["loss"]):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"round {round}", intact=False)
+        found = scale(heard["numbers"])
+        rescale([*self.bodies, *self.extras], found)
         self._take([state for state, _ in states])
         self._take_changed(heard["changed"], round)
-        return Met(sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
+        return Met(found * sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
 
     def _fill(self, weight: float, states: Sequence[tuple[Tensor | None, Tensor]]) -> None:
         """Puts this rank's share of the buffers and the optimizer's states into the message.

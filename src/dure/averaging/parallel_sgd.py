@@ -5,9 +5,10 @@
     x   <- sum over i of (n_i/n)·x_i                          combine="average"
     x   <- the x_i with the least loss on all training data   combine="best"
 
-For convex losses the average has about 1/N of the variance of a single x_i. The loss of a deep
-network is not convex: from common first weights the average is often better than its parts, from
-different ones it is worse than any.
+n_i and n are what the loss counts in a pass (`dure.tasks.loss_shares`), the examples where each
+counts one. For convex losses the average has about 1/N of the variance of a single x_i. The loss of
+a deep network is not convex: from common first weights the average is often better than its parts,
+from different ones it is worse than any.
 
 A round is one pass of every rank over its own examples, in steps of `batch_size`/N examples,
 rounded up. The ranks combine when the run ends. If the model is evaluated or written down on the
@@ -37,14 +38,17 @@ from dure.averaging.replica import Replica, check_partition, copy_model, shards_
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
+from dure.contracts.metric import ratio
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.errors import LossNotFiniteError
 from dure.record.meter import Meter
-from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.batch_norm import check_own_batches
+from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_and_count
+from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
 from dure.tensors.flat import FlatParameters
 
@@ -84,6 +88,10 @@ class ParallelSGD(Strategy):
             ]
         )
 
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_own_batches(task, model, self.batch_size, workers)
+
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
         check_exchange(self.all_reduce, "keep")
@@ -98,9 +106,13 @@ class ParallelSGD(Strategy):
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others at the end of a pass. arrival: seconds on rank 0's clock."""
+    """What a rank tells the others at the end of a pass.
 
-    loss: float
+    total: of the loss, over what it has counted. arrival: seconds on rank 0's clock.
+    """
+
+    total: float
+    counted: float
     wish: float
     arrival: float
 
@@ -129,6 +141,8 @@ class ParallelSGDLearner(Learner):
             for buffer in self.buffers.of(self.combined)
             if buffer.is_floating_point()
         ]
+        # what the loss has counted on each rank in the last pass
+        self.passed = [float(shard.n) for shard in self.shards]
         self.clock_offset = place.clock_offset
         self.where = f"rank {self.group.rank}"
         self.round = self.combined_at = 0
@@ -143,7 +157,7 @@ class ParallelSGDLearner(Learner):
         passes = self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * passes, passes))
         entered = time.perf_counter()
-        told = _Told(trained.loss, float(wish), entered + self.clock_offset)
+        told = _Told(trained.total, trained.counted, float(wish), entered + self.clock_offset)
         # Passes of unequal shards end at different times: here all wait for the last.
         rows = self.group.all_gather_values(list(told), "the end of a pass")
         heard = [_Told(*row) for row in rows]
@@ -152,15 +166,15 @@ class ParallelSGDLearner(Learner):
             "end of a pass", entered, time.perf_counter(), self.round + 1, arrival=arrival
         )
         for rank, one in enumerate(heard):
-            if not math.isfinite(one.loss):
+            if not math.isfinite(one.total):
                 raise LossNotFiniteError(
-                    one.loss, f"rank {rank}", f"round {self.round + 1}", intact=False
+                    one.total, f"rank {rank}", f"round {self.round + 1}", intact=False
                 )
         self.round += 1
-        n = len(self.replica.train_examples)
-        # as a mean over all examples, each rank by how many it has
-        mean = sum(shard.n / n * one.loss for shard, one in zip(self.shards, heard, strict=True))
-        return Progress(mean, n, int(heard[0].wish))
+        self.passed = [one.counted for one in heard]
+        counted = sum(self.passed)
+        mean = sum(one.total for one in heard) / counted if counted else None
+        return Progress(mean, len(self.replica.train_examples), int(heard[0].wish))
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
@@ -190,8 +204,9 @@ class ParallelSGDLearner(Learner):
         changes = [difference(now, first) for now, first in zip(means, self.first, strict=True)]
         # no tail: what ranks have to agree on was told at the end of the pass
         message, views, _ = packed([*self.flat.buffers, *changes], 0, group)
+        share = self._share()
         for view, content in zip(views, [*self.flat.buffers, *changes], strict=True):
-            torch.mul(content, self.shard.n / len(self.replica.train_examples), out=view)
+            torch.mul(content, share, out=view)
         for buffer in message:
             all_reduce(buffer, group, self.strategy.all_reduce)
         weights = len(self.flat.buffers)
@@ -199,6 +214,12 @@ class ParallelSGDLearner(Learner):
         for mean, first, change in zip(means, self.first, views[weights:], strict=True):
             write(mean, first + change)
         group.broadcast_values([buffer for buffer in buffers if not buffer.is_floating_point()])
+
+    def _share(self) -> float:
+        """This rank's in the average."""
+        # Where nothing has counted, nothing was learned either: by examples.
+        sizes = self.passed if any(self.passed) else [shard.n for shard in self.shards]
+        return sizes[self.group.rank] / sum(sizes)
 
     def _best(self, group: Group) -> None:
         """The model of the rank with the least loss on all training data; of several, the first."""
@@ -214,15 +235,14 @@ class ParallelSGDLearner(Learner):
         counted = 0.0
         examples = self.replica.train_examples
         # Dropout off, and the buffers as they are.
-        self.combined.eval()
-        for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-            inputs, targets = examples.batch(indices)
-            loss, count = loss_and_count(
-                self.task.loss, self.combined(inputs), targets, len(indices)
-            )
-            total += loss
-            counted += count
-        self.combined.train()
+        with in_mode(self.combined, training=False):
+            for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
+                inputs, targets = examples.batch(indices)
+                loss, count = loss_and_count(
+                    self.task.loss, self.combined(inputs), targets, len(indices)
+                )
+                total += loss
+                counted += count
         return ratio(total, counted)
 
     def evaluate(self) -> dict[str, float]:

@@ -21,8 +21,10 @@ from dure.contracts.strategy import Place, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.partition import Partition
-from dure.randomness.seeds import seed_generators
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import CountedLoss, loss_and_count
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
@@ -30,11 +32,17 @@ from dure.tensors.flat import FlatParameters, by_dtype, views_of
 class Trained(NamedTuple):
     """What a rank did alone.
 
-    loss: the mean over its examples; not finite if a loss or the weights were not.
+    loss: the mean over what it has counted; not finite if a loss or the weights were not. counted:
+    by the loss (`dure.tasks.loss_shares`), as many as examples where each counts one.
     """
 
     loss: float
-    examples: int
+    counted: float
+
+    @property
+    def total(self) -> float:
+        """The loss times what it has counted: totals and counts of ranks can be added."""
+        return self.loss * self.counted if self.counted else self.loss
 
 
 class Replica:
@@ -65,6 +73,7 @@ class Replica:
             [*self.model.parameters(), *self.buffers.of(self.model)], counted=False
         )
         self.train_examples, self.test_examples = examples_for(self.model, task)
+        self.losses = CountedLoss(task.loss, self.train_examples)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Pieces of vectors like `flat.buffers`, one for each of `trained` and of its shape."""
@@ -90,19 +99,19 @@ class Replica:
         Ends early at a loss that is not finite.
         """
         total = 0.0
-        examples = 0
+        counted = 0.0
         for step, indices in batches:
             if len(indices) == 0:
                 continue
-            loss = self._step(step, indices, share, adjust)
-            examples += len(indices)
+            loss, count = self._step(step, indices, share, adjust)
+            counted += count
             # Further steps would only cost time; the others hear of it when they meet.
             if not math.isfinite(loss):
-                return Trained(loss, examples)
-            total += loss * len(indices)
-        if examples == 0:
-            return Trained(0.0, 0)
-        return Trained(total / examples if self._is_finite() else math.nan, examples)
+                return Trained(loss, counted)
+            total += loss * count
+        if not self._is_finite():
+            return Trained(math.nan, counted)
+        return Trained(total / counted if counted else 0.0, counted)
 
     def _step(
         self,
@@ -110,15 +119,15 @@ class Replica:
         indices: Tensor,
         share: float,
         adjust: Callable[[Sequence[Tensor]], None] | None,
-    ) -> float:
-        """Forward, backward, update; returns the mean loss before the update."""
+    ) -> tuple[float, float]:
+        """Forward, backward, update; returns the mean loss before it, and what that counted."""
         seed_generators(
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
         started = time.perf_counter()
         inputs, targets = self.train_examples.batch(indices)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.task.loss(self.model(inputs), targets)
+        loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         value = float(loss.item())
         forwarded = time.perf_counter()
         (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
@@ -131,7 +140,21 @@ class Replica:
         meter.compute("forward", started, forwarded, step + 1)
         meter.compute("backward", forwarded, backwarded, step + 1)
         meter.compute("update", backwarded, time.perf_counter(), step + 1)
-        return value
+        return value, counted
+
+    @torch.no_grad()
+    def counted_in(self, indices: Tensor) -> float:
+        """What the loss counts in these examples, where only computing it tells: forward once."""
+        before = generators_state()
+        self.model.eval()
+        counted = 0.0
+        for part in torch.split(indices, self.task.eval_batch_size):
+            inputs, targets = self.train_examples.batch(part)
+            outputs = self.model(inputs)
+            counted += loss_and_count(self.task.loss, outputs, targets, len(part))[1]
+        self.model.train()
+        restore_generators(before)
+        return counted
 
     def state(self) -> dict[str, Any]:
         """Its weights, buffers and optimizer, where they are not those of all ranks."""
@@ -161,12 +184,22 @@ class Replica:
 
 
 class Shard:
-    """A rank's own examples. batch_size: of one of its steps; None is all of them."""
+    """A rank's own examples.
 
-    def __init__(self, indices: Tensor, batch_size: int | None, seed: int, rank: int) -> None:
+    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`.
+    """
+
+    def __init__(
+        self,
+        indices: Tensor,
+        batch_size: int | None,
+        seed: int,
+        rank: int,
+        joins: bool = False,
+    ) -> None:
         self.indices = indices
         self.n = len(indices)
-        self.batches = Batches(len(indices), batch_size, seed, rank)
+        self.batches = Batches(len(indices), batch_size, seed, rank, joins)
         self.steps_per_pass = self.batches.steps_per_epoch
 
     def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -197,7 +230,8 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     ranks = replica.group.size
     own = None if batch_size is None else -(-batch_size // ranks)
     parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=seed)
-    return [Shard(part, own, seed, rank) for rank, part in enumerate(parts)]
+    joins = needs_two(replica.model, train)
+    return [Shard(part, own, seed, rank, joins) for rank, part in enumerate(parts)]
 
 
 def check_partition(partition: Partition, task: Task, workers: int | None) -> None:

@@ -130,12 +130,21 @@ class ResumeOptions:
 
     Args:
         resume: the run folder.
+        task: the task, path/to/file.py:name, where the run was not begun here and its task is not
+            one of dure's own.
+        strategy: the class of the strategy, path/to/file.py:Name, likewise.
+        world: the class of the world, path/to/file.py:Name, likewise.
+        rules: other classes that the run names, such as a partition of your own, likewise.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
         json: print the summary as JSON on standard output, and no progress.
     """
 
     resume: Path
+    task: str | None = None
+    strategy: str | None = None
+    world: str | None = None
+    rules: tuple[str, ...] = ()
     check: bool = True
     json: bool = False
 
@@ -204,6 +213,10 @@ class BenchOptions:
     json: bool = False
 
 
+class Shown(Exception):  # noqa: N818, it is no error
+    """The help that was asked for has been printed, and nothing else is to be done."""
+
+
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What is given for a flag, "" if nothing follows it; None if it is not there."""
     # Looked up before tyro parses: which flags there are may depend on this one.
@@ -220,7 +233,7 @@ def parse_flags(
     """Parses flags into instances of several dataclasses, whose fields share one level of flags.
 
     parts: the dataclasses by name, as which their instances are returned. Raises ValueError with
-    one line where tyro would print a box and end the process.
+    one line where tyro would print a box and end the process, and Shown after --help.
     """
     import tyro
 
@@ -260,7 +273,7 @@ def parse_flags(
     except SystemExit as end:
         # --help has printed what was asked for.
         if not end.code:
-            raise
+            raise Shown from None
         raise ValueError(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None

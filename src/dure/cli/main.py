@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,6 +25,7 @@ from dure.cli.flags import (
     Limits,
     ReportOptions,
     ResumeOptions,
+    Shown,
     TrainOptions,
     given_options,
     options_of_task,
@@ -90,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
     try:
-        return _dispatch(given)
+        with _warnings_in_a_line():
+            return _dispatch(given)
     except BrokenPipeError:  # `dure --help | head`: nobody reads on
         # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -98,11 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as end:  # --help, or a task of the user's
-        if isinstance(end.code, str):
-            print(f"dure: {end.code}", file=sys.stderr)
-        return 1 if isinstance(end.code, str) else int(end.code or 0)
-    except Exception as error:
+    except Shown:  # --help
+        return 0
+    # SystemExit: code of the user's own that would end the process as if all were well.
+    except (Exception, SystemExit) as error:
         if debug:
             traceback.print_exc()
         # The worker's own traceback, from the process in which it failed.
@@ -120,6 +122,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, DureError):
             return error.exit_code
         return 2 if foreseen else 1
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Warnings of dure's own are told in one line; others as Python has it."""
+    plain = warnings.formatwarning
+
+    def told(
+        message: Any, category: Any, filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        # It speaks to the one who typed the command, in which no line of Python is to blame.
+        own = Path(filename).is_relative_to(Path(__file__).parents[1])
+        return f"dure: {message}\n" if own else plain(message, category, filename, lineno, line)
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = plain
 
 
 def _one_line(text: str) -> str:
@@ -146,7 +167,7 @@ def _dispatch(given: list[str]) -> int:
         return 0
     if given[0] in _NAMELESS and asks:
         what, parts, description = _NAMELESS[given[0]]
-        # Prints the help and raises SystemExit, which `main` answers.
+        # Prints the help and raises Shown, which `main` answers.
         parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{suggestion(given[0], commands)}")
@@ -253,17 +274,27 @@ def _resume(flags: list[str]) -> int:
     asked = parse_flags(
         "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
     )
-    folder: Path = asked["how"].resume
+    how: ResumeOptions = asked["how"]
+    folder = how.resume
     from dure.run.config import asked_of
     from dure.run.train import resume
     from dure.worlds.here import leads_here
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return _show_run(
-        partial(resume, folder, stop=stop, check=asked["how"].check),
+        partial(
+            resume,
+            folder,
+            task=how.task,
+            strategy=how.strategy,
+            world=how.world,
+            rules=how.rules,
+            stop=stop,
+            check=how.check,
+        ),
         stop,
-        quiet=asked["how"].json or not leads_here(),
-        as_json=asked["how"].json and leads_here(),
+        quiet=how.json or not leads_here(),
+        as_json=how.json and leads_here(),
         folder=folder,
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dure.tensors.overlap import overlaps_itself
+
 
 def check_algorithm(collective: str, algorithm: str, choices: Iterable[str]) -> None:
     """Raises ValueError unless `algorithm` is one of `choices`."""
@@ -22,6 +24,12 @@ def check_root(root: int, size: int) -> None:
         raise ValueError(f"root is {root}, but the ranks of the group are 0 to {size - 1}")
 
 
+def check_rank(rank: int, size: int) -> None:
+    """Raises ValueError unless there is such a rank in a group of this size."""
+    if not 0 <= rank < size:
+        raise ValueError(f"there is no rank {rank}: the ranks of the group are 0 to {size - 1}")
+
+
 def check_tensor(tensor: Tensor) -> None:
     """Raises ValueError for a tensor that has no elements in memory one after another."""
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -33,11 +41,7 @@ def check_tensor(tensor: Tensor) -> None:
 def check_writable(tensor: Tensor) -> None:
     """Raises ValueError for a tensor whose elements share memory, such as an expanded one."""
     check_tensor(tensor)
-    # A stride of 0 over more than one element: a write would go to the same place again and again.
-    if not tensor.is_contiguous() and any(
-        stride == 0 and length > 1
-        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    if overlaps_itself(tensor):
         raise ValueError(
             "an expanded tensor cannot take the result, its elements lie in one place; clone() it "
             "before"

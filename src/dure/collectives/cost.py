@@ -44,7 +44,7 @@ import numpy as np
 
 from dure.collectives.algorithms.algorithm import AllReduce
 from dure.collectives.algorithms.table import PREDICTABLE
-from dure.record.checkpoint import write_atomically
+from dure.record.disk import write_atomically
 
 ALGORITHMS = tuple(PREDICTABLE)
 """Those whose cost is known."""

@@ -8,8 +8,8 @@ torch.distributed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar, overload
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dure.collectives.arguments import check_rank, check_root
 from dure.collectives.handle import Handle, Line
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
 from dure.collectives.transport import Message, Pending, backend_name, transport_of
@@ -150,13 +151,22 @@ class Group:
 
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of a rank of this group."""
+        check_rank(rank, self.size)
         return self._global[rank]
 
     def among(self, ranks: Sequence[int]) -> Group:
         """The group of these ranks of mine, in this order, for transfers only.
 
-        This rank is one of them.
+        This rank is one of them. Raises ValueError if it is not, and for a rank that there is not,
+        or that is there twice.
         """
+        for rank in ranks:
+            check_rank(rank, self.size)
+        if len(set(ranks)) < len(ranks) or self.rank not in ranks:
+            raise ValueError(
+                f"a group of the ranks {list(ranks)}: each is there once, and rank {self.rank}, "
+                f"which asks for it, is one of them"
+            )
         # Shallow: meter, transport and the order of operations are shared with the whole group.
         part = copy.copy(self)
         part.rank = ranks.index(self.rank)
@@ -169,8 +179,13 @@ class Group:
         """The one of these groups of my ranks that this rank is in, for transfers and collectives.
 
         All ranks call it together, with the same parts, of which each rank is in one. It counts on
-        the same meter.
+        the same meter. Raises ValueError unless each rank is in one part.
         """
+        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
+            raise ValueError(
+                f"parts are {[list(part) for part in parts]}, but each of the ranks 0 to "
+                f"{self.size - 1} is in one"
+            )
         mine = next(list(part) for part in parts if self.rank in part)
         if len(mine) == self.size:
             return self
@@ -193,6 +208,19 @@ class Group:
         part = copy.copy(self)
         part.meter = Meter(self.meter.name)
         return part
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, the meter counts nothing: for layers that hold this group, where they measure."""
+        # What was issued before is counted, and what is issued inside has ended before it counts.
+        self.settle()
+        meter = self.meter
+        self.meter = Meter(meter.name)
+        try:
+            yield
+        finally:
+            self.settle()
+            self.meter = meter
 
     def hosts(self) -> Hosts:
         """Who shares a host (`dure.collectives.hosts`). All ranks call it together.
@@ -310,6 +338,8 @@ class Group:
 
         Between two ranks they arrive in the order of sending. Empty tensors do not travel.
         """
+        for _, rank in (*sends, *receives):
+            check_rank(rank, self.size)
         # Both ends leave empty ones out, so nobody waits for one.
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -376,6 +406,8 @@ class Group:
         operation: its name, for errors. Between two ranks messages arrive in the order in which
         they were begun. Tensors of a GPU travel by way of the CPU's memory.
         """
+        for _, rank in (*sends, *receives):
+            check_rank(rank, self.size)
         sends = [
             (tensor if tensor.is_cpu else tensor.cpu(), to)
             for tensor, to in sends
@@ -449,6 +481,7 @@ class Group:
 
         counted: whether the meter counts it, as N-1 messages of the root.
         """
+        check_root(root, self.size)
         if self.size == 1 or not tensors:
             return
         self.settle()

@@ -24,6 +24,7 @@ from dure.collectives.arguments import (
 )
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
+from dure.tensors.overlap import overlap
 
 Algorithm = Literal["linear", "native"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -34,8 +35,8 @@ def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0
     if parts is None:
         group.receive(mine, root)
         return
-    mine.copy_(parts[root])
     group.transfer([(part, target) for target, part in enumerate(parts) if target != root], [])
+    mine.copy_(parts[root])
 
 
 _RULES = {"linear": linear, "native": native.scatter}
@@ -89,10 +90,12 @@ def scatter(
     def work() -> Tensor:
         flat = flat_of(tensor)
         if group.size == 1 and rows is not None:
-            flat.copy_(flat_of(rows))
+            flat.copy_(flat_of(rows.clone() if overlap(tensor, rows) else rows))
         else:
             # None on all ranks but the root.
-            parts = list(flat_of(rows).view(group.size, -1)) if rows is not None else None
+            # A part that lies where this rank's own is written is read from a copy.
+            given = rows.clone() if rows is not None and overlap(tensor, rows) else rows
+            parts = list(flat_of(given).view(group.size, -1)) if given is not None else None
             _RULES[algorithm](flat, parts, group, root)
         return give_back(flat, tensor)
 

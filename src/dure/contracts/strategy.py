@@ -265,9 +265,6 @@ class Strategy:
     also: ClassVar[Mapping[Kind, str]] = {}
     """The other kinds of worlds in which it lives, and its label there."""
 
-    deterministic: ClassVar[bool] = True
-    """Whether its runs repeat themselves to the last bit."""
-
     oldest_checkpoint: ClassVar[int] = 1
     """The oldest version of checkpoints (`dure.record.checkpoint.VERSION`) that it can read."""
 
@@ -278,6 +275,11 @@ class Strategy:
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""
         return self.name
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether its runs repeat themselves to the last bit."""
+        return True
 
     @property
     def ranks(self) -> int | None:

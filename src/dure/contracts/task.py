@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import LRSchedule
+from dure.contracts.metric import Metric, check_metrics
 from dure.data.examples import Examples, as_examples
 
-Metric = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor]"]
-"""metric(outputs, targets) gives the mean over the batch, or a pair (sum, count).
+Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
+"""loss(outputs, targets) gives the mean over the batch, a scalar tensor, or a pair (sum, count).
 
-Pairs are added over batches, and divided once.
+The loss of a batch is then sum / count, also where ranks, micro-batches or clients compute parts of
+it: their sums are added, and their counts.
 """
-
-
 SGD = partial(torch.optim.SGD, lr=0.1)
 """The optimizer of a task that names none."""
 
@@ -61,11 +61,12 @@ class Task:
     model: a function without arguments that returns a fresh `nn.Module`; called under the run's
         seed. A float64 model trains in float64: floating-point inputs are converted to the model's
         dtype.
-    loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor).
+    loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
+        (sum, count), for one that does not count every example alike: see `Loss`.
     train, test: `Examples`, a pair of tensors (inputs, targets), or a map-style Dataset of such
         pairs.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
-    metrics: name to `Metric`, measured on the test data and reported as test_<name>. None: the
+    metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
         accuracy if the targets are class indices, otherwise nothing but the loss.
     name: how tables call it.
     reference: where `dure.load_task` found it, so that a run folder can be resumed; None for a task
@@ -74,10 +75,12 @@ class Task:
         all workers, or of a worker that has steps of its own; in a federation at round t. A
         function of t, like `lr_lambda` of torch's LambdaLR; None leaves them as they are.
     eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
+    metric_memory: bytes that the outputs and targets of all test examples may have, where a metric
+        needs them at once; a metric that would need more is refused.
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[Any, Any], Tensor]
+    loss: Loss
     train: Any
     test: Any = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
@@ -86,6 +89,7 @@ class Task:
     reference: Mapping[str, Any] | None = field(default=None, compare=False)
     lr_schedule: LRSchedule | None = None
     eval_batch_size: int = 1_000
+    metric_memory: int = 2**30
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -103,11 +107,12 @@ class Task:
                 f"Task(lr_schedule={self.lr_schedule!r}) has to be a function of the step: step -> "
                 f"factor"
             )
-        if type(self.eval_batch_size) is not int or self.eval_batch_size < 1:
-            raise ValueError(
-                f"Task(eval_batch_size={self.eval_batch_size!r}) has to be a whole number, 1 or "
-                f"more"
-            )
+        for name in ("eval_batch_size", "metric_memory"):
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise ValueError(f"Task({name}={size!r}) has to be a whole number, 1 or more")
+        if self.metrics is not None:
+            check_metrics(self.metrics)
         # The class is frozen for its users; here the data get the one form that all others know.
         object.__setattr__(self, "train", as_examples(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))

@@ -17,18 +17,23 @@ from dure.randomness.seeds import shuffled
 class Batches:
     """The batches of n examples.
 
-    batch_size: None is all the data in every step. client: whose examples they are.
+    batch_size: None is all the data in every step. client: whose examples they are. joins: as in
+    `batches_per_epoch`.
     """
 
-    def __init__(self, n: int, batch_size: int | None, seed: int, client: int = 0) -> None:
+    def __init__(
+        self, n: int, batch_size: int | None, seed: int, client: int = 0, joins: bool = False
+    ) -> None:
         self.n = n
         self.batch_size = n if batch_size is None else min(batch_size, n)
         self.shuffles = batch_size is not None
         self.seed = seed
         self.client = client
-        self.steps_per_epoch = -(-n // self.batch_size)
+        self.steps_per_epoch = batches_per_epoch(n, self.batch_size, joins)
+        self._sizes = [self.batch_size] * (self.steps_per_epoch - 1)
+        self._sizes.append(n - sum(self._sizes))
         self._epoch = -1
-        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self.batch_size)
+        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self._sizes)
 
     def at(self, step: int) -> Tensor:
         """The indices of `step`'s batch, int64 of shape (b,), b <= batch_size.
@@ -40,8 +45,18 @@ class Batches:
         if self.shuffles and epoch != self._epoch:
             order = shuffled(self.n, self.seed, epoch, self.client)
             self._epoch = epoch
-            self._batches = torch.split(order, self.batch_size)
+            self._batches = torch.split(order, self._sizes)
         return self._batches[position]
+
+
+def batches_per_epoch(n: int, batch_size: int, joins: bool = False) -> int:
+    """Batches in a pass over n examples; the last one has what is left.
+
+    joins: a single example that is left joins the batch before it, for models that cannot train on
+        one alone.
+    """
+    whole, left = divmod(n, batch_size)
+    return whole if left == 0 or (joins and left == 1 and whole) else whole + 1
 
 
 def check_batch_size(batch_size: int | None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from dure.data.keys import keys_of
 from dure.errors import DataError
 
 
@@ -27,20 +28,20 @@ class Examples:
         called with.
     targets: a tensor of shape (n, ...), or a structure of such: what the loss compares the outputs
         with.
-    keys: the natural owner of each example (a hospital, a speaking role), n names; None if there is
-        none.
+    keys: the natural owner of each example (a hospital, a speaking role), n texts or numbers
+        (`dure.data.keys`); None if there is none.
     classes: names of the labels, if the targets are labels.
 
     `draws` tells whether reading an example may draw random numbers, as transforms do.
 
-    Raises ValueError if the lengths differ or there is no example.
+    Raises ValueError if the lengths differ, there is no example, or keys are none.
     """
 
     def __init__(
         self,
         inputs: Any,
         targets: Any,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[Any] | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
         leaves = tree_leaves((inputs, targets))
@@ -48,7 +49,10 @@ class Examples:
             raise ValueError("examples need tensors as inputs and targets: (inputs, targets)")
         if any(leaf.ndim == 0 for leaf in leaves):
             raise ValueError("examples need tensors of shape (n, ...), but one is a single number")
-        lengths = {len(leaf) for leaf in leaves} | ({len(keys)} if keys is not None else set())
+        self.keys = keys_of(keys) if keys is not None else None
+        lengths = {len(leaf) for leaf in leaves}
+        if self.keys is not None:
+            lengths.add(len(self.keys))
         if len(lengths) != 1:
             raise ValueError(f"inputs, targets and keys have different lengths: {sorted(lengths)}")
         if lengths == {0}:
@@ -56,7 +60,6 @@ class Examples:
         self.inputs = inputs
         self.targets = targets
         self.draws = False
-        self.keys = list(keys) if keys is not None else None
         self.classes = list(classes) if classes is not None else None
         self._plain = isinstance(inputs, Tensor) and isinstance(targets, Tensor)
         self._length = lengths.pop()
@@ -105,7 +108,7 @@ class DatasetExamples(Examples):
     Its transforms are applied at every reading.
     """
 
-    def __init__(self, dataset: Dataset[Any], keys: Sequence[str] | None = None) -> None:
+    def __init__(self, dataset: Dataset[Any], keys: Sequence[Any] | None = None) -> None:
         items: Any = dataset
         self.dataset = items
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -115,10 +118,10 @@ class DatasetExamples(Examples):
             )
         if len(items) == 0:
             raise ValueError("there are no examples: the dataset has length 0")
-        if keys is not None and len(keys) != len(items):
-            raise ValueError(f"{len(items)} examples, but {len(keys)} keys")
         self.draws = True
-        self.keys = list(keys) if keys is not None else None
+        self.keys = keys_of(keys) if keys is not None else None
+        if self.keys is not None and len(self.keys) != len(items):
+            raise ValueError(f"{len(items)} examples, but {len(self.keys)} keys")
         classes = getattr(dataset, "classes", None)
         self.classes = list(map(str, classes)) if isinstance(classes, (list, tuple)) else None
         self._convert: Callable[[Tensor], Tensor] = lambda leaf: leaf

@@ -236,7 +236,7 @@ class _Steps(Dataset[Any]):
         try:
             self.seed(step)
             batch = self.examples.batch(self.indices(step))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             return WorkerFailedError(
                 f"loader {loader}", f"step {step + 1}", reason, traceback.format_exc()

@@ -83,7 +83,11 @@ class Algorithm:
 
         staleness: models made meanwhile.
         """
-        return 1.0, float(update.examples)
+        return 1.0, update.weight
+
+    def expects(self, asked: Assignment) -> Sequence[Tensor]:
+        """What an update's extras look like: as many tensors, of the same shapes and types."""
+        return asked.extra
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
         """Takes the mean of the extras of the updates that made the new model."""

@@ -14,7 +14,7 @@ A subclass is an algorithm: it adds its hyperparameters and says what its client
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -44,6 +44,7 @@ from dure.fleet.liars import count, liars
 from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
 from dure.settings import parse_fields
+from dure.tasks.batch_norm import needs_two
 from dure.tensors.flat import FlatParameters
 
 
@@ -219,6 +220,11 @@ class Federated(Strategy):
                 raise ValueError(
                     f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
                 )
+        if self.batch_size == 1 and needs_two(model, examples_for(model, task)[0]):
+            raise ValueError(
+                "batch_size is 1, and the model has batch norm, which has no statistics of one "
+                "example: take a batch_size of 2 or more"
+            )
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for liars that cannot be, and engines that cannot compute the task."""
@@ -238,8 +244,8 @@ class Federated(Strategy):
         """How many clients there are, where that is known before the data are divided."""
         if self.clients is not None:
             return self.clients
-        keys = task.train.keys
-        return None if keys is None else len(set(keys))
+        names = self.names(task)
+        return None if names is None else len(names)
 
     def divide(self, task: Task, seed: int) -> Parts:
         """The examples of each client. Raises ValueError if the partition does not fit the data."""
@@ -248,8 +254,16 @@ class Federated(Strategy):
 
     def division(self, task: Task, seed: int) -> Description | None:
         return describe(
-            self.partition, self.divide(task, seed), task.train.labels(), task.train.classes
+            self.partition,
+            self.divide(task, seed),
+            task.train.labels(),
+            task.train.classes,
+            self.names(task),
         )
+
+    def names(self, task: Task) -> list[str] | None:
+        """What the clients are called, where the data have names."""
+        return self.partition.names(self.clients, task.train.keys)
 
     # The two halves
 
@@ -262,7 +276,9 @@ class Federated(Strategy):
         clients = self.clients_half(task, model, place.conditions, seed)
         place.ending.callback(clients.close)
         carrier = place.carrier(clients, seed)
-        return self.server_half(task, model, place, carrier, seed)
+        server = self.server_half(task, model, place, carrier, seed)
+        place.ending.callback(server.close)
+        return server
 
     def server_half(
         self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
@@ -293,6 +309,7 @@ class Federated(Strategy):
             batch_size=self.batch_size,
             attack=attack,
             liars=lying,
+            names=self.names(task),
         )
 
     def clients_half(
@@ -351,7 +368,7 @@ class Federated(Strategy):
 
         return Clients(
             parts=own,
-            work=self.work(),
+            work=replace(self.work(), needs_two=needs_two(model, examples)),
             algorithm=algorithm,
             engine=engine,
             personal=personal,
@@ -361,7 +378,9 @@ class Federated(Strategy):
             liars=lying,
             partial=self.sends_partial_work,
             lr_schedule=task.lr_schedule,
-            threads=_threads(conditions.processes),
+            # All that torch has, before a run has fewer for the steps of one client.
+            threads=torch.get_num_threads(),
+            names=self.names(task),
         )
 
 
@@ -381,14 +400,6 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
         return liars(clients, conditions.attackers, seed, turn)
 
     return lying
-
-
-def _threads(processes: int | None) -> int:
-    """The threads that steps of many clients may have.
-
-    They are all that torch has before a run has fewer for the steps of one client.
-    """
-    return torch.get_num_threads() if processes is None else min(processes, torch.get_num_threads())
 
 
 def _held_out(

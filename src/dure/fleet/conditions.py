@@ -38,7 +38,7 @@ class Conditions:
             inner-product, backdoor, ...
         attackers: how many clients lie: a number, or a share below 1.
         attackers_change: others lie in every round, and not the same all along.
-        engine: how local training is computed; auto measures which way is the fastest here.
+        engine: how local training is computed; auto chooses by the model and the size of a round.
         processes: that compute, of this machine or of a Ray cluster; one a core by default.
     """
 

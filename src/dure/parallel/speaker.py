@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dure.collectives.group import Group
 from dure.tensors.buffers import Buffers
@@ -21,7 +22,16 @@ def check_weights_stay(model: nn.Module, workers: int | None) -> None:
     Each replica would change its own. workers: None where their number is not known.
     """
     # One worker alone changes its weights as it likes.
-    for name, module in model.named_modules() if workers != 1 else ():
+    if workers == 1:
+        return
+    for name, parameter in model.named_parameters():
+        # The first forward pass would make it; until then there is nothing that could be sent.
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{name} is lazy, and each replica would initialise its own in the first forward "
+                f"pass: give the layer its sizes, or compute an example in the model function"
+            )
+    for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or 'the model'} has max_norm, so that forward passes change its weight, "

@@ -7,7 +7,7 @@ between the two halves is a message of `dure.protocol.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dure.protocol.messages import (
@@ -87,7 +87,8 @@ class Clients(Protocol):
     """The clients' side, where all clients live in one process.
 
     partial: whether they send what they have when time runs out, rather than nothing. checked:
-    whether the numbers of what they send are finite, but for buffers.
+    whether the numbers of what they send are finite, but for buffers; an update with a failure has
+    none.
     """
 
     partial: bool
@@ -113,9 +114,6 @@ class Clients(Protocol):
 
     def facts(self) -> Mapping[str, Any]:
         """How they compute, for the report."""
-
-    def mark(self) -> Callable[[], None]:
-        """A way back to this moment, as long as nothing is settled."""
 
     def state(self) -> Any:
         """What clients keep, as a tree for checkpoints."""
@@ -156,9 +154,6 @@ class Carrier(Protocol):
 
     def facts(self) -> Mapping[str, Any]:
         """What is known here of how clients compute, for the report."""
-
-    def mark(self) -> Callable[[], None]:
-        """A way back to this moment, taken before each `carry`."""
 
     def state(self) -> Any:
         """Everything that it needs to go on, as a tree for checkpoints."""

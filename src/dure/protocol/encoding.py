@@ -44,6 +44,9 @@ Memory that Python allocates begins at such a multiple too, so no element lies a
 _MOST_DIMENSIONS = 64
 """As many as torch has. The product of many more large numbers would take hours."""
 
+_MOST_TENSORS = 10_000
+"""Far more than the buffers of any model. Each costs some memory and time, even an empty one."""
+
 # A list of its own: a name in a message stands for one of these, or for nothing.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -75,7 +78,8 @@ class MessageError(ValueError):
 def to_bytes(message: Message) -> bytearray:
     """The message in memory of its own.
 
-    Raises TypeError for a tensor of a dtype that no message can have.
+    Raises TypeError for a tensor of a dtype that no message can have, and ValueError for more
+    tensors than a message can have.
     """
     # The encoder meets the tensors in the order of the fields, which is then that of the data.
     tensors: list[Tensor] = []
@@ -86,6 +90,8 @@ def to_bytes(message: Message) -> bytearray:
         if node.dtype not in _NAMES:
             raise TypeError(f"a message cannot have tensors of {node.dtype}")
         tensors.append(node)
+        if len(tensors) > _MOST_TENSORS:
+            raise ValueError(f"a message cannot have more than {_MOST_TENSORS:,} tensors")
         return _NAMES[node.dtype], tuple(node.shape)
 
     # Two passes: sizes first, so that the message is written once into memory of the right size.
@@ -124,10 +130,14 @@ def from_bytes(content: bytearray) -> Message:
         raise MessageError(f"the message has {len(content)} bytes, and says {begin + size}")
     header = _HEAD.unpack_from(content)[2]
     at = begin
+    count = 0
 
     def tensor(kind: type, node: Any) -> Tensor:
         """The next one. Raises MessageError if its elements do not lie within the data."""
-        nonlocal at
+        nonlocal at, count
+        count += 1
+        if count > _MOST_TENSORS:
+            raise MessageError(f"the message has more than {_MOST_TENSORS:,} tensors")
         name, shape = msgspec.convert(node, tuple[str, tuple[int, ...]])
         dtype = _DTYPES.get(name)
         if dtype is None or len(shape) > _MOST_DIMENSIONS or any(extent < 0 for extent in shape):
@@ -140,6 +150,9 @@ def from_bytes(content: bytearray) -> Message:
         if end > len(content):
             raise MessageError(f"the tensor of {name} {list(shape)} is not there as a whole")
         view = _view(content, at, dtype, shape)
+        # To torch every other byte is neither true nor false.
+        if dtype == torch.bool and view.numel() and int(view.view(torch.uint8).max()) > 1:
+            raise MessageError("a truth value of the message is neither 0 nor 1")
         at = end
         return view
 

@@ -19,9 +19,22 @@ its tensors with it; `dure.protocol.encoding` makes bytes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from torch import Tensor
+
+Failure = Literal[
+    "its first loss is not finite",
+    "its loss became not finite",
+    "its weights became not finite",
+    "what it keeps became not finite",
+    "it has one example, of which batch norm has no statistics",
+]
+"""Why a client has no update: bad values in its data, local training that diverged, too few data.
+
+Only these texts, since they are counted and shown, and a message may come from anybody.
+"""
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -65,9 +78,10 @@ class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
 class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A client's answer: how its weights moved. The model itself never leaves the client.
 
-    delta: weights after training less the weights received. buffers: after training. examples: n_k,
-    how many the client has. samples: examples processed, local epochs counted. loss: mean over
-    them.
+    delta: weights after training less the weights received. buffers: after training. examples: how
+    many the client has. samples: examples processed, local epochs counted. loss: mean over what the
+    loss has counted in them, `counted`; None: each of them counts one. failure: why there is no
+    update, which then has no tensors and counts nowhere.
     """
 
     ticket: int
@@ -79,10 +93,22 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]
     extra: Sequence[Tensor] = ()
+    counted: float | None = None
+    failure: Failure | None = None
 
     @property
     def nbytes(self) -> int:
         return nbytes(self.delta) + nbytes(self.buffers) + nbytes(self.extra)
+
+    @property
+    def count(self) -> float:
+        """What the loss has counted in the samples."""
+        return float(self.samples) if self.counted is None else self.counted
+
+    @property
+    def weight(self) -> float:
+        """n_k, what the loss counts in the client's examples: as many, where each counts one."""
+        return self.examples * (self.count / self.samples)
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):

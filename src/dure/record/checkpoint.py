@@ -4,19 +4,24 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
 
     checkpoint/00000230/model.safetensors    the weights, a plain state_dict
     checkpoint/00000230/state.safetensors    the tensors of the rest: optimizer, generators
-    checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands
+    checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands,
+                                             and the seal around it (`dure.record.seal`)
 
 It is written next to its place and renamed into it, so a kill at any moment leaves the old
-checkpoint or the new one, never half of one. Trees are made of dict, list, tuple, Tensor, str, int,
-float, bool and None.
+checkpoint or the new one, never half of one. What has another name in the folder is not dure's: it
+is neither read nor removed. Nor is a checkpoint removed that another run wrote. Trees are made of
+dict, list, tuple, Tensor, str, int, float, bool and None.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,8 @@ import numpy
 from torch import Tensor
 
 from dure.errors import RunFolderError
+from dure.record.disk import sync_folder, told, write_atomically, write_synced
+from dure.record.seal import Seal, begins_as_of, checksum, opened, sealed
 from dure.record.weights import weights_from_bytes, weights_to_bytes
 
 VERSION = 2
@@ -85,18 +92,6 @@ def tree_from_bytes(content: bytes) -> Any:
     return unpack_tree(json.loads(packed), weights_from_bytes(tensors))
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees the old content or the new one, even across a kill."""
-    # The number of the process: two that write the same file do not write into each other's.
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        # Else the name could be on the disk before the content, when the power fails.
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
 def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> tuple[bytes, bytes, bytes]:
     """The three files of a checkpoint."""
     packed, tensors = pack_tree(state)
@@ -125,43 +120,150 @@ def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
         )
 
 
-def save_checkpoint(folder: Path, step: int, parts: tuple[bytes, bytes, bytes]) -> Path:
-    """Writes the checkpoint of `step` into `folder` and removes the older ones."""
-    folder.mkdir(exist_ok=True)
-    final = folder / f"{step:08d}"
-    if final.exists():  # a run resumed here wrote it before, with the same bits
-        return final
-    beside = folder / f".{final.name}.partial"
-    # What a kill left half written.
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for name, content in zip(_PARTS, parts, strict=True):
-        with open(beside / name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    os.rename(beside, final)
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    parts: tuple[bytes, bytes, bytes],
+    seal: Seal | None = None,
+    known: Collection[str] = (),
+) -> Path:
+    """Writes the checkpoint of `step` into `folder` and removes the older ones of the same run.
+
+    seal: of which run it is; its checksums are filled in here. known: names of older ones that are
+    this run's, though they do not say so.
+
+    Raises RunFolderWriteError if it cannot be written; the older ones are then still there.
+    """
+    final = folder / name_of(step)
+    with told(final):
+        if not folder.is_dir():
+            folder.mkdir()
+            sync_folder(folder.parent)
+        if final.exists():  # a run resumed here wrote it before, with the same bits
+            return final
+        seal = seal if seal is not None else Seal()
+        beside = folder / f".{final.name}.partial"
+        # What a kill left half written.
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        try:
+            _write_parts(beside, parts, seal)
+            os.rename(beside, final)
+        except OSError:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+        sync_folder(folder)
     # Only after the new one is in place: at every moment there is a whole one.
     for other in folder.iterdir():
-        if other != final:
+        if _PARTIAL.fullmatch(other.name) or _is_older(other, step, seal.run, known):
             shutil.rmtree(other, ignore_errors=True)
     return final
 
 
+def _write_parts(folder: Path, parts: tuple[bytes, bytes, bytes], seal: Seal) -> None:
+    """The three files, on the disk when this returns; state.json last, as it names the others."""
+    # Both release the interpreter: the checksums cost no time next to the disk.
+    with ThreadPoolExecutor(1) as pool:
+        sums = [pool.submit(checksum, content) for content in parts[:2]]
+        for name, content in zip(_PARTS[:2], parts[:2], strict=True):
+            write_synced(folder / name, content)
+        files = {name: each.result() for name, each in zip(_PARTS[:2], sums, strict=True)}
+    whole = msgspec.structs.replace(seal, files=files)
+    write_synced(folder / _PARTS[2], sealed(parts[2], whole))
+    sync_folder(folder)
+
+
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of the checkpoint of this name; None for whatever else lies in the folder."""
+    if not _NAME.fullmatch(name):
+        return None
+    step = int(name)
+    return step if name_of(step) == name else None
+
+
+_NAME = re.compile("[0-9]{8,18}")
+_PARTIAL = re.compile(r"\.[0-9]{8,18}\.partial")
+
+
+def _is_older(other: Path, step: int, run: str, known: Collection[str]) -> bool:
+    """Whether this is an older checkpoint that the same run wrote; nothing else may be removed."""
+    its_step = step_of(other.name)
+    if its_step is None or its_step >= step:
+        return False
+    if other.name in known:
+        return True
+    try:
+        with open(other / _PARTS[2], "rb") as file:
+            return begins_as_of(file.read(200), run)
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint as it lies in its folder. seal: None where it is older than seals."""
+
+    path: Path
+    parts: tuple[bytes, bytes, bytes]
+    seal: Seal | None
+
+    @property
+    def step(self) -> int:
+        """What its name says."""
+        return int(self.path.name)
+
+
+def stored(folder: Path) -> Stored | None:
+    """The newest checkpoint in `folder`, its checksums compared; None if there is none.
+
+    Raises RunFolderError if it cannot be read, or is damaged.
+    """
+    # As numbers: as texts, the names of nine digits would come before those of eight.
+    steps = [step_of(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    newest = max((step for step in steps if step is not None), default=None)
+    if newest is None:
+        return None
+    path = folder / name_of(newest)
+    try:
+        first, second, third = ((path / name).read_bytes() for name in _PARTS)
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} is not a whole checkpoint: {error.strerror} ({error.filename})"
+        ) from error
+    try:
+        state, seal = opened(third)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"{_PARTS[2]}: {error}") from error
+    for name, content in zip(_PARTS[:2], (first, second), strict=True):
+        if seal is not None and seal.files.get(name) != checksum(content):
+            raise damaged(path, f"the checksum of {name} is not that of its content")
+    return Stored(path, (first, second, state), seal)
+
+
+def damaged(checkpoint: Path, reason: str) -> RunFolderError:
+    """The error about a checkpoint that is not what was written."""
+    return RunFolderError(
+        f"the checkpoint {checkpoint} is damaged ({reason}): put back a copy of it, or remove it "
+        f"to train from the start"
+    )
+
+
 def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
-    """The files of the newest checkpoint in `folder`, or None.
+    """The files of the newest checkpoint in `folder`, or None; state.json without its seal.
 
     Raises RunFolderError if they cannot be read.
     """
-    # Without the half-written ones, whose names begin with a dot.
-    names = sorted(p.name for p in folder.glob("[0-9]*")) if folder.is_dir() else []
-    if not names:
-        return None
-    newest = folder / names[-1]
-    try:
-        first, second, third = ((newest / name).read_bytes() for name in _PARTS)
-    except OSError as error:
-        raise RunFolderError(
-            f"{newest} is not a whole checkpoint: {error.strerror} ({error.filename})"
-        ) from error
-    return first, second, third
+    newest = stored(folder)
+    return None if newest is None else newest.parts
+
+
+def reseal(checkpoint: Stored, config: Mapping[str, Any]) -> None:
+    """Writes into the checkpoint's seal what is asked of its run from now on."""
+    assert checkpoint.seal is not None
+    seal = msgspec.structs.replace(checkpoint.seal, config=dict(config))
+    write_atomically(checkpoint.path / _PARTS[2], sealed(checkpoint.parts[2], seal))

@@ -8,6 +8,7 @@ counted the same way.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -70,12 +71,17 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
 
 FALL = (
     "loss",
+    "logloss",
     "error",
     "error_rate",
     "rmse",
+    "nrmse",
     "mse",
+    "nmse",
     "mae",
+    "nmae",
     "mape",
+    "smape",
     "perplexity",
     "nll",
     "wer",
@@ -83,16 +89,18 @@ FALL = (
     "distance",
     "residual",
 )
-"""How the names of metrics end that are better where they are lower."""
+"""The words at the end of the names of metrics that are better where they are lower."""
 
 
 def lower_is_better(metric: str) -> bool:
     """Whether a metric falls: losses, errors and the like (`FALL`) do, every other one rises.
 
-    So do those of the worst tenth of clients, whose names end with _p10.
+    So do those of the worst tenth of clients, whose names end with _p10. Case does not matter.
     """
-    # At its end: "loss_scale" is no loss, and "client_loss" is one.
-    return metric.removesuffix("_p10").endswith(FALL)
+    # At its end: "loss_scale" is no loss, and "client_loss" is one. Whole words: an "answer" is no
+    # "wer".
+    words = re.sub(r"[\W_]+", "_", metric.removesuffix("_p10").lower())
+    return f"_{words}".endswith(tuple(f"_{fall}" for fall in FALL))
 
 
 def reaches(metric: str, value: float, target: float) -> bool:
@@ -186,6 +194,20 @@ class History:
         # A line is whole if its end was written; a text without any has none.
         whole = text[: text.rfind(b"\n") + 1]
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
+
+    @classmethod
+    def decode_until(cls, text: bytes, step: int) -> History:
+        """The history up to `step`, whatever is damaged after it."""
+        records: list[Record] = []
+        for line in text[: text.rfind(b"\n") + 1].splitlines():
+            try:
+                record = cls._decoder.decode(line)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                break
+            if record.step > step:
+                break
+            records.append(record)
+        return cls(records)
 
     def until(self, step: int) -> History:
         """The records up to `step`: the history of a run resumed from that step's checkpoint."""

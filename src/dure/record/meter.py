@@ -28,7 +28,11 @@ A bound, since those of an evaluation wait for the next step, which throws them 
 
 
 class Counters(msgspec.Struct):
-    """Cumulative counts of one worker; they add over workers."""
+    """Cumulative counts of one worker; they add over workers.
+
+    inside_seconds, inside_steps: of the transfers inside computations (`Meter.inside`), and the
+    steps that had any; communication_seconds has these seconds too.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -38,6 +42,8 @@ class Counters(msgspec.Struct):
     idle_seconds: float = 0.0
     peak_memory: int = 0
     hidden_seconds: float = 0.0
+    inside_seconds: float = 0.0
+    inside_steps: int = 0
 
     def as_list(self) -> list[float]:
         """The values in the order of the fields, as ranks of one job tell each other."""
@@ -91,9 +97,6 @@ class Meter:
         self.counters = Counters()
         self.stands_for = 1
         """Workers that are counted here together, where they are too many for a meter each."""
-        self.inside_seconds = 0.0
-        self.inside_steps = 0
-        """Seconds of the transfers inside computations (`inside`), and the steps that had any."""
         self._inside: deque[tuple[str, float, float]] = deque(maxlen=MOST_INSIDE)
         self._inside_step: int | None = None
 
@@ -154,10 +157,10 @@ class Meter:
             if began >= start:
                 seconds += ended - began
                 self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
-        self.inside_seconds += seconds
+        self.counters.inside_seconds += seconds
         # A step may have several computations; it counts once.
         if seconds and step != self._inside_step:
-            self.inside_steps += 1
+            self.counters.inside_steps += 1
             self._inside_step = step
         return seconds
 

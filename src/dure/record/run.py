@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.checkpoint import (
+    Stored,
     check_version,
-    read_checkpoint,
+    damaged,
+    reseal,
     save_checkpoint,
+    stored,
     unpack_checkpoint,
-    write_atomically,
 )
+from dure.record.disk import Lines, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
+from dure.record.seal import Seal, checksum
+from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
 from dure.record.weights import weights_from_bytes, weights_to_bytes
 from dure.tensors.buffers import load_weights
 
-_MAY_CHANGE = ("world", "label", "versions")
-"""What config.json may say otherwise when a run goes on.
+_MAY_CHANGE = ("world", "label", "versions", "run")
+"""What config.json may say otherwise when an elastic run goes on.
 
 How many ranks there are follows from which are left, and the world and the label say it.
 """
@@ -37,6 +44,9 @@ How many ranks there are follows from which are left, and the world and the labe
 MOMENT = 2.0
 """Seconds in which the ranks of a process that was killed have noticed it."""
 
+PATIENCE = 30.0
+"""Seconds for which lines of the history wait in memory while the disk does not take them."""
+
 
 class RunFolder:
     """The folder of one run. `flush_seconds`: how long a line of the history may wait in memory."""
@@ -44,10 +54,13 @@ class RunFolder:
     def __init__(self, path: Path, flush_seconds: float = 0.2) -> None:
         self.path = path
         self._flush_seconds = flush_seconds
-        self._file: IO[bytes] | None = None
+        self._lines: Lines | None = None
         self._waiting: list[bytes] = []
         self._flushed = 0.0
+        self._stuck: float | None = None
         self._lock: int | None = None
+        self._newest: Stored | None = None
+        self._config: dict[str, Any] | None = None
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
@@ -55,19 +68,30 @@ class RunFolder:
 
         Raises RunFolderError if there is something in it already.
         """
+        folder = cls(path)
+        folder._refuse_if_used()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"cannot make the run folder {path}: {error.strerror}") from error
+        sync_folder(path.parent)
+        folder.hold()
+        try:
+            # Again: somebody else may have made it meanwhile.
+            folder._refuse_if_used()
+            folder.write_json("config.json", config)
+        finally:
+            folder.close()
+        return folder
+
+    def _refuse_if_used(self) -> None:
         # An empty folder will do: the command line makes it before anything else.
+        path = self.path
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunFolderError(
                 f"the run folder {path} is not empty: choose another with --out, or go on with "
                 f"--resume {path}"
             )
-        folder = cls(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            folder.write_json("config.json", config)
-        except OSError as error:
-            raise RunFolderError(f"cannot make the run folder {path}: {error.strerror}") from error
-        return folder
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -77,27 +101,28 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def enter(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
+    def enter(cls, path: Path, config: Mapping[str, Any], oldest_checkpoint: int = 1) -> RunFolder:
         """The folder of this very run: a new one, or one in which it was begun.
 
-        Perhaps another number of ranks began it. Raises RunFolderError if something else is in it.
+        Perhaps another number of ranks began it. Raises RunFolderError if something else is in it,
+        and where `begin_again` does.
         """
         if not (path / "config.json").is_file():
             return cls.create(path, config)
         folder = cls(path)
-        begun = folder.read_json("config.json")
+        folder.begin_again(config, oldest_checkpoint, named_again=("world",), entered=True)
+        return folder
+
+    def _check_same(self, begun: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Raises RunFolderError if the folder holds another run than this one."""
         # As it would be read again: a tuple, for one, comes back as a list.
         asked = json.loads(json.dumps(config))
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
             raise RunFolderError(
-                f"{path} holds another run, which differs in {', '.join(other)}: choose another "
-                f"folder with --out"
+                f"{self.path} holds another run, which differs in {', '.join(other)}: choose "
+                f"another folder with --out"
             )
-        folder.write_json("config.json", config)
-        # A summary says that the run has ended, which is no longer so.
-        (path / "summary.json").unlink(missing_ok=True)
-        return folder
 
     def hold(self) -> None:
         """Keeps other processes from going on with this run, until `close` or the end of this one.
@@ -108,7 +133,10 @@ class RunFolder:
         """
         # A lock on the folder itself leaves no lock file behind. The kernel takes it back when the
         # process ends, however it ends.
-        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise RunFolderError(f"cannot open {self.path}: {error.strerror}") from error
         until = time.monotonic() + MOMENT
         try:
             while not _locked(descriptor):
@@ -124,21 +152,99 @@ class RunFolder:
         self._lock = descriptor
         _HELD.add(descriptor)
 
-    def begin_again(self, config: Mapping[str, Any], oldest_checkpoint: int = 1) -> None:
+    def begin_again(
+        self,
+        config: Mapping[str, Any],
+        oldest_checkpoint: int = 1,
+        *,
+        named_again: Collection[str] = (),
+        model: Mapping[str, Tensor] | None = None,
+        entered: bool = False,
+    ) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
-        Raises RunFolderError, and changes nothing, while somebody holds it or if its checkpoint or
-        history is damaged, or the checkpoint of an older version than `oldest_checkpoint`.
+        named_again: which settings, or parts such as "world", the user has given anew, and not
+        left to config.json. model: a state_dict of what will be trained. entered: config.json has
+        to say the same as `config`, but for the ranks.
+
+        Raises RunFolderError, and changes nothing, while somebody holds it; if its checkpoint or
+        history is damaged; if the checkpoint is of another run, of other settings than config.json
+        has by now, or of an older version than `oldest_checkpoint`.
         """
         self.hold()
         try:
-            # Both are read before anything is changed: damage is told while all is as it was.
-            self.history()
-            self._check_checkpoint(oldest_checkpoint)
+            begun = self.read_json("config.json")
+            if entered:
+                self._check_same(begun, config)
+            # All is read before anything is changed: damage is told while all is as it was.
+            checkpoint = self._checked(oldest_checkpoint)
+            if checkpoint is not None:
+                self._check_settings(checkpoint, begun, config, named_again)
+                _check_shapes(checkpoint, model or {})
+                # Read, and thrown away: it is read again by the rank that goes on with it.
+                self._history_of(checkpoint)
+                if checkpoint.seal is None:
+                    warnings.warn(
+                        f"{checkpoint.path} has no checksums, as an older dure wrote it: damage "
+                        f"that leaves it readable would not be noticed",
+                        stacklevel=3,
+                    )
+            config = {**config, **({"run": begun["run"]} if "run" in begun else {})}
+            if checkpoint is not None and checkpoint.seal is not None:
+                asked = settings(json.loads(json.dumps(config)))
+                # The checkpoint first: until it says so, config.json would seem to be edited.
+                if checkpoint.seal.config != asked:
+                    reseal(checkpoint, asked)
             self.write_json("config.json", config)
-            (self.path / "summary.json").unlink(missing_ok=True)
+            with told(self.path / "summary.json"):
+                # A summary says that the run has ended, which is no longer so.
+                (self.path / "summary.json").unlink(missing_ok=True)
         finally:
             self.close()
+
+    def _checked(self, oldest: int) -> Stored | None:
+        """The newest checkpoint, if it is whole; None without one."""
+        checkpoint = stored(self.path / "checkpoint")
+        if checkpoint is None:
+            return None
+        state = _state_of(checkpoint)
+        check_version(state, f"the checkpoint {checkpoint.path}", oldest)
+        _check_step(checkpoint, state)
+        return checkpoint
+
+    def _check_settings(
+        self,
+        checkpoint: Stored,
+        begun: Mapping[str, Any],
+        config: Mapping[str, Any],
+        named_again: Collection[str],
+    ) -> None:
+        """Raises RunFolderError if the checkpoint is of another run, or of other settings.
+
+        begun: what config.json says. config: what it will say.
+        """
+        file = self.path / "config.json"
+        seal = checkpoint.seal
+        before = settings(begun)
+        if seal is not None:
+            before = seal.config
+            if seal.run != begun.get("run", ""):
+                raise RunFolderError(
+                    f"{checkpoint.path} is of another run than {file}: put back the checkpoint of "
+                    f"this run, or remove it to train from the start"
+                )
+            differs = edited(before, settings(begun), named_again)
+            if differs:
+                raise RunFolderError(
+                    f"{file} has changed since {checkpoint.path} was written ("
+                    f"{'; '.join(differs)}): put it back as it was, or begin another run"
+                )
+        differs = other_run(before, settings(json.loads(json.dumps(config))))
+        if differs:
+            raise RunFolderError(
+                f"what is asked is not what was trained in {self.path} ({'; '.join(differs)}): "
+                f"give it as it was, or begin another run"
+            )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a file of the folder, at once or not at all."""
@@ -148,7 +254,7 @@ class RunFolder:
         """Raises RunFolderError if the file is missing or damaged."""
         try:
             content = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"cannot read {self.path / name}: {error}") from error
         if not isinstance(content, dict):
             raise RunFolderError(f"{self.path / name} is damaged: it holds no JSON object")
@@ -159,17 +265,29 @@ class RunFolder:
         # Encoded at once, so that nothing changes in it while it waits.
         self._waiting.append(History.encode(record))
         if time.monotonic() - self._flushed > self._flush_seconds:
-            self.flush()
+            self.flush(patient=True)
 
-    def flush(self) -> None:
-        """Writes the lines of the history that wait in memory."""
-        if self._file is None:
-            # Unbuffered, one write a flush: a kill cuts off no more than the end.
-            self._file = open(self.path / "history.jsonl", "ab", buffering=0)  # noqa: SIM115, closed in close()
-        if self._waiting:
-            self._file.write(b"".join(self._waiting))
+    def flush(self, patient: bool = False) -> None:
+        """Writes the lines of the history that wait in memory.
+
+        patient: on a disk that is full for a moment they may wait on, up to `PATIENCE`. Raises
+        RunFolderWriteError.
+        """
+        if self._lines is None:
+            self._lines = Lines(self.path / "history.jsonl")
+        lines = self._lines
+        content = b"".join(self._waiting)
         self._waiting.clear()
         self._flushed = time.monotonic()
+        try:
+            lines.add(content)
+            self._stuck = None
+        except RunFolderWriteError:
+            self._stuck = self._flushed if self._stuck is None else self._stuck
+            if not patient:
+                patiently(lambda: lines.add(b""))
+            elif self._flushed - self._stuck > PATIENCE:
+                raise
 
     def history(self) -> History:
         """What history.jsonl holds; nothing if there is no such file.
@@ -179,8 +297,51 @@ class RunFolder:
         path = self.path / "history.jsonl"
         try:
             return History.decode(path.read_bytes()) if path.exists() else History()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"cannot read {path}: {error}") from error
+
+    def take_back(self) -> History:
+        """Removes from history.jsonl what came after the checkpoint that was read.
+
+        All of it where there was no checkpoint. Returns what is left. Raises RunFolderError if
+        lines are missing, or are not as they were when the checkpoint was written.
+        """
+        path = self.path / "history.jsonl"
+        if self._newest is None:
+            history = History()
+            if path.exists():
+                self.rewrite_history(history)
+            return history
+        history = self._history_of(self._newest)
+        seal = self._newest.seal
+        if seal is None:
+            self.rewrite_history(history)
+        elif path.exists():
+            cut(path, seal.history[0])
+        return history
+
+    def _history_of(self, checkpoint: Stored) -> History:
+        """The lines up to a checkpoint, which are those that were there when it was written."""
+        path = self.path / "history.jsonl"
+        try:
+            text = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+        if checkpoint.seal is not None:
+            length, expected = checkpoint.seal.history
+            text = text[:length]
+            same = len(text) == length and checksum(text) == expected
+        history = History.decode_until(text, checkpoint.step)
+        if checkpoint.seal is None:
+            # It says nothing of its history; but every step has a line.
+            steps = [step.step for step in history.steps]
+            same = steps == list(range(1, checkpoint.step + 1))
+        if not same:
+            raise RunFolderError(
+                f"{path} does not hold the lines that it held when {checkpoint.path} was written: "
+                f"put back a copy of it, or remove the checkpoint to train from the start"
+            )
+        return history
 
     def rewrite_history(self, history: History) -> None:
         """Replaces history.jsonl, when a resumed run takes back what came after its checkpoint."""
@@ -188,55 +349,106 @@ class RunFolder:
         write_atomically(self.path / "history.jsonl", history.encoded())
 
     def save_checkpoint(self, step: int, parts: tuple[bytes, bytes, bytes]) -> None:
-        """Writes the checkpoint of `step`, whose files are `parts`, and removes the older ones."""
+        """Writes the checkpoint of `step`, whose files are `parts`, and removes the older ones.
+
+        Only those of this run are removed. Raises RunFolderWriteError.
+        """
         # The history first: whoever resumes finds in it all steps up to the checkpoint.
         self.flush()
-        save_checkpoint(self.path / "checkpoint", step, parts)
+        assert self._lines is not None
+        self._lines.sync()
+        config = self._asked()
+        seal = Seal(
+            run=str(config.get("run", "")),
+            config=settings(config),
+            history=(self._lines.length, self._lines.checksum),
+        )
+        known = () if self._newest is None else (self._newest.path.name,)
+        folder = self.path / "checkpoint"
+        patiently(lambda: save_checkpoint(folder, step, parts, seal, known))
+
+    def _asked(self) -> dict[str, Any]:
+        """What config.json says, read once: whoever holds the folder may rely on it."""
+        if self._config is None:
+            there = (self.path / "config.json").is_file()
+            self._config = self.read_json("config.json") if there else {}
+        return self._config
 
     def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
         """The files of the newest checkpoint; None if there is none."""
-        return read_checkpoint(self.path / "checkpoint")
-
-    def _check_checkpoint(self, oldest: int) -> None:
-        parts = self.read_checkpoint()
-        if parts is None:
-            return
-        try:
-            # Read whole and thrown away: damage is to show before a rank is started.
-            _, state = unpack_checkpoint(parts)
-        except (SafetensorError, ValueError, LookupError, TypeError) as error:
-            raise RunFolderError(
-                f"the newest checkpoint in {self.path / 'checkpoint'} is damaged "
-                f"({type(error).__name__}: {error}): "
-                "put back a copy of it, or remove it to train from the start"
-            ) from error
-        check_version(state, f"the newest checkpoint in {self.path / 'checkpoint'}", oldest)
+        newest = stored(self.path / "checkpoint")
+        if newest is None:
+            return None
+        # Without its files, which may be large.
+        self._newest = dataclasses.replace(newest, parts=(b"", b"", b""))
+        return newest.parts
 
     def finish(
         self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]
-    ) -> None:
-        """Writes what an ended run leaves: weights, summary, timeline."""
+    ) -> dict[str, Any]:
+        """Writes what an ended run leaves: weights, summary, timeline. Returns the summary.
+
+        To it is added the checksum of the weights. Raises RunFolderWriteError.
+        """
         self.flush()
-        write_atomically(self.path / "model.safetensors", weights_to_bytes(weights))
+        model = weights_to_bytes(weights)
+        write_atomically(self.path / "model.safetensors", model)
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
         # Last: where there is a summary, everything else is there too.
-        self.write_json("summary.json", summary)
+        written = {**summary, "model_checksum": checksum(model)}
+        self.write_json("summary.json", written)
         self.close()
+        return written
 
     def close(self) -> None:
         """Writes what waits, and lets others go on with the run."""
         try:
-            if self._file is not None or self._waiting:
+            if self._lines is not None or self._waiting:
                 self.flush()
-            if self._file is not None:
-                self._file.close()
-                self._file = None
         finally:
+            if self._lines is not None:
+                self._lines.close()
+                self._lines = None
             if self._lock is not None:
                 # Out of the set before it is closed: its number may be another file's right after.
                 _HELD.discard(self._lock)
                 os.close(self._lock)
                 self._lock = None
+
+
+# Whatever else it is than a checkpoint, which may be anything that is JSON.
+_ODD = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
+
+
+def _state_of(checkpoint: Stored) -> dict[str, Any]:
+    """The state. Raises RunFolderError for a checkpoint that is none."""
+    try:
+        # Read whole and thrown away: damage is to show before a rank is started.
+        _, state = unpack_checkpoint(checkpoint.parts)
+    except _ODD as error:
+        raise damaged(checkpoint.path, f"{type(error).__name__}: {error}") from error
+    if not isinstance(state, dict):
+        raise damaged(checkpoint.path, "its state is no mapping")
+    return state
+
+
+def _check_step(checkpoint: Stored, state: Mapping[str, Any]) -> None:
+    position = state.get("position")
+    step = position.get("step") if isinstance(position, Mapping) else None
+    if step != checkpoint.step:
+        raise damaged(checkpoint.path, f"it holds step {step}")
+
+
+def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
+    """Raises RunFolderError for weights of another shape or type than the model's."""
+    for name, weight in weights_from_bytes(checkpoint.parts[0]).items():
+        mine = model.get(name)
+        if mine is not None and (mine.shape, mine.dtype) != (weight.shape, weight.dtype):
+            raise damaged(
+                checkpoint.path,
+                f"{name} is {weight.dtype} of {tuple(weight.shape)} in model.safetensors, and "
+                f"{mine.dtype} of {tuple(mine.shape)} in the model",
+            )
 
 
 _HELD: set[int] = set()
@@ -299,7 +511,14 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     network = model()
     weights = folder.path / "model.safetensors"
     try:
-        load_weights(network, weights_from_bytes(weights.read_bytes()))
+        content = weights.read_bytes()
+        # Older runs say none.
+        if summary.get("model_checksum", checksum(content)) != checksum(content):
+            raise RunFolderError(
+                f"{weights} is damaged: its checksum is not the one in summary.json: put back "
+                f"a copy of it, or resume the run to write it again"
+            )
+        load_weights(network, weights_from_bytes(content))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dure.record.disk import write_atomically
+
 
 class Span(NamedTuple):
     """Times are seconds of `time.perf_counter`, which the processes of one machine share."""
@@ -110,4 +112,5 @@ def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
 def write_trace(path: Path, lanes: Sequence[Lane], label: str) -> None:
     """Writes `trace.json`."""
     events = chrome_events(lanes, label)
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+    content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+    write_atomically(path, content.encode())

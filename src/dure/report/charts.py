@@ -356,6 +356,7 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
         "facts": ", ".join(facts) + ".",
         "clients": list(shown),
         "counts": [partition.counts[client] for client in shown],
+        "names": [html.escape(partition.called(client), quote=False) for client in shown],
         "classes": [html.escape(name, quote=False) for name in partition.classes],
         "cells": cells,
     }

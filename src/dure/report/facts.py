@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dure.report.runs import Assignment, Federation, Rank, Sent, Stage
-from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole
+from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole, whole_number
 
 
 def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
@@ -34,9 +34,8 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
     # Facts without these are those of a federation's server.
     if None in at or not isinstance(facts.get("held"), dict):
         return None
-    inside = mapping(facts.get("inside"))
-    seconds = number(inside.get("seconds"))
-    steps = number(inside.get("steps"))
+    seconds = number(worker.get("inside_seconds"))
+    steps = number(worker.get("inside_steps"))
     return Rank(
         name=str(worker.get("name", name)),
         at=(whole(at[0]), whole(at[1]), whole(at[2])),
@@ -87,12 +86,20 @@ def _assignment(raw: Sequence[Any]) -> Assignment:
     last = number(ended)
     if first is None or last is None:
         raise ValueError("an assignment has a beginning and an end")
-    return Assignment(int(client), int(round), began=first, ended=last, outcome=str(outcome))
+    return Assignment(
+        whole_number(client), whole_number(round), began=first, ended=last, outcome=str(outcome)
+    )
 
 
 def _sent(raw: Sequence[Any]) -> Sent:
     round, client, lies, norm, cosine = raw
-    return Sent(int(round), int(client), bool(lies), norm=number(norm), cosine=number(cosine))
+    return Sent(
+        whole_number(round),
+        whole_number(client),
+        bool(lies),
+        norm=number(norm),
+        cosine=number(cosine),
+    )
 
 
 def _by_name(raw: object) -> dict[str, int]:
@@ -105,6 +112,6 @@ def _by_number(raw: object) -> dict[int, int]:
 
     def pair(row: Sequence[Any]) -> tuple[int, int]:
         key, value = row
-        return int(key), int(value)
+        return whole_number(key), whole_number(value)
 
     return dict(rows(raw, pair))

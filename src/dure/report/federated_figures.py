@@ -78,12 +78,13 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     told = federations_of(runs)
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(told), 1))
     drawn: dict[str, JSON | None] = {}
-    for place, _, federation in told:
+    for place, run, federation in told:
         updates = _thinned(federation.updates)
-        drawn[f"flights-{place}"] = _flights(federation.assignments, most)
+        called = _called(run)
+        drawn[f"flights-{place}"] = _flights(federation.assignments, most, called)
         drawn[f"staleness-{place}"] = _staleness(federation.staleness)
-        drawn[f"norms-{place}"] = _points(updates, "norm", lambda sent: sent.norm, log=True)
-        drawn[f"cosines-{place}"] = _points(updates, "cosine", lambda sent: sent.cosine)
+        drawn[f"norms-{place}"] = _points(updates, "norm", lambda sent: sent.norm, called, log=True)
+        drawn[f"cosines-{place}"] = _points(updates, "cosine", lambda sent: sent.cosine, called)
     for metric in metrics_of(told):
         drawn[f"clients-{metric}"] = _clients(told, metric)
         drawn[f"personal-{metric}"] = _personal(told, metric)
@@ -138,7 +139,21 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _flights(assignments: Sequence[Assignment], most: int) -> JSON | None:
+def _called(run: Run) -> Callable[[int], str]:
+    """The name of each client, safe in a page."""
+    partition = run.partition
+
+    def called(client: int) -> str:
+        if partition is None or client >= len(partition.counts):
+            return str(client)
+        return html.escape(partition.called(client), quote=False)
+
+    return called
+
+
+def _flights(
+    assignments: Sequence[Assignment], most: int, called: Callable[[int], str]
+) -> JSON | None:
     asked = Counter(one.client for one in assignments)
     if not asked:
         return None
@@ -157,7 +172,7 @@ def _flights(assignments: Sequence[Assignment], most: int) -> JSON | None:
         series.append({"name": name, "color": f"var(--{colour(outcome)})", "spans": bars_of_it})
     return {
         "kind": "lanes",
-        "rows": [str(client) for client in shown],
+        "rows": [called(client) for client in shown],
         "series": series,
         "clients": len(asked),
         "left": len(bars) - len(kept),
@@ -201,7 +216,11 @@ def _thinned(updates: Sequence[Sent]) -> Thinned:
 
 
 def _points(
-    thinned: Thinned, name: str, value: Callable[[Sent], float | None], log: bool = False
+    thinned: Thinned,
+    name: str,
+    value: Callable[[Sent], float | None],
+    called: Callable[[int], str],
+    log: bool = False,
 ) -> JSON | None:
     """A point for each update. log: if they differ much."""
     known = [(sent, y) for sent in thinned.updates if (y := value(sent)) is not None]
@@ -219,7 +238,7 @@ def _points(
                     "symbol": look.symbol,
                     "x": [sent.round + 1 for sent, _ in of_these],
                     "y": [short(y) for _, y in of_these],
-                    "said": [f"client {sent.client}" for sent, _ in of_these],
+                    "said": [f"client {called(sent.client)}" for sent, _ in of_these],
                 }
             )
     low = min(y for _, y in known)

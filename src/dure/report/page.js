@@ -6,7 +6,7 @@
   let printing = false;
 
   const axis = (more) => ({
-    ...common.axis(more), title: { text: more.title || "", standoff: 10, font: { color: "var(--soft)", size: 13 } },
+    ...common.axis(more), title: { text: plain(more.title || ""), standoff: 10, font: { color: "var(--soft)", size: 13 } },
   });
   const draw = (element, traces, wanted) => {
     // A page of paper is narrower than the window, and plotly does not notice that it is printed.
@@ -63,7 +63,7 @@
           line: { color: run.color, dash: run.dash, width: 2 },
           marker: { color: run.color, symbol: run.symbol, size: 7, maxdisplayed: few ? 0 : 12 },
           hovertemplate: `<b>%{fullData.name}</b><br>${plain(y.name)} %{y:${y.share ? ".2%" : ".4~g"}}` +
-            `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + x.name}<extra></extra>`,
+            `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + plain(x.name)}<extra></extra>`,
         };
       });
       // Labels at 1, 2 and 5 of each decade, or, where there are many decades, at 1.
@@ -164,16 +164,18 @@
     const part = data.partitions[element.dataset.partition];
     charts.push(() => {
       const many = part.clients.length > 40;
+      const shown = part.clients.filter((_, at) => at % (narrow() && part.clients.length > 12 ? 5 : 1) === 0);
       const bars = {
         type: "bar", x: part.clients, y: part.counts, yaxis: part.cells ? "y2" : "y", marker: { color: "var(--soft)", line: { width: 0 } },
-        hovertemplate: "client %{x}<br>%{y:,} examples<extra></extra>",
+        customdata: part.names,
+        hovertemplate: "client %{customdata}<br>%{y:,} examples<extra></extra>",
       };
       const heat = part.cells && {
-        type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map(() => part.classes[i])),
+        type: "heatmap", x: part.clients, y: part.classes.map((_, i) => i), z: part.cells, customdata: part.cells.map((row, i) => row.map((_, at) => [part.names[at], part.classes[i]])),
         xgap: many ? 0 : 2, ygap: part.classes.length > 40 ? 0 : 2, zmin: 0, zmax: Math.max(1, ...part.cells.map((row) => Math.max(...row))),
         colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
         colorbar: { thickness: 10, len: 0.72, y: 0, yanchor: "bottom", outlinewidth: 0, title: { text: "examples", font: { size: 12 } }, tickfont: { color: "var(--soft)" } },
-        hovertemplate: "client %{x}, class %{customdata}<br>%{z:,} examples<extra></extra>",
+        hovertemplate: "client %{customdata[0]}, class %{customdata[1]}<br>%{z:,} examples<extra></extra>",
       };
       const classes = part.classes.length;
       const steps = Math.max(1, Math.ceil(classes / 20));
@@ -182,7 +184,7 @@
       element.style.maxWidth = `${Math.max(360, 46 * part.clients.length + 190)}px`;
       draw(element, heat ? [heat, bars] : [bars], {
         height, bargap: many ? 0 : 0.18, dragmode: false,
-        xaxis: axis({ title: "client", showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickmode: "linear", dtick: narrow() && part.clients.length > 12 ? 5 : 1 }) }),
+        xaxis: axis({ title: "client", showgrid: false, nticks: narrow() ? 6 : 20, ...(many ? {} : { tickvals: shown, ticktext: shown.map((client) => part.names[part.clients.indexOf(client)]) }) }),
         ...(heat
           ? {
               yaxis: axis({ title: "class", domain: [0, 0.72], tickvals: ticks, ticktext: ticks.map((i) => part.classes[i]), showgrid: false, autorange: "reversed" }),
@@ -219,7 +221,7 @@
       ...(one.type === "lines" ? { line: { color: one.color, dash: one.dash, width: 2 } } : {}),
       ...(one.type === "markers" ? { opacity: 0.7 } : {}),
       ...(one.type === "lines" ? {} : { marker: { color: one.color, line: { width: 0 }, ...(one.symbol ? { symbol: one.symbol, size: one.x.length > 500 ? 5 : 7 } : {}) } }),
-      hovertemplate: `<b>%{fullData.name}</b>${one.said ? ", %{text}" : ""}<br>${y} %{y:${value}}<br>${x} %{x:${shares ? ".0%" : diagonal ? value : ".4~g"}}<extra></extra>`,
+      hovertemplate: `<b>%{fullData.name}</b>${one.said ? ", %{text}" : ""}<br>${plain(y)} %{y:${value}}<br>${plain(x)} %{x:${shares ? ".0%" : diagonal ? value : ".4~g"}}<extra></extra>`,
     }));
     const ends = diagonal ? series.flatMap((one) => [...one.x, ...one.y]) : [];
     const line = [Math.min(...ends), Math.max(...ends)];

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dure.record.disk import told, write_atomically
 from dure.report import charts
 from dure.report.document import document, plotly_source, section, source
 from dure.report.federated import fairness, federations
@@ -32,14 +33,18 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
 
     folders: run folders, comparison folders, or folders with runs right below them.
     out: the file to write.
-    Raises ImportError if plotly is not installed, RunFolderError if a folder holds no run.
+    Raises ImportError if plotly is not installed, RunFolderError if a folder holds no run or the
+    page cannot be written.
     """
     # First: without plotly there is nothing to read the runs for.
     plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(runs, title or _title(runs), plotly), encoding="utf-8")
+    content = page(runs, title or _title(runs), plotly)
+    with told(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    # Texts that are no Unicode, such as half of a surrogate pair, cannot be written as they are.
+    write_atomically(out, content.encode("utf-8", errors="replace"))
     return out
 
 

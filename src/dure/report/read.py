@@ -59,6 +59,8 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
         return sorted(filter(_is_run, inside), key=_natural), {}
     # In the order in which they were asked, which the names of folders do not tell.
     names = [name for name in listing(comparison.get("runs")) if isinstance(name, str)]
+    # Folders in this one: a comparison that somebody sent is not to show others of the reader's.
+    names = [name for name in names if Path(name).name == name]
     failed = {name: str(reason) for name, reason in mapping(comparison.get("failed")).items()}
     missing = [name for name in names if not _is_run(folder / name)]
     failed.update(dict.fromkeys(missing, "its folder is missing"))
@@ -113,7 +115,8 @@ def _object(path: Path, notes: list[str]) -> Mapping[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    # RecursionError: a nest too deep, which no run writes.
+    except (OSError, ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
         return value
@@ -133,7 +136,7 @@ def _history(path: Path, notes: list[str]) -> tuple[list[Line], list[Line]]:
                 raw = json.loads(text)
                 step = number(raw["step"])
                 kind = {"step": steps, "evaluation": evaluations}[raw["kind"]]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 # A killed run leaves half a line at the end, which is no damage.
                 damaged += bool(text.strip()) and text.endswith("\n")
                 continue
@@ -350,4 +353,11 @@ def _partition(config: Mapping[str, Any]) -> Partition | None:
         histograms = [row + [0] * (width - len(row)) for row in rows]
     names = [str(name) for name in listing(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]
-    return Partition(text_of(raw.get("description")) or "partition", counts, histograms, classes)
+    called = [str(name) for name in listing(raw.get("names"))]
+    return Partition(
+        text_of(raw.get("description")) or "partition",
+        counts,
+        histograms,
+        classes,
+        called if len(called) == len(counts) else None,
+    )

@@ -76,13 +76,19 @@ class Trace:
 class Partition:
     """How examples lie with clients.
 
-    `histograms`: clients x classes, or None where there are no labels.
+    `histograms`: clients x classes, or None where there are no labels. `names`: of the clients,
+    None where they are numbers alone.
     """
 
     description: str
     counts: Sequence[int]
     histograms: Sequence[Sequence[int]] | None
     classes: Sequence[str]
+    names: Sequence[str] | None = None
+
+    def called(self, client: int) -> str:
+        """What a client is called in figures."""
+        return str(client) if self.names is None else self.names[client]
 
 
 @dataclass(frozen=True)

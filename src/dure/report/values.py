@@ -1,30 +1,42 @@
 """What stands in a run folder's JSON, as far as it is what it should be.
 
 A folder may be damaged, or made by somebody else: a value of another type counts as missing, and so
-do NaN and infinity.
+do NaN, infinity, and numbers so large that what is computed of them would be infinite.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+LARGEST = 1e100
+"""Nothing that is measured is larger; sums and products of two such numbers are finite."""
+
+
 def number(value: object) -> float | None:
     """A finite number, else None."""
-    # A bool is an int in Python, but no number in JSON.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # A bool is an int in Python, but no number in JSON. Compared before it is a float, which an int
+    # of many digits cannot be; NaN is not within any bounds.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    return float(value) if -LARGEST <= value <= LARGEST else None
 
 
 def whole(value: object) -> int:
     """A whole number, else 0."""
     return int(number(value) or 0)
+
+
+def whole_number(value: object) -> int:
+    """A whole number. Raises ValueError for what is none."""
+    found = number(value)
+    if found is None or not found.is_integer():
+        raise ValueError(f"{value!r} is no whole number")
+    return int(found)
 
 
 def numbers(raw: Mapping[str, Any]) -> dict[str, float]:

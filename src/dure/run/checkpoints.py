@@ -14,7 +14,7 @@ import msgspec
 from dure import __version__
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner
-from dure.errors import RunFolderError
+from dure.errors import DureError, RunFolderError
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import (
     VERSION,
@@ -123,11 +123,22 @@ class Checkpoints:
         oldest = self.job.strategy.oldest_checkpoint
         check_version(state, f"the checkpoint of {self.job.folder}", oldest)
         self._check_ranks(state.get("ranks", self.group.size))
-        self.learner.restore(weights, state["learner"])
-        self._take_over(list(map(_counters, state["workers"])))
-        # Rank 0's state, on every rank: what ranks draw in steps follows from the seed anyway.
-        restore_generators(state["generators"])
-        return msgspec.convert(state["position"], Position)
+        try:
+            position = msgspec.convert(state["position"], Position)
+            self.learner.restore(weights, state["learner"])
+            self._take_over(list(map(_counters, state["workers"])))
+            # Rank 0's state, on every rank: what ranks draw in steps follows from the seed anyway.
+            restore_generators(state["generators"])
+        except DureError:
+            raise
+        except Exception as error:
+            # It is whole, but of another shape: made by hand, say, or for another model.
+            raise RunFolderError(
+                f"the checkpoint of {self.job.folder} does not fit what is trained "
+                f"({type(error).__name__}: {error}): put back a copy of it, or remove it to train "
+                f"from the start"
+            ) from error
+        return position
 
     def check_folder(self) -> None:
         """Raises RunFolderError if a rank does not see the folder.

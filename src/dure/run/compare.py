@@ -18,12 +18,12 @@ import msgspec
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
-from dure.errors import DureError
-from dure.record.checkpoint import write_atomically
+from dure.errors import DureError, exit_is_a_failure
+from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.job import Job
 from dure.run.registry import default_world
-from dure.run.train import Progress, prepare, run_job, tell_of_resuming
+from dure.run.train import Progress, begun_here, prepare, run_job
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
@@ -81,7 +81,8 @@ def compare(
     ]
     if not pairs:
         raise ValueError("there is nothing to compare: give at least one strategy")
-    model = seeded_model(task, seed)  # every run in this process begins with a copy of it
+    with exit_is_a_failure("the task", "making the model"):
+        model = seeded_model(task, seed)  # every run in this process begins with a copy of it
     prepared = [
         _prepared(
             task,
@@ -111,7 +112,7 @@ def compare(
         path = folder / names[-1] if folder is not None else None
         if path is not None and leads:
             RunFolder.create(path, {**config, "label": label})
-            tell_of_resuming(path, config)
+            begun_here(path, job.task, job.strategy, world)
         job = dataclasses.replace(job, label=label, folder=path)
         if _run(job, world, functools.partial(on_progress, label), done) == "interrupt":
             break  # Ctrl-C is meant for the whole comparison

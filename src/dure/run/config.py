@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,23 @@ class Asked(msgspec.Struct):
     seed: int
     evaluate_every: int | None
     checkpoint_every: int | None
+    run: str = ""
+    versions: dict[str, str] = {}
 
 
 def asked_of(folder: Path) -> Asked:
-    """What was asked of the run in `folder`.
+    """What was asked of the run in `folder`; as `asked_in`, of its config.json."""
+    return asked_in(folder, RunFolder.open(folder).read_json("config.json"))
 
-    Raises RunFolderError if there is none, or its config.json is damaged.
+
+def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:
+    """What was asked of the run in `folder`, by its config.json.
+
+    Raises RunFolderError if config.json is damaged.
     """
-    config = RunFolder.open(folder).read_json("config.json")
     try:
         asked = msgspec.convert(config, Asked)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
     for what, written in (("strategy", asked.strategy), ("world", asked.world)):
         if not isinstance(written.get("name"), str):
@@ -65,6 +72,8 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
     repeats = {} if job.strategy.deterministic else {"deterministic": False}
     return {
         "label": job.label,
+        # Which run it is, though another one may have been asked for the same.
+        "run": secrets.token_hex(8),
         "task": {
             # title is for people, name for finding the task again.
             "name": reference["name"],

@@ -62,8 +62,11 @@ def _drive(job: Job, place: Place) -> Outcome:
         raise
     except DureError:
         raise
-    except Exception as error:
-        # An error of the user's own code, or of ours: told with the rank and the step.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # An error of the user's own code, or of ours: told with the rank and the step. So is
+        # SystemExit, which would end the process as if all were well.
         where = learner.where if learner is not None else f"rank {place.group.rank}"
         reason = f"{type(error).__name__}: {error}"
         raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
@@ -233,8 +236,9 @@ class Driver:
         In a federation: the server's first, then its clients'.
         """
         mine = self.learner.meters()
-        # The peak is the whole process's: one of its workers stands for all.
-        mine[0].counters.peak_memory = peak_memory()
+        # The peak is the whole process's: one of its workers stands for all. Before the run was
+        # interrupted it may have been higher.
+        mine[0].counters.peak_memory = max(mine[0].counters.peak_memory, peak_memory())
         values = [value for meter in mine for value in meter.counters.as_list()]
         workers: list[Counters] = []
         for told in self.group.all_gather_values(values):
@@ -269,7 +273,7 @@ class Driver:
         if self.folder is not None:
             self.folder.append(record)
             # So that a run that is killed now keeps this evaluation.
-            self.folder.flush()
+            self.folder.flush(patient=True)
         if self.leads:
             self._report()
 
@@ -286,8 +290,7 @@ class Driver:
         self.position = position if position is not None else Position()
         if self.folder is not None:
             # Steps after the checkpoint will be done again, and written again.
-            self.history = self.folder.history().until(position.step) if position else History()
-            self.folder.rewrite_history(self.history)
+            self.history = self.folder.take_back()
 
     def _finish(self, ended: str) -> Outcome:
         workers = self._all_counters()
@@ -313,7 +316,7 @@ class Driver:
             for name, tensor in self.learner.state()["buffers"].items()
         }
         if self.folder is not None:
-            self.folder.finish(weights, summary, lanes)
+            summary = self.folder.finish(weights, summary, lanes)
         return Outcome(weights, buffers, self.history, summary)
 
     def _lanes(self) -> list[Lane]:

@@ -46,6 +46,13 @@ class FreshModel:
         self.rest()
         return model
 
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The tensors of the model, as long as it is here and nobody has taken it; else none."""
+        if self._model is None:
+            return {}
+        named = self._model.state_dict()
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
     def rest(self) -> None:
         """What the user gets in the end is from now on a copy, which takes no memory until then."""
         if self._model is None or self.keep:

@@ -7,28 +7,32 @@ import functools
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from dure import catalog
+from dure import __version__, catalog
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, Strategy, World, seeded_model
+from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, exit_is_a_failure
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.run import Run, RunFolder
-from dure.run.config import asked_of, config_of
+from dure.references import followed_as, is_reference
+from dure.run.begun import Asks, note
+from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
 from dure.run.fresh import FreshModel
 from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
+from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
+from dure.worlds.here import leads_here
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs
@@ -100,18 +104,24 @@ def train(
     elastic = world.starts_again and folder is not None
     if folder is not None and world.leads:
         # An elastic job that torchrun starts again finds its own folder there: no error.
-        (RunFolder.enter if elastic else RunFolder.create)(folder, config)
-        tell_of_resuming(folder, config)
+        if elastic:
+            RunFolder.enter(folder, config, strategy.oldest_checkpoint)
+        else:
+            RunFolder.create(folder, config)
+        begun_here(folder, task, strategy, world)
     return run_job(
         dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic), world, on_progress
     )
 
 
-def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
-    """Warns where only the owner of the strategy's or world's class can resume the run.
+def begun_here(folder: Path, task: Task, strategy: Strategy, world: World) -> None:
+    """A run was begun in this folder: it is remembered on this machine, to be resumed here.
 
-    It warns before anything is trained.
+    Warns, before anything is trained, where only the owner of the strategy's or world's class can
+    resume it.
     """
+    config = RunFolder(folder).read_json("config.json")
+    _note(folder, config, task, strategy, world)
     lost = [what for what in ("strategy", "world") if is_lost(config[what])]
     if lost:
         wanted = ", ".join(f"{what}=..." for what in lost)
@@ -128,44 +138,45 @@ def tell_of_resuming(folder: Path, config: Mapping[str, Any]) -> None:
 def resume(
     folder: str | Path,
     *,
-    task: Task | None = None,
-    strategy: Strategy | None = None,
-    world: World | None = None,
+    task: Task | str | None = None,
+    strategy: Strategy | str | None = None,
+    world: World | str | None = None,
+    rules: Sequence[str] = (),
     stop: Stop | None = None,
     check: bool = True,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
 
-    The result has the same bits as if the run had never been interrupted. task: needed only for a
-    task that was made in Python and not loaded by its name. strategy, world: needed only for those
-    of a class of your own that lies in no file or module, such as one of a notebook; a warning said
-    so when the run began. stop: new limits, to train an ended run further. check: as in `train`.
+    The result has the same bits as if the run had never been interrupted. stop: new limits, to
+    train an ended run further. check: as in `train`.
 
-    Where the run's task, strategy or world is a user's own, config.json says in which file or
-    module it is, and that is imported: resume no folder whose config.json you have not written or
-    read. Everything else in a folder is data, here and in reports.
+    A folder is data. Where the run's task, strategy, world or rules are a user's own, config.json
+    says in which file or module they are. Those are imported only if the run was begun on this
+    machine and neither config.json nor the code has changed since (`dure.run.begun`), or if they
+    are named again here: `path/to/file.py:Name` for task, strategy and world, and rules for what
+    else a strategy or world names, such as a partition. A name takes the place of the one that
+    config.json has; options and fields stay as they are there.
 
-    Raises RunFolderError if the folder holds no run, somebody is training in it, its task, strategy
-    or world cannot be found again, or a dure that this one does not know wrote its checkpoint.
+    task, strategy, world: also the object itself, which is needed for what was made in Python and
+    lies in no file or module, such as a class of a notebook; a warning said so when the run began.
+
+    Raises RunFolderError if the folder holds no run, somebody is training in it, it names code that
+    must not be run, its task, strategy or world cannot be found again, its checkpoint or history is
+    damaged or not of this run, or a dure that this one does not know wrote its checkpoint.
     """
     path = Path(folder)
-    asked = asked_of(path)
-    if task is None:
-        if not asked.task.name:
-            raise _made_in_python(path, "task")
-        task = load_task(asked.task.name, **asked.task.options)
-    if strategy is None:
-        if is_lost(asked.strategy):
-            raise _made_in_python(path, "strategy")
-        strategy = _again(path, decode_strategy, asked.strategy)
-    # A class of one's own is given again; whether it is the one meant, its name tells.
-    elif strategy.name != asked.strategy["name"]:
-        raise RunFolderError(f"{path} was trained by {asked.strategy['name']}, not {strategy.name}")
-    if world is None:
-        if is_lost(asked.world):
-            raise _made_in_python(path, "world")
-        world = _again(path, decode_world, asked.world)
+    config = RunFolder.open(path).read_json("config.json")
+    asked = asked_in(path, config)
+    again = {"task": task, "strategy": strategy, "world": world}
+    named = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
+    for one in named:
+        if not is_reference(one):
+            raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
+    ask = Asks(path, config, named)
+    task, strategy, world = _found_again(path, asked, ask, task, strategy, world)
+    if leads_here():
+        _tell_of_versions(path, asked)
     job, new_config = prepare(
         task,
         strategy,
@@ -179,16 +190,90 @@ def resume(
     )
     # Only checks and config.json here: rank 0 holds the folder once it runs.
     if world.leads:
-        RunFolder(path).begin_again(new_config, strategy.oldest_checkpoint)
+        new_config["run"] = asked.run or new_config["run"]
+        # Before it is written: another process may resume the run right after.
+        _note(path, new_config, task, strategy, world)
+        RunFolder(path).begin_again(
+            new_config,
+            strategy.oldest_checkpoint,
+            named_again=_named_again(again),
+            model=job.fresh.state_dict() if job.fresh is not None else None,
+        )
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
     return run_job(job, world, on_progress)
+
+
+def _found_again(
+    folder: Path,
+    asked: Asked,
+    ask: Asks,
+    task: Task | str | None,
+    strategy: Strategy | str | None,
+    world: World | str | None,
+) -> tuple[Task, Strategy, World]:
+    """What config.json names, or what was given in its place."""
+    if not isinstance(task, Task):
+        task = _task_again(folder, asked, task, ask)
+    # A strategy may name rules of a user's own in any of its fields.
+    with followed_as(ask):
+        if not isinstance(strategy, Strategy):
+            written = _named(folder, "strategy", asked.strategy, strategy)
+            strategy = _again(folder, decode_strategy, written)
+        if not isinstance(world, World):
+            world = _again(folder, decode_world, _named(folder, "world", asked.world, world))
+    # A class of one's own is given again; whether it is the one meant, its name tells.
+    if strategy.name != asked.strategy["name"]:
+        raise RunFolderError(
+            f"{folder} was trained by {asked.strategy['name']}, not {strategy.name}"
+        )
+    return task, strategy, world
+
+
+def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
+    """The task of a folder. reference: what the user named in place of what the folder names."""
+    if reference is None:
+        reference = asked.task.name
+        if not reference:
+            raise _made_in_python(folder, "task")
+        # A name of dure's own has no colon, and needs nobody's permission.
+        if ":" in reference:
+            reference = ask(reference)
+    try:
+        return load_task(reference, **asked.task.options)
+    except TypeError as error:
+        if ":" in reference:
+            raise
+        # Options of another type than those of dure's own task.
+        raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
+
+
+def _named(
+    folder: Path, what: str, written: dict[str, Any], reference: str | None
+) -> dict[str, Any]:
+    """What config.json says of a strategy or world, with the class that the user named again."""
+    if reference is not None:
+        written = {**written, "from": reference}
+    if is_lost(written):
+        raise _made_in_python(folder, what)
+    return written
+
+
+def _named_again(given: Mapping[str, object]) -> list[str]:
+    """Which settings are the user's, and no longer those of config.json."""
+    # A task that is loaded by a reference has the options that config.json says.
+    of_task = {"task.name"} if isinstance(given["task"], str) else {"task"}
+    of_world = {"world.name"} if isinstance(given["world"], str) else {"world"}
+    return [
+        *(of_task if given["task"] is not None else ()),
+        *(of_world if given["world"] is not None else ()),
+    ]
 
 
 def _again(folder: Path, decode: Callable[[Mapping[str, Any]], Kind], asked: Any) -> Kind:
     """What config.json asks for. Raises RunFolderError if this dure has nothing of the kind."""
     try:
         return decode(asked)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
 
 
@@ -199,6 +284,36 @@ def _made_in_python(folder: Path, what: str) -> RunFolderError:
     )
 
 
+def _tell_of_versions(folder: Path, asked: Asked) -> None:
+    """Warns where other versions began the run, whose numbers may differ in their last digits."""
+    here = {"dure": __version__, "torch": torch.__version__}
+    others = [
+        f"{name} {asked.versions[name]} (here {version})"
+        for name, version in here.items()
+        if asked.versions.get(name, version) != version
+    ]
+    if others:
+        warnings.warn(
+            f"{folder} was written by {' and '.join(others)}: from here on its numbers may differ "
+            f"from those of a run that was not interrupted",
+            stacklevel=3,
+        )
+
+
+def _note(
+    folder: Path, config: Mapping[str, Any], task: Task, strategy: Strategy, world: World
+) -> None:
+    """Remembers on this machine that the run was begun here; warns where that cannot be."""
+    try:
+        note(config, task, strategy, world)
+    except OSError as error:
+        warnings.warn(
+            f"this machine cannot remember that the run was begun here ({error}): to resume "
+            f"{folder}, its code has to be named again, as in --task path/to/file.py:name",
+            stacklevel=4,
+        )
+
+
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already."""
     # `prepare` made it, in this process.
@@ -207,10 +322,14 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     if world.elsewhere:
         job.fresh.rest()
     outcome = world.run(functools.partial(drive, job), on_progress)
-    model = job.fresh.trained(outcome.weights, outcome.buffers)
+    # The task's factory may be called once more.
+    with exit_is_a_failure("the task", "making the trained model"):
+        model = job.fresh.trained(outcome.weights, outcome.buffers)
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 
+# The checks run the user's own code: the model, its data, perhaps a loss.
+@exit_is_a_failure("the task", "the checks before the first step")
 def prepare(
     task: Task,
     strategy: Strategy,
@@ -241,12 +360,16 @@ def prepare(
     stop.check(strategy.unit)
     _check_target(stop, task)
     _check_first_example(task)
+    check_loss(task)
     # A model that was given serves other runs too: learners take copies of it.
     keep = model is not None
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
     parameters = _checked_model(task, strategy, world, model)
+    if world.leads:
+        # The line of the user who called `train`.
+        warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=4)
     proofs = _proven(task, strategy, world, model) if check else ()
     job = Job(
         task=task,

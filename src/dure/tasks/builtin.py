@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from dure.data.digits import read_digits
 from dure.data.examples import Examples
 from dure.data.idx import read_idx
 from dure.data.shakespeare import read_shakespeare
-from dure.errors import DataError, suggestion
+from dure.errors import DataError, exit_is_a_failure, suggestion
 from dure.tasks import models
 
 TaskFactory = Callable[..., Task]
@@ -271,7 +272,8 @@ def load_task(reference: str, **options: Any) -> Task:
         task = found
     else:
         options = _bound(found, reference, options)
-        task = found(**options)
+        with exit_is_a_failure(f"the task {reference}", "its function"):
+            task = found(**options)
     if not isinstance(task, Task):
         raise ValueError(f"{reference} returned {_kind(task)}, not a dure.Task")
     # Also for a Task that was found as such: it may have been made without a reference.
@@ -371,9 +373,11 @@ def _is_path(hint: Any) -> bool:
 def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
     """What finds the task again from another folder; None if JSON cannot hold the options."""
     place, colon, attribute = reference.rpartition(":")
-    # A module stays as it is: it is found by the import path.
-    if colon and references.is_file(place):
-        reference = f"{Path(place).resolve()}:{attribute}"
+    if colon:
+        # A module that is not installed is found from elsewhere only together with its folder.
+        module = None if references.is_file(place) else sys.modules.get(place)
+        place = references.resolved(place) if module is None else references.place_of(module)
+        reference = f"{place}:{attribute}"
     written = {
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()
     }

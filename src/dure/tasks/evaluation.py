@@ -1,23 +1,23 @@
 """Measuring a model on the test data, every rank its share.
 
-Each rank evaluates a contiguous share of the examples and the sums are added in order of rank, so
-all ranks know the same numbers and nobody waits for rank 0.
+Each rank evaluates a contiguous share of the examples. What comes of them is one measurement
+(`dure.tasks.measurement`), whose numbers all ranks know.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import to_device
-from dure.tasks.loss_shares import loss_and_count
+from dure.tasks.measurement import Measurement
+from dure.tasks.modes import in_mode
 
 
 @torch.no_grad()
@@ -31,65 +31,35 @@ def evaluate(
 ) -> dict[str, float]:
     """test_loss and test_<metric> for each of the task's metrics; empty if `examples` is None.
 
-    model: the same on every rank; its training mode is restored. examples: in the model's dtype.
+    model: the same on every rank; each of its modules keeps its training mode. examples: in the
+        model's dtype.
     idle: called for each batch that other ranks have and this one has not, for models that ranks
         run together.
+
+    Raises ValueError for a metric that fails or gives no number, and for one that needs more memory
+    than the task allows.
     """
     if examples is None:
         return {}
     started = time.perf_counter()
-    # One list for sums and one for counts, in this order, so that ranks need tell only numbers.
-    names = ["loss", *task.measures]
-    totals = [0.0] * len(names)
-    counts = [0.0] * len(names)
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
+    measurement = Measurement(task, examples=len(examples), share=len(share))
     # A model without parameters computes on the CPU.
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    was_training = model.training
-    model.eval()
-    # With more ranks than examples some have an empty share, of which torch.split makes one piece.
-    for indices in torch.split(share, task.eval_batch_size):
-        if len(indices) == 0:
-            continue
-        inputs, targets = to_device(examples.batch(indices), device)
-        outputs = model(inputs)
-        for position, (total, count) in enumerate(measured(task, outputs, targets, len(indices))):
-            totals[position] += total
-            counts[position] += count
-    # The first share is the largest: no rank has more batches than rank 0.
-    most = -(-len(shares[0]) // task.eval_batch_size)
-    mine = -(-len(share) // task.eval_batch_size)
-    # In a model that ranks run together, all have to make the same calls, or some would wait.
-    for _ in range(most - mine):
-        idle()
-    model.train(was_training)
-    # Sums and counts travel, not means: shares differ in size, and targets may be ignored.
-    parts = group.all_gather_values(totals + counts)
-    sums = [sum(column) for column in zip(*parts, strict=True)]
+    with in_mode(model, training=False):
+        # With more ranks than examples some have an empty share, of which torch.split makes one
+        # piece.
+        for indices in torch.split(share, task.eval_batch_size):
+            if len(indices):
+                inputs, targets = to_device(examples.batch(indices), device)
+                measurement.add(model(inputs), targets, len(indices))
+        # The first share is the largest: no rank has more batches than rank 0.
+        most = -(-len(shares[0]) // task.eval_batch_size)
+        mine = -(-len(share) // task.eval_batch_size)
+        # In a model that ranks run together, all have to make the same calls, or some would wait.
+        for _ in range(most - mine):
+            idle()
+    values = measurement.values(group)
     group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)
-    return {
-        f"test_{name}": ratio(sums[position], sums[len(names) + position])
-        for position, name in enumerate(names)
-    }
-
-
-def measured(
-    task: Task, outputs: Any, targets: Any, examples: int
-) -> Iterator[tuple[float, float]]:
-    """(sum, count) of the loss over a batch, then of each metric."""
-    yield loss_and_count(task.loss, outputs, targets, examples)
-    for metric in task.measures.values():
-        yield _sum_and_count(metric(outputs, targets), examples)
-
-
-def _sum_and_count(value: Tensor | tuple[Tensor, Tensor], examples: int) -> tuple[float, float]:
-    """A metric gives the batch's mean, or a pair (sum, count)."""
-    if isinstance(value, tuple):
-        return float(value[0]), float(value[1])
-    return float(value) * examples, float(examples)
-
-
-def ratio(total: float, count: float) -> float:
-    """NaN where there was nothing to count, such as of targets that are all ignored."""
-    return total / count if count else float("nan")
+    return {f"test_{name}": value for name, value in values.items()}

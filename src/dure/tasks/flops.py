@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.data.examples import Examples
 from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
+from dure.tasks.modes import in_mode
 
 
 @torch.no_grad()
@@ -23,15 +24,12 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     backward pass has twice as many as the forward pass.
     """
     inputs, _ = to_device(examples.batch(torch.tensor([0])), next(model.parameters()).device)
-    was_training = model.training
-    model.eval()
     try:
-        # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.
-        return 3 * batch * _forward_flops(model, inputs)
+        with in_mode(model, training=False):
+            # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.
+            return 3 * batch * _forward_flops(model, inputs)
     except Exception:
         return float("inf")
-    finally:
-        model.train(was_training)
 
 
 def _forward_flops(model: nn.Module, inputs: Any) -> float:

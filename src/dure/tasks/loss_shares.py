@@ -1,119 +1,212 @@
-"""By how much the loss of a batch, or of a part of one, counts among those of others.
+"""What the loss counts in a batch, and in the parts of one: the rule of all systems.
 
-This is asked when a mean over several batches is reported; and when parts of a batch are computed
-apart, by ranks or as micro-batches, and their gradients are to add up to that of the whole.
+    loss of a batch   = sum over all that counts / count
+    loss of the batch = sum over its parts of (count of the part / count of the batch) · their loss
 
-    loss of the batch = sum over its parts of share · loss of the part
-    share = what the part's loss divides by / what the batch's loss divides by
+So what ranks, micro-batches or clients compute apart adds up to what one worker computes on the
+joint batch. A part that counts nothing, whose loss would be 0/0, adds nothing.
 
-A loss is the mean over its batch. For most, that is over the examples. Cross-entropy takes it over
-the targets that it does not ignore, each with the weight of its class, so a batch of which half is
-ignored counts half as much, and one of which all is ignored, whose loss is 0/0, not at all.
+Who says what counts:
+
+    (sum, count)   the loss itself, if it returns such a pair; known when it has been computed
+    torch's own    cross-entropies, from the targets (`dure.tasks.known_losses`); known before,
+                   where these are held in tensors
+    any other      the number of examples
+
+Parts have to go backward before the count of the batch is known, if a loss tells it only when it is
+computed, on other ranks too. Until then E stands in for it, the number of examples, which all know:
+
+    parts: gradients of sum / E, and their count;      in the end: · E / (the count of all parts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from dure.data.examples import Examples
-
-Loss = Callable[[Any, Any], Tensor]
+from dure.contracts.task import Loss
+from dure.data.examples import Examples
+from dure.tasks.known_losses import cross_entropy_of, torch_loss
 
 
 def loss_and_count(loss: Loss, outputs: Any, targets: Any, examples: int) -> tuple[float, float]:
-    """(sum, count) of a batch's loss: its mean is the one over the other."""
-    count = _counted(loss, targets)
-    if count is None:
-        return float(loss(outputs, targets)) * examples, float(examples)
-    return (float(loss(outputs, targets)) * count if count else 0.0), count
+    """(sum, count) of a batch's loss: its mean is the one over the other.
 
-
-class Shares:
-    """What the losses of parts of a batch count in that of the batch: they add up to 1.
-
-    For cross-entropies over targets that are held in tensors it is what they divide by; for any
-    other loss, and for datasets that are read example by example, the number of examples.
+    Raises ValueError for a pair that is no sum with its count.
     """
+    known = cross_entropy_of(loss)
+    count = float(examples)
+    if known is not None and _are_classes(targets):
+        count = known.count(targets)
+    if not count:
+        return 0.0, 0.0
+    value = loss(outputs, targets)
+    if isinstance(value, tuple):
+        total, count = _pair(value)
+        return float(total.item()), count
+    return float(value) * count, count
+
+
+class Computed(NamedTuple):
+    """The loss of a batch, or what a part adds to it, and what was counted.
+
+    loss: a scalar tensor with its graph; 0, with gradients of 0, where nothing counts.
+    """
+
+    loss: Tensor
+    counted: float
+
+
+class Share(NamedTuple):
+    """What a part of a batch counts in it.
+
+    counted: the part's; None where the loss tells it when it is computed. of: the batch's, or what
+    stands in for it.
+    """
+
+    counted: float | None
+    of: float
+
+
+NOTHING = Share(0.0, 1.0)
+"""Of a part that counts nothing, whatever its batch counts: computed to keep others company."""
+
+
+class CountedLoss:
+    """The loss of a task, over the examples that it is trained on."""
 
     def __init__(self, loss: Loss, examples: Examples) -> None:
-        self._loss = loss
-        # All targets are looked at once. Mostly all of them count alike: then a share is a number
-        # of examples, for which no batch's targets have to be read.
+        self.loss = loss
+        self._known = cross_entropy_of(loss)
         targets = getattr(examples, "targets", None)
-        unequal = isinstance(targets, Tensor) and _counts_unequally(loss, targets)
-        self._targets: Tensor | None = targets if unequal else None
+        # All targets are looked at once. Mostly all of them count alike: then a count is a number
+        # of examples, for which no batch's targets have to be read.
+        self._each = 1.0
+        self._targets: Tensor | None = None
+        if self._known is not None and isinstance(targets, Tensor) and _are_classes(targets):
+            self._each = float(targets[:1].numel())
+            self._targets = None if self._known.counts_alike(targets) else targets
+        unread = self._known is not None and not isinstance(targets, Tensor)
+        self.is_late = unread or torch_loss(loss) is None
+        """Whether it tells what a batch counts only when it has been computed."""
+        self.is_alike = not self.is_late and self._targets is None
+        """Whether every example counts as much as any other."""
 
-    def of(self, part: Tensor, batch: Tensor) -> float:
-        """part, batch: indices of examples. 0 where nothing in the part counts: see `loss_of`."""
-        whole = _counted(self._loss, self._targets[batch]) if self._targets is not None else None
-        # A batch of which nothing counts has no mean, whichever rank computes it.
-        if self._targets is None or not whole:
-            return len(part) / len(batch)
-        return (_counted(self._loss, self._targets[part]) or 0.0) / whole
+    def expected(self, batch: Tensor) -> float:
+        """What a batch counts, or what stands in for it where that `is_late`.
+
+        batch: the indices of its examples.
+        """
+        if self._targets is None or self._known is None:
+            return len(batch) * self._each
+        return self._known.count(self._targets.index_select(0, batch))
+
+    def share(self, part: Tensor, batch: Tensor) -> Share:
+        """part, batch: indices of examples."""
+        return Share(None if self.is_late else self.expected(part), self.expected(batch))
+
+    def mean(
+        self, outputs: Any, targets: Any, examples: int, count: float | None = None
+    ) -> Computed:
+        """The loss of a batch of so many examples, and what it counts.
+
+        count: what it counts, where that is known already. Raises ValueError for a pair that is no
+        sum with its count.
+        """
+        if count is None:
+            count = self._count(targets, examples)
+        if count:
+            value = self.loss(outputs, targets)
+            if not isinstance(value, tuple):
+                return Computed(value, count)
+            total, count = _pair(value)
+            if count:
+                return Computed(total / count, count)
+        return Computed(nothing(outputs), 0.0)
+
+    def part(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
+        """What a part of so many examples adds to the loss of its batch, and to its count."""
+        found = self.mean(outputs, targets, examples, share.counted)
+        if not found.counted:
+            return found
+        weight = found.counted / share.of
+        # Without the product where it would change nothing: the graph, and so the bits, of one
+        # worker.
+        return found if weight == 1.0 else Computed(found.loss * weight, found.counted)
+
+    def settle(
+        self, loss: float, batch: Tensor, counted: float, gradients: Iterable[Tensor]
+    ) -> float | None:
+        """The loss of a batch to which all its parts have added `loss`; None if nothing counts.
+
+        counted: by all parts; looked at only where the loss `is_late`. gradients: what they have
+        added up to; become those of the batch's loss, in place.
+        """
+        expected = self.expected(batch)
+        count = counted if self.is_late else expected
+        scale = scale_of(expected, count)
+        rescale(gradients, scale)
+        return loss * scale if count else None
+
+    def _count(self, targets: Any, examples: int) -> float:
+        if self._known is None or self.is_alike or not _are_classes(targets):
+            return examples * self._each
+        return self._known.count(targets)
 
 
-def loss_of(loss: Loss, outputs: Any, targets: Any, share: float) -> Tensor:
-    """The loss of a part of a batch; 0, with gradients of 0, where nothing in the part counts.
+def mean_over(total: float, count: float) -> float | None:
+    """The mean; None of nothing."""
+    return total / count if count else None
 
-    There the loss itself would be 0/0.
+
+def scale_of(expected: float, count: float) -> float:
+    """What gradients and losses of parts are multiplied with, once it is known what all counted.
+
+    expected: what has stood in for it. 1 where nothing was counted: then all of them are 0.
     """
-    if share:
-        return loss(outputs, targets)
-    # The outputs times 0: backward runs as ever, for the hooks and ranks that wait for it.
-    sums = [
-        leaf.sum()
-        for leaf in tree_leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    return 0.0 * torch.stack([each.real if each.is_complex() else each for each in sums]).sum()
-
-
-def _counts_unequally(loss: Loss, targets: Tensor) -> bool:
-    settings = _settings(loss)
-    if settings is None or targets.is_floating_point():
-        return False
-    return settings.get("weight") is not None or bool(
-        (targets == settings.get("ignore_index", -100)).any()
-    )
+    return expected / count if count else 1.0
 
 
 @torch.no_grad()
-def _counted(loss: Loss, targets: Any) -> float | None:
-    """What a cross-entropy divides by; None for any other loss."""
-    settings = _settings(loss)
-    if settings is None or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return None
-    # Classes may be smaller integers, which do not index weights.
-    targets = targets.long()
-    counted = targets[targets != settings.get("ignore_index", -100)]
-    weight = settings.get("weight")
-    return (
-        float(len(counted)) if weight is None else float(weight.to(counted.device)[counted].sum())
-    )
+def rescale(gradients: Iterable[Tensor], scale: float) -> None:
+    """Multiplies gradients, in place, where that changes them."""
+    if scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(scale)
 
 
-def _settings(loss: Loss) -> dict[str, Any] | None:
-    """The settings of a cross-entropy that takes the mean; None for any other loss.
+def nothing(outputs: Any) -> Tensor:
+    """0, with gradients of 0: backward runs as ever, for the hooks and ranks that wait for it."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    # Sums of no elements, and not of elements times 0: 0 · inf is NaN.
+    none = [leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad]
+    if not none:
+        return torch.zeros(())
+    total: Tensor = sum(one.real if one.is_complex() else one for one in none)  # type: ignore[assignment]
+    return total
 
-    By torch's own names: ignore_index, weight.
-    """
-    # The type itself: a subclass may compute something else.
-    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        found = {name: getattr(loss, name) for name in ("ignore_index", "weight", "reduction")}
-    elif loss in (F.cross_entropy, F.nll_loss):
-        found = {}
-    elif isinstance(loss, partial) and loss.func in (F.cross_entropy, F.nll_loss) and not loss.args:
-        found = dict(loss.keywords)
-    else:
-        return None
-    # torch's names before "reduction", which still win over it.
-    older = found.get("size_average") is not None or found.get("reduce") is not None
-    return found if found.get("reduction", "mean") == "mean" and not older else None
+
+def _are_classes(targets: Any) -> bool:
+    """Whether they are class indices, and not probabilities of classes."""
+    return isinstance(targets, Tensor) and not targets.is_floating_point()
+
+
+def _pair(value: tuple[Any, ...]) -> tuple[Tensor, float]:
+    """(sum, count), as a loss returns them. Raises ValueError for anything else."""
+    wanted = "a loss is the mean over its batch, or a pair (sum, count) of two numbers"
+    if len(value) != 2:
+        raise ValueError(f"the loss returned {len(value)} values, but {wanted}")
+    total, count = value
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        raise ValueError(f"the loss returned a sum that is no scalar tensor, but {wanted}")
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(f"the loss returned a count of shape {list(count.shape)}, but {wanted}")
+    number = float(count)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"the loss returned the count {number}, but it counts 0 or more")
+    return total, number

@@ -40,13 +40,19 @@ _OF_LSTMS = "_flat_weight_refs"
 """Where recurrent layers of torch keep weak references to their weights; they renew them."""
 
 
-def copy_of(model: nn.Module) -> nn.Module | None:
-    """A copy of a model that was not used yet; None where there can be none."""
+def copy_of(model: nn.Module, same_parameters: bool = False) -> nn.Module | None:
+    """A copy of a model that was not used yet; None where there can be none.
+
+    same_parameters: the copy's parameters have gradients of their own, and lie in the memory of the
+    model's: it takes next to no memory, and is for whoever does not change them.
+    """
     look = _Look()
     copied: dict[int, Any] = {}
     try:
         if not look.is_plain(model) or look.shares_memory():
             return None
+        for parameter in model.parameters() if same_parameters else ():
+            copied[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
         twin = copy.deepcopy(model, copied)
         # deepcopy forgets what tells parameters apart. What they know of each other, as an average
         # of theirs, is the copy's own.

@@ -315,28 +315,6 @@ class Simulation:
 
     # Checkpoints
 
-    def mark(self) -> Callable[[], None]:
-        clients_back = self.clients.mark()
-        now = self.now
-        made = self._made
-        flown = list(self.flown)
-        queue = list(self._queue)
-        underway = dict(self._underway)
-        arrived = dict(self._arrived)
-
-        def back() -> None:
-            clients_back()
-            self.now = now
-            self.flown = flown
-            self._made = made
-            self._queue = queue
-            self._underway = underway
-            self._arrived = arrived
-            # Only a memory of what was found out; it is found out again where it is needed.
-            self._gone = set()
-
-        return back
-
     def state(self) -> dict[str, Any]:
         """The clock's, and in a part of its own what the clients keep."""
         return {

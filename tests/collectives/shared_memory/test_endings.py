@@ -117,6 +117,55 @@ def test_ctrl_c_ends_a_script_that_waits_as_it_ends_any_other(tmp_path: Path) ->
     )
 
 
+@built
+def test_ctrl_c_while_a_waiting_rank_looks_at_its_peers_is_not_lost(tmp_path: Path) -> None:
+    """C waits, and calls Python now and then: an error that is raised there cannot pass through C.
+
+    What such a call returns is then whatever the one before has returned.
+    """
+    command = script(
+        tmp_path,
+        """
+        import signal, sys, time
+        import torch, torch.distributed as dist
+        import dure
+
+        rank, folder = int(sys.argv[1]), sys.argv[2]
+        store = "file://" + folder + "/store"
+        dist.init_process_group("dure", init_method=store, rank=rank, world_size=2)
+        host = dist.group.WORLD._host
+        plain, calls = host.tick, []
+
+        def tick(waited):
+            calls.append(waited)
+            if len(calls) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return plain(waited)
+
+        if rank == 1:
+            host.tick = tick
+        else:
+            time.sleep(1)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.3 * (rank == 0))
+        """,
+    )
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[1].returncode == -signal.SIGINT
+    assert told[1].splitlines()[-1].endswith("KeyboardInterrupt")
+    assert "PeerLostError: rank 1 was interrupted (KeyboardInterrupt)" in told[0]
+
+
 def test_a_script_under_torchrun_finds_its_ranks_and_uses_either_core(tmp_path: Path) -> None:
     _, path = script(
         tmp_path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 import dure
 from dure.contracts.stop import Stop
 from dure.data.partition import IID, Dirichlet, LabelShards, NaturalKey
-from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.errors import WorkerFailedError
 from dure.federated.algorithms.fed_avg import FedAvg
 from dure.federated.server.sampling import uniform
 from dure.worlds.simulated import Simulated
@@ -73,9 +74,9 @@ def test_natural_clients_are_those_that_the_data_name():
     run = train(FedAvg(clients=None, partition=NaturalKey()), rounds=1)
     assert [worker["name"] for worker in run.summary["per_worker"]] == [
         "server",
-        "client 0",
-        "client 1",
-        "client 2",
+        'client 0 ("owner 0")',
+        'client 1 ("owner 1")',
+        'client 2 ("owner 2")',
     ]
     assert run.summary["samples"] == 41
 
@@ -149,17 +150,17 @@ def fails_on(bad: float):
 
 def test_a_client_s_own_error_names_client_and_round():
     with pytest.raises(
-        WorkerFailedError, match="client 2 failed in round 1: KeyError: 'no such class'"
+        WorkerFailedError, match=r"client 2 \(.2.\) failed in round 1: KeyError: 'no such class'"
     ) as caught:
         train(FedAvg(clients=None, partition=NaturalKey()), task=fails_on(0.0))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_client_s_loss_that_is_not_finite_names_client_round_and_local_step():
-    with pytest.raises(
-        LossNotFiniteError, match="the loss is nan at round 1, local step 1 on client 2"
-    ):
-        train(FedAvg(clients=None, partition=NaturalKey()), task=fails_on(float("nan")))
+def test_a_client_whose_loss_is_not_finite_is_refused_by_its_name_and_the_others_count_on():
+    with pytest.warns(UserWarning, match=r'client 2 \("2"\) is refused: its first loss'):
+        run = train(FedAvg(clients=None, partition=NaturalKey()), task=fails_on(float("nan")))
+    assert run.summary["facts"][0]["refused_clients"] == [[2, len(run.history.steps)]]
+    assert all(math.isfinite(step.loss) for step in run.history.steps)
 
 
 class Masked(nn.Module):

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.errors import LossNotFiniteError
 from dure.federated.engines import layers
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.loop import LoopEngine
@@ -87,6 +86,33 @@ def test_it_is_the_loop_with_mu_anchors_and_corrections(
         for k in range(count)
     ]
     assert close(small_task(n=60, optimizer=optimizer), engine(optimizer=optimizer), jobs)
+
+
+def of_ones_own(outputs, targets):
+    total = F.cross_entropy(outputs, targets, WEIGHT, ignore_index=0, reduction="sum")
+    return total, WEIGHT[targets[targets != 0]].sum()
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+UNEQUAL = [
+    partial(F.cross_entropy, ignore_index=1),
+    partial(F.cross_entropy, ignore_index=2, weight=WEIGHT),
+    nn.CrossEntropyLoss(weight=WEIGHT),
+    of_ones_own,
+]
+
+
+@given(CLIENTS, st.none() | st.integers(1, 4), FAMILY, st.sampled_from(UNEQUAL))
+def test_it_is_the_loop_for_losses_that_count_unequally(clients, batch_size, optimizer, loss):
+    settings = {"optimizer": optimizer, "loss": loss}
+    made = engine(batch_size, **settings)
+    jobs = jobs_of(*map(list, zip(*clients, strict=True)), weights_of())
+    task = small_task(n=60, **settings)
+    assert close(task, made, jobs, batch_size)
+    expected = results(LoopEngine(task, task.model(), task.train, batch_size, 3), jobs)
+    assert [each.counted for each in results(made, jobs)] == pytest.approx(
+        [each.counted for each in expected]
+    )
 
 
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -264,7 +290,10 @@ def double(make):
         ({"optimizer": lambda p: SGD(list(p)[1:], lr=0.1)}, "leaves parameters out"),
         ({"optimizer": partial(SGD, lr=0.1, maximize=True)}, "settings beyond lr"),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "the loss is CrossEntropyLoss"),
-        ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, "the loss is CrossEntropyLoss"),
+        ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3).float())}, "the loss fails: expected"),
+        ({"loss": nn.NLLLoss()}, "the loss is NLLLoss"),
+        ({"loss": lambda outputs, targets: (outputs.sum(), 0)}, "the loss counts nothing"),
+        ({"loss": lambda outputs, targets: (outputs, 1)}, "a sum that is no scalar tensor"),
         (
             {"loss": lambda outputs, targets: F.cross_entropy(outputs, targets)},
             "the loss is <lambda>",
@@ -357,25 +386,28 @@ def test_mu_of_none_changes_no_bits():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_names_the_first_client_that_had_it(bad):
+@pytest.mark.parametrize("together", [True, False])
+def test_clients_whose_loss_is_not_finite_fail_and_the_others_are_as_without_them(bad, together):
     data = small_task().train
     inputs = data.inputs.clone()
     inputs[[20, 35]] = bad
     task = small_task(train=(inputs, data.targets), test=None)
-    made = batched_engine(task, network(), task.train, 100, 3)
+    made = batched_engine(task, network(), task.train, 100, 3, together=together)
     assert isinstance(made, BatchedEngine), made
-    found = made.train(jobs_of([10, 5, 10, 5, 10], [2] * 5, weights_of()))
-    assert [next(found).samples, next(found).samples] == [20, 10]
-    with pytest.raises(
-        LossNotFiniteError, match="the loss is nan at round 3, local step 1 on client 2"
-    ):
-        next(found)
+    jobs = jobs_of([10, 5, 10, 5, 10], [2] * 5, weights_of())
+    found = results(made, jobs)
+    failure = "its first loss is not finite"
+    assert [each.failure for each in found] == [None, None, failure, None, failure]
+    alone = results(made, [jobs[at] for at in (0, 1, 3)])
+    for one, other in zip([found[0], found[1], found[3]], alone, strict=True):
+        assert torch.allclose(one.delta[0], other.delta[0], rtol=1e-12, atol=1e-15)
+        assert one.loss == pytest.approx(other.loss, rel=1e-12)
 
 
 def test_weights_that_are_not_finite_are_noticed_after_the_last_step():
     made = engine(optimizer=partial(SGD, lr=float("inf")))
-    with pytest.raises(LossNotFiniteError, match="round 3, after its last local step on client 0"):
-        results(made, jobs_of([9, 4], [1, 1], weights_of()))
+    found = results(made, jobs_of([9, 4], [1, 1], weights_of()))
+    assert [each.failure for each in found] == ["its weights became not finite"] * 2
 
 
 def ditto_jobs(weights):
@@ -401,13 +433,14 @@ def test_jobs_that_take_turns_in_kind_are_two_cohorts_and_not_six():
 
 
 @pytest.mark.parametrize("bad", range(6))
-def test_what_comes_before_a_client_that_fails_is_given_whatever_its_kind(bad):
+def test_a_job_that_fails_has_its_place_whatever_its_kind(bad):
     jobs = ditto_jobs(weights_of())
     jobs[bad] = replace(jobs[bad], weights=[torch.full_like(jobs[bad].weights[0], torch.nan)])
-    given = []
-    with pytest.raises(LossNotFiniteError, match=f"client {jobs[bad].client}"):
-        given.extend(engine().train(jobs))
+    given = results(engine(), jobs)
     task = small_task(n=60)
-    before = results(LoopEngine(task, network(), task.train, 4, 3), jobs[:bad])
-    assert [each.samples for each in given] == [each.samples for each in before]
-    assert [each.loss for each in given] == pytest.approx([each.loss for each in before], rel=1e-12)
+    expected = results(LoopEngine(task, network(), task.train, 4, 3), jobs)
+    assert [each.failure for each in given] == [each.failure for each in expected]
+    assert [at for at, each in enumerate(given) if each.failure is not None] == [bad]
+    assert [each.samples for each in given] == [each.samples for each in expected]
+    losses = [each.loss for each in expected]
+    assert [each.loss for each in given] == pytest.approx(losses, rel=1e-12)

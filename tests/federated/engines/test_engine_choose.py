@@ -1,9 +1,10 @@
-"""Who computes: by a trial, or as asked for."""
+"""Who computes: by a rule, or as asked for."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from functools import partial
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 from clients_at_work import jobs_of, results, same, weights_of
 from torch import nn
 
-from dure.federated.engines import choose
+import dure
+from dure.federated.engines import batched, choose
 from dure.federated.engines.batched import BatchedEngine
-from dure.federated.engines.choose import NAMES, Setting, engine_for
+from dure.federated.engines.choose import NAMES, Setting, engine_for, parts_of
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
 from process_tree import descendants
-from small import network, small_task
+from small import network, same_bits, small_task
 
 HERE = [name for name in NAMES if not name.endswith("ray")]
 SIZES, STEPS = [9, 4, 1, 12, 7, 8], [3, 1, 2, 9, 4, 2]
@@ -30,52 +32,78 @@ def chosen(wanted: str = "auto", processes: int | None = 2, **changes):
     return engine_for(setting), jobs
 
 
-@pytest.fixture
-def rates(monkeypatch):
-    """Rates of engines in the place of measured ones."""
-
-    def say(**of: float):
-        monkeypatch.setattr(choose, "_rate", lambda engine, jobs: of[engine.name.replace("-", "_")])
-
-    return say
-
-
 @pytest.mark.parametrize(
-    ("of", "long", "expected"),
+    ("changes", "long", "expected"),
     [
-        ({"loop": 100.0, "batched": 90.0, "batched_processes": 60.0}, True, "batched-processes"),
-        ({"loop": 100.0, "batched": 300.0, "batched_processes": 400.0}, True, "batched-processes"),
-        ({"loop": 100.0, "batched": 49.0, "loop_processes": 90.0}, True, "loop-processes"),
-        ({"loop": 100.0, "batched": 300.0, "batched_processes": 140.0}, True, "batched"),
-        ({"loop": 100.0, "batched": 49.0, "loop_processes": 49.0}, True, "loop"),
-        ({"loop": 100.0, "batched": 51.0}, False, "batched"),  # a round too short for processes
+        ({}, False, "batched"),
+        ({}, True, "batched-processes"),
+        ({"optimizer": torch.optim.Adam}, False, "loop"),
+        ({"optimizer": torch.optim.Adam}, True, "loop-processes"),
     ],
 )
-def test_only_what_is_clearly_slower_is_not_taken(rates, monkeypatch, of, long, expected):
-    rates(**of)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_model_and_the_length_of_a_round_choose(
+    monkeypatch, changes, long, expected, processes
+):
     monkeypatch.setattr(choose, "LONG_ROUND", 0.0 if long else math.inf)
     before = descendants(os.getpid())
-    engine, _ = chosen()
+    engine, _ = chosen(processes=processes, **changes)
     assert engine.name == expected
-    assert "times as fast" in engine.why
+    assert descendants(os.getpid()) <= before, "nothing is tried"
     engine.close()
-    assert descendants(os.getpid()) <= before
 
 
-def test_one_process_is_not_divided(rates):
-    rates(loop=100.0, batched=49.0)
-    assert chosen(processes=1)[0].name == "loop"
+def test_no_clock_is_looked_at(monkeypatch):
+    def never():
+        raise AssertionError("a clock was read")
+
+    for name in ("perf_counter", "monotonic", "process_time", "time"):
+        monkeypatch.setattr(time, name, never)
+    engine, jobs = chosen()
+    results(engine, jobs)
+    assert not any(digit in engine.why for digit in "0123456789")
 
 
-def test_what_cannot_be_batched_is_computed_by_the_loop_and_said_why(rates):
-    rates(loop=1e9)
+def test_what_cannot_be_batched_is_computed_by_the_loop_and_said_why():
     engine, _ = chosen(optimizer=torch.optim.Adam)
-    assert engine.name == "loop"
     assert "the optimizer is Adam, not SGD" in engine.why
 
 
+@pytest.mark.parametrize("engine", ["auto", "batched-processes"])
+def test_the_number_of_processes_changes_no_bit(monkeypatch, engine):
+    monkeypatch.setattr(choose, "LONG_ROUND", 0.0)
+    strategy = dure.FedAvg(clients=7, batch_size=3)
+
+    def run(processes):
+        world = dure.Simulated(engine=engine, processes=processes)
+        return dure.train(small_task(), strategy, world, dure.Stop(rounds=2))
+
+    one, three = run(1), run(3)
+    assert same_bits(one, three)
+    assert one.summary["facts"] == three.summary["facts"]
+    assert one.summary["facts"][0]["chunk"] == 4, "half of a round"
+
+
+def test_the_number_of_processes_changes_no_bit_of_a_long_step(monkeypatch):
+    monkeypatch.setattr(batched, "SMALL_STEP", 0.0)
+    monkeypatch.setattr(choose, "LONG_ROUND", math.inf)
+
+    def threads(processes):
+        world = dure.Simulated(processes=processes)
+        run = dure.train(small_task(), dure.FedSGD(clients=4), world, dure.Stop(rounds=1))
+        return run.summary["facts"][0]["threads"]
+
+    assert threads(1) == threads(2) == torch.get_num_threads()
+
+
+def test_a_round_is_divided_into_an_even_number_of_parts():
+    assert [parts_of(clients) for clients in (1, 10, 20, 39, 40, 80, 100_000)] == [
+        *(2, 2, 2, 2, 4, 8, 8)
+    ]
+
+
 @pytest.mark.parametrize("wanted", [*HERE, "auto"])
-def test_every_engine_gives_the_loop_s_result_and_the_trial_leaves_no_trace(wanted):
+def test_every_engine_gives_the_loop_s_result(wanted):
     engine, jobs = chosen(wanted)
     assert wanted in (engine.name, "auto")
     task = small_task()
@@ -112,24 +140,15 @@ def test_an_engine_that_is_gone_is_refused_with_those_that_there_are():
         choose.check_engine(small_task(), "batched-threads")
 
 
-def test_where_nothing_can_be_forked_processes_are_not_tried_and_are_refused(monkeypatch, rates):
+def test_where_nothing_can_be_forked_processes_are_not_taken_and_are_refused(monkeypatch):
     monkeypatch.setattr(choose, "forks_here", lambda: False)
-    rates(loop=100.0, batched=49.0)
-    assert chosen()[0].name == "loop"
+    monkeypatch.setattr(choose, "LONG_ROUND", 0.0)
+    assert chosen()[0].name == "batched"
     with pytest.raises(ValueError, match="the engine loop-processes needs forked processes"):
         chosen("loop-processes")
 
 
-def test_an_error_in_the_trial_is_the_run_s_to_raise():
-    def fails(outputs, targets):
-        raise KeyError("no such class")
-
-    engine, jobs = chosen(loss=fails)
-    with pytest.raises(Exception, match="client 0 failed in round 3: KeyError"):
-        results(engine, jobs)
-
-
-def test_the_first_jobs_are_not_changed_by_a_trial_of_a_model_that_draws():
+def test_the_choice_leaves_a_model_that_draws_as_it_is():
     model = lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()  # noqa: E731
     engine, jobs = chosen(model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     task = small_task(model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import nn
+from torch.nn import functional as F
 
 import dure
-from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.errors import WorkerFailedError
 from dure.federated.engines import loop
 from dure.federated.engines.loop import LoopEngine
 from small import network, small_task
@@ -223,22 +224,38 @@ def test_jobs_are_taken_one_at_a_time():
         assert len(taken) == done
 
 
-def test_a_loss_that_is_not_finite_names_client_round_and_local_step():
-    def nan_at_third(outputs, targets):
+@pytest.mark.parametrize(
+    ("step", "failure"),
+    [(1, "its first loss is not finite"), (3, "its loss became not finite")],
+)
+def test_a_loss_that_is_not_finite_is_a_failure_and_the_next_client_is_as_if_alone(step, failure):
+    def nan_at(outputs, targets):
         calls.append(1)
-        return outputs.sum() * (float("nan") if len(calls) == 3 else 1.0)
+        return F.cross_entropy(outputs, targets) * (float("nan") if len(calls) == step else 1.0)
 
     calls: list[int] = []
-    with pytest.raises(
-        LossNotFiniteError, match="the loss is nan at round 3, local step 3 on client 0"
-    ):
-        results(engine(loss=nan_at_third), jobs_of([20], [5], weights_of()))
+    jobs = jobs_of([20, 9], [5, 3], weights_of())
+    failed, other = results(engine(loss=nan_at), jobs)
+    assert (failed.failure, failed.samples, list(failed.delta)) == (failure, 0, [])
+    assert same([other], results(engine(), jobs[1:]))
+
+
+def test_an_error_after_a_loss_that_is_not_finite_is_that_failure():
+    def fails_then(outputs, targets):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("what comes of NaN")
+        return outputs.sum() * float("nan")
+
+    calls: list[int] = []
+    (failed,) = results(engine(loss=fails_then), jobs_of([20], [5], weights_of()))
+    assert failed.failure == "its first loss is not finite"
 
 
 def test_weights_that_are_not_finite_are_noticed_after_the_last_step():
     task = {"optimizer": partial(torch.optim.SGD, lr=float("inf"))}
-    with pytest.raises(LossNotFiniteError, match="round 3, after its last local step on client 0"):
-        results(engine(**task), jobs_of([20], [1], weights_of()))
+    (failed,) = results(engine(**task), jobs_of([20], [1], weights_of()))
+    assert failed.failure == "its weights became not finite"
 
 
 def test_an_error_of_the_user_s_code_names_client_and_round():

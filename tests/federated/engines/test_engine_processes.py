@@ -11,9 +11,11 @@ import time
 import pytest
 import torch
 from clients_at_work import jobs_of, results, same, weights_of
+from msgspec.structs import replace
 from torch import nn
 
-from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.errors import WorkerFailedError
+from dure.federated.engines import processes as module
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
@@ -152,24 +154,27 @@ def not_finite(outputs):
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize(
-    ("how", "kind", "text"),
-    [
-        (raises, WorkerFailedError, "client 2 failed in round 3: KeyError: 'no such class'"),
-        (not_finite, LossNotFiniteError, "the loss is nan at round 3, local step 1 on client 2"),
-    ],
-)
-def test_an_error_comes_after_the_results_before_it_and_names_the_client(
-    processes, how, kind, text, chunk
-):
-    task, jobs = bad_for_two(how)
+def test_an_error_comes_after_the_results_before_it_and_names_the_client(processes, chunk):
+    task, jobs = bad_for_two(raises)
+    jobs[2] = replace(jobs[2], name='client 2 ("porto")')
     divided = processes(LoopEngine(task, network(), task.train, 4, 3), chunk=chunk)
     found = divided.train(jobs)
     assert [next(found).samples, next(found).samples] == [8, 8]
-    with pytest.raises(kind, match=text) as caught:
+    text = r"client 2 \(.porto.\) failed in round 3: KeyError: 'no such class'"
+    with pytest.raises(WorkerFailedError, match=text) as caught:
         next(found)
-    if kind is WorkerFailedError:
-        assert "in raises" in caught.value.traceback
+    assert "in raises" in caught.value.traceback
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_client_whose_loss_is_not_finite_fails_and_the_others_have_their_bits(processes, chunk):
+    task, jobs = bad_for_two(not_finite)
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3), chunk=chunk)
+    found = results(divided, [*jobs[:2], jobs[2], jobs[0]])
+    assert [each.failure for each in found] == [None, None, "its first loss is not finite", None]
+    alone = LoopEngine(task, network(), task.train, 4, 3)
+    kept = [found[0], found[1], found[3]]
+    assert same(kept, results(alone, [*jobs[:2], jobs[0]]))
 
 
 def test_a_child_that_dies_is_an_error_that_names_its_client(processes):
@@ -181,6 +186,36 @@ def test_a_child_that_dies_is_an_error_that_names_its_client(processes):
         results(divided, jobs)
     alone = LoopEngine(task, network(), task.train, 4, 3)
     assert same(results(divided, jobs[:2]), results(alone, jobs[:2]))  # by new children
+
+
+def test_a_child_that_somebody_has_stopped_is_an_error_that_names_its_client(
+    processes, monkeypatch
+):
+    monkeypatch.setattr(module, "LOOK", 0.01)
+    monkeypatch.setattr(module, "PATIENCE", 3)
+    before = descendants(os.getpid())
+    task, jobs = bad_for_two(lambda outputs: os.kill(os.getpid(), signal.SIGSTOP))
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3))
+    text = r"client 2 failed in round 3: the process that trained for it has been stopped for 0.03"
+    with pytest.raises(WorkerFailedError, match=text):
+        results(divided, jobs)
+    assert descendants(os.getpid()) <= before
+
+
+def test_a_child_that_goes_on_in_time_has_lost_nothing(processes, monkeypatch):
+    monkeypatch.setattr(module, "LOOK", 0.01)
+    looks = []
+
+    def stopped(pid):
+        looks.append(pid)
+        return len(looks) % 3 != 0  # never three times in a row
+
+    monkeypatch.setattr(module, "_is_stopped", stopped)
+    monkeypatch.setattr(module, "PATIENCE", 3)
+    task, jobs = bad_for_two(lambda outputs: time.sleep(0.3) or outputs.sum())
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3), workers=1)
+    assert [each.failure for each in results(divided, jobs)] == [None] * 3
+    assert len(looks) > 3
 
 
 def test_an_engine_that_is_dropped_takes_its_children_along():

@@ -45,7 +45,7 @@ def server(
     weights = [torch.randn(n, generator=draws).to(dtype) for n in (6, 2)]
     buffers = [torch.zeros(3, dtype=dtype), torch.tensor(5), torch.ones(3, dtype=dtype)]
     model = GlobalModel(weights, buffers, optimizer=optimizer or ServerOptimizer(lr=lr))
-    return Coordinator(model, pacing or Rounds(), algorithm or Algorithm(), [10] * clients, seed=7)
+    return Coordinator(model, pacing or Rounds(), algorithm or Algorithm(), [50] * clients, seed=7)
 
 
 def answer(assignment: Assignment, seed: int = 0) -> Update:
@@ -191,6 +191,9 @@ def test_updates_that_nobody_waits_for_are_refused_with_the_reason() -> None:
         ({"delta": [torch.zeros(6), torch.zeros(2)]}, "shapes and types"),
         ({"client": 17}, "not an answer to what was asked"),
         ({"samples": 0}, "of no examples"),
+        ({"counted": -1.0}, "counts -1.0, which is no weight"),
+        ({"counted": float("nan")}, "counts nan, which is no weight"),
+        ({"counted": float("inf")}, "counts inf, which is no weight"),
     ],
 )
 def test_an_update_that_cannot_be_right_is_left_out_and_the_round_goes_on(
@@ -552,33 +555,6 @@ def test_an_update_is_folded_once_and_only_where_it_is_combined() -> None:
     assert one.combining == []
 
 
-@pytest.mark.parametrize(
-    "pacing", [Rounds(0.5, Uniform(1.4)), asynchronous(3), asynchronous(1, 2), Buffered(4, 3)]
-)
-def test_there_is_a_way_back_from_the_middle_of_a_round(pacing: Pacing) -> None:
-    one = server(8, pacing)
-    waiting = assigned(one.tick(0.0))
-    for _ in range(6):
-        before = tree_to_bytes(one.state())
-        for again in (True, False):
-            back, at_work, tickets = one.mark(), list(waiting), None
-            while tickets is None:
-                if not at_work:
-                    at_work = assigned(one.tick(1.0))
-                actions = one.update(at_work.pop(0).ticket, 1.0)
-                at_work += assigned(actions)
-                tickets = combines(actions)
-            one.fold(answer(one.assignment(tickets[0])))
-            if again:
-                back()
-                assert tree_to_bytes(one.state()) == before
-        for ticket in tickets[1:]:
-            one.fold(answer(one.assignment(ticket)))
-        one.finish(1.0)
-        waiting = [*(at_work if not one.pacing.synchronous else []), *assigned(one.tick(1.0))]
-    assert torch.isfinite(model_of(one)).all()
-
-
 def refuse_all(one: Coordinator, now: float = 0.0) -> None:
     """A round whose updates are all NaN."""
     for assignment in assigned(one.tick(now)):
@@ -728,3 +704,97 @@ def test_in_whatever_order_it_is_told_every_ticket_is_answered_once(
             for each, held in one.open.items()
             if not held.reported
         )
+
+
+class Controlled(Algorithm):
+    """Something goes down besides the model, other in every round, and as much comes up."""
+
+    def __init__(self) -> None:
+        self.control = [torch.zeros(6).double(), torch.zeros(2).double()]
+
+    def down(self) -> list[torch.Tensor]:
+        return self.control
+
+    def absorb(self, extra: list[torch.Tensor], updates: int) -> None:
+        self.control = [c + mean for c, mean in zip(self.control, extra, strict=True)]
+
+    def state(self) -> Any:
+        return self.control
+
+    def restore(self, state: Any) -> None:
+        self.control = state
+
+
+def controlled(assignment: Assignment) -> Update:
+    return replace(answer(assignment), extra=[1 + part for part in assignment.extra])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"extra": ()}, "what it sends besides"),
+        ({"extra": [torch.zeros(6).double()]}, "what it sends besides"),
+        ({"extra": [torch.zeros(6).double(), torch.zeros(3).double()]}, "what it sends besides"),
+        ({"extra": [torch.zeros(6), torch.zeros(2)]}, "what it sends besides"),
+        ({"extra": [torch.zeros(6).double(), torch.tensor([0.0, math.inf]).double()]}, "finite"),
+        ({"examples": 51}, "of more examples than its client has"),
+        ({"loss": math.nan}, "its loss is not finite"),
+        ({"loss": -math.inf}, "its loss is not finite"),
+        ({"failure": "its loss became not finite", "delta": ()}, "its loss became not finite"),
+    ],
+)
+@pytest.mark.parametrize("finite", [False, True])
+def test_one_wrong_answer_is_refused_and_the_others_make_the_model(
+    change: dict[str, Any], reason: str, finite: bool
+) -> None:
+    one = server(4, algorithm=Controlled())
+    assigned(one.tick(0.0))
+    for ticket in list(one.open):
+        tickets = combines(one.update(ticket, 0.0))
+    assert tickets is not None
+    for ticket in tickets:
+        asked = one.assignment(ticket)
+        update = controlled(asked)
+        one.fold(replace(update, **change) if asked.client == 2 else update, finite=finite)
+    result = one.finish(0.0)
+    assert result.clients == [0, 1, 3]
+    assert result.wrong == [2]
+    assert all(reason in text for text in result.refused.values())
+    assert result.loss is not None
+    assert math.isfinite(result.loss)
+    assert all(bool(part.isfinite().all()) for part in one.algorithm.down())
+
+
+def test_a_failed_update_is_refused_also_where_what_is_computed_is_trusted() -> None:
+    one = server(1)
+    (asked,) = assigned(one.tick(0.0))
+    one.update(asked.ticket, 0.0)
+    failed = replace(answer(asked), delta=(), buffers=(), failure="its weights became not finite")
+    assert one.fold(failed, finite=True, computed=True) is None
+    assert one.finish(0.0).refused == {asked.ticket: "its weights became not finite"}
+
+
+def test_what_went_with_an_older_model_is_that_of_its_moment_after_a_restart_too() -> None:
+    """Models of simulated staleness have their own number, and the newest of what goes besides."""
+    one = server(6, Buffered(3, 2), Controlled())
+    one.oldest = 3
+    waiting = assigned(one.tick(0.0))
+    seen = set()
+    for now in range(12):
+        tickets = None
+        while tickets is None:
+            actions = one.update(waiting.pop(0).ticket, float(now))
+            waiting += assigned(actions)
+            tickets = combines(actions)
+        combine(one, tickets, float(now), controlled)
+        waiting += assigned(one.tick(float(now)))
+        again = server(6, Buffered(3, 2), Controlled())
+        again.restore(tree_from_bytes(tree_to_bytes(one.state())))
+        for ticket, kept in one.open.items():
+            mine, theirs = kept.assignment, again.assignment(ticket)
+            seen.add(float(mine.extra[0][0]))
+            for part, other in zip(
+                [*mine.weights, *mine.extra], [*theirs.weights, *theirs.extra], strict=True
+            ):
+                assert torch.equal(part, other)
+    assert len(seen) > 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import dure
 from dure.collectives.algorithms import master, ring
@@ -33,6 +34,14 @@ def test_the_bytes_of_a_run_are_those_of_the_formula(algorithm: str, formula: ob
     for rank, worker in enumerate(run.summary["per_worker"]):
         sent = formula.elements_sent(elements, ranks, rank)  # type: ignore[attr-defined]
         assert worker["bytes_sent"] == steps * 8 * sent
+
+
+def test_a_loss_that_may_say_what_it_counts_sends_one_number_more() -> None:
+    task = small_task(loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+    run = dure.train(task, dure.DataParallel(8), dure.Processes(3), dure.Stop(steps=2))
+    elements = elements_in_step(run.summary["parameters"], 6, 3, counts=1)
+    for rank, worker in enumerate(run.summary["per_worker"]):
+        assert worker["bytes_sent"] == 2 * 8 * ring.elements_sent(elements, 3, rank)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "master", "native"])

@@ -351,7 +351,7 @@ def test_sequences_that_the_degree_does_not_divide_are_refused_before_any_work(
     check_all(strategy, task(0.1), None)
 
 
-def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_named_with_what_to_change() -> (
+def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_refused_with_sizes_that_fit() -> (
     None
 ):
     """Of 17 examples: batches of 12 and 5, whose four micro-batches are 2, 1, 1, 1."""
@@ -364,8 +364,8 @@ def test_a_micro_batch_of_one_that_batch_norm_cannot_normalise_is_named_with_wha
 
     task = dure.Task(model, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(
-        dure.errors.WorkerFailedError,
-        match="a micro-batch of 1 among others of 3: choose another batch",
+        ValueError,
+        match=r"batch_size 12 divides 17 examples in 4 pieces so that one is alone .* 9 or 17",
     ):
         dure.train(task, dure.Pipeline(12, 4), dure.Processes(2), dure.Stop(steps=2))
 
@@ -391,3 +391,14 @@ def test_a_model_that_cannot_be_evaluated_in_stages_is_refused_before_it_is_trai
     task = dure.Task(Hasty, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(ValueError, match="in evaluation, a Hasty cannot be cut"):
         check_all(dure.Pipeline(8, 2), task, 2)
+
+
+@pytest.mark.parametrize("balance", ["estimated", "memory", "measured"])
+def test_what_is_cut_by_a_clock_is_not_said_to_repeat_itself(balance: str) -> None:
+    for strategy in (
+        dure.Pipeline(balance=balance),  # type: ignore[arg-type]
+        dure.Parallel(dure.Mesh(pipeline=2), balance=balance),  # type: ignore[arg-type]
+    ):
+        assert strategy.deterministic is (balance != "measured")
+    assert not dure.Hogwild().deterministic
+    assert dure.FedAvg().deterministic

@@ -15,6 +15,7 @@ from dure.parallel.pipeline.apart import Remaining, apart, now
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.tasks.loss_shares import Computed, Share
 
 aten = torch.ops.aten
 
@@ -134,11 +135,11 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
         last=True,
         program_for=lambda n: program,
         structure_for=lambda n: structure,
-        loss=lambda out, _: out.sum(),
+        loss=lambda out, *_: Computed(out.sum(), 2.0),
         stream=Stream(0, False),
         remaining=remaining,
     )
-    batch = Microbatch(2, 1.0, lambda: (torch.ones(2, 3), None))
+    batch = Microbatch(2, Share(2.0, 2.0), lambda: (torch.ones(2, 3), None))
 
     def step() -> None:
         stage.begin(0)

@@ -67,9 +67,9 @@ class Faulty(torch.nn.Sequential):
 
 
 def run(task: dure.Task, ranks: int, **options: Any) -> None:
-    dure.train(
-        task, Pipeline(8, 2, **options), dure.Processes(ranks, deadline=20), dure.Stop(steps=9)
-    )
+    world = dure.Processes(ranks, deadline=20)
+    # Unproven: a proof would run what is faulty here.
+    dure.train(task, Pipeline(8, 2, **options), world, dure.Stop(steps=9), check=False)
 
 
 def test_a_rank_that_is_killed_between_two_steps_is_named() -> None:

@@ -210,7 +210,7 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks: int) -> None:
                 zero.reducing.local()
             )  # autograd holds these; asked for, they are tensors of Python
             now = held()
-            counts = 4 * len(zero.parts())  # of Adam's steps
+            counts = 4 * sum(len(share.held) for share in zero.trained)  # of Adam's steps
             rows.append(
                 {
                     "measured": sum(nbytes for place, nbytes in now.items() if place not in before)

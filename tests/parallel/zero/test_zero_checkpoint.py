@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -239,3 +240,89 @@ def test_the_order_of_messages_is_taken_as_either_version_wrote_it() -> None:
     assert (again.units, again.events) == (learned.units, learned.events)
     with pytest.raises(RunFolderError, match="written as version 9"):
         orders().restore({**learned.state(), "version": 9})
+
+
+def without(index: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in index.items() if name != key}
+
+
+DAMAGES: list[Callable[[Path, dict[str, Any]], Any]] = [
+    lambda folder, index: (folder / "index.json").write_text("["),
+    lambda folder, index: (folder / "index.json").write_text("[]"),
+    lambda folder, index: (folder / "index.json").write_text(json.dumps(without(index, "ranks"))),
+    lambda folder, index: (folder / "index.json").write_text(json.dumps(without(index, "names"))),
+    lambda folder, index: (folder / "index.json").write_text(json.dumps({**index, "shapes": {}})),
+    lambda folder, index: (folder / "index.json").write_text(json.dumps({**index, "ranks": "2"})),
+    lambda folder, index: (folder / "rest.safetensors").write_bytes(b"\x08" + bytes(15)),
+    lambda folder, index: (folder / "00001-of-00002.safetensors").write_bytes(b"\xff" * 64),
+    lambda folder, index: save_file(
+        {"weights/first.weight": torch.zeros(1)}, folder / "00001-of-00002.safetensors"
+    ),
+    lambda folder, index: save_file(
+        {"weights/first.weight": torch.zeros(1)},
+        folder / "00001-of-00002.safetensors",
+        {"runs": "{}", "numbers": "{}"},
+    ),
+]
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_changes(tmp_path: Path) -> None:
+    def program(place: Place) -> list[Any]:
+        model, optimizer, zero = divided(place, 2)
+        train(model, optimizer, JOINT[:1], place)
+        zero.save(tmp_path / "good")
+        train(model, optimizer, JOINT[1:2], place)
+        before = vector(zero.state_dict(everywhere=True))
+        said = []
+        for number, damage in enumerate(DAMAGES):
+            bad = tmp_path / str(number)
+            if place.group.rank == 0:
+                shutil.copytree(tmp_path / "good", bad)
+                damage(bad, json.loads((bad / "index.json").read_text()))
+            place.group.all_gather_values([0.0])
+            # rank 0 reads the one that is damaged, and rank 1 another
+            one = bad if place.group.rank == 0 else tmp_path / "good"
+            said.append(refused(lambda one=one: zero.load(one)))  # type: ignore[misc]
+        same = bool(torch.equal(before, vector(zero.state_dict(everywhere=True))))
+        train(model, optimizer, JOINT[2:3], place)
+        return [same, *said]
+
+    (same, *mine), (_, *theirs) = on_ranks(2, program)
+    assert same
+    for number, (own, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert own.startswith("RunFolderError: "), (number, own)
+        assert "holds no whole checkpoint of ZeRO" in own
+        assert other.startswith("RunFolderError: rank 0: "), (number, other)
+        with pytest.raises(RunFolderError, match="holds no whole checkpoint of ZeRO"):
+            read_whole(tmp_path / str(number))
+
+
+def test_what_one_rank_cannot_write_or_load_no_rank_waits_for(tmp_path: Path) -> None:
+    def program(place: Place) -> list[str]:
+        _, _, zero = divided(place, 3)
+        # each host its own folder; and a folder that is a file
+        apart = tmp_path / f"of rank {place.group.rank}"
+        blocked = tmp_path / "file" if place.group.rank == 1 else tmp_path / "folder"
+        (tmp_path / "file").write_text("")
+        state = zero.state_dict(everywhere=True)
+        if place.group.rank == 1:
+            state["norm.running_mean"] = torch.zeros(1, dtype=torch.float64)
+        return [
+            refused(lambda: zero.save(apart)),
+            refused_anyhow(lambda: zero.save(blocked)),
+            refused(lambda: zero.load_state_dict(state)),
+        ]
+
+    def refused_anyhow(call: Callable[[], Any]) -> str:
+        try:
+            return refused(call)
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+
+    zero, one = on_ranks(2, program)
+    assert "rank 0 does not see" in zero[0]
+    assert one[0].startswith("RunFolderError: rank 0: rank 0 does not see")
+    assert zero[1].startswith("RunFolderError: rank 1: ")
+    assert one[1].startswith("FileExistsError")
+    assert zero[2].startswith("ValueError: rank 1: norm.running_mean has the shape (1,)")
+    assert one[2].startswith("ValueError: norm.running_mean has the shape (1,)")

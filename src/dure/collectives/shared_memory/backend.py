@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from dure.collectives.arguments import check_rank, check_root
 from dure.collectives.shared_memory import leaving
+from dure.collectives.shared_memory.aliases import check_outputs, check_writable, kept, meets
 from dure.collectives.shared_memory.arguments import (
     check_gathered,
     check_like,
@@ -44,6 +46,7 @@ from dure.collectives.shared_memory.transport import OverMemory
 from dure.collectives.shared_memory.two_hosts.across import Across
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
 from dure.collectives.transport import Carried
+from dure.tensors.overlap import any_overlap, overlap
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         around it.
         """
         tensor = reducible(tensor, op)
+        check_writable(tensor)
         self._line.now(lambda: self._moves.all_reduce(tensor, op))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -202,17 +206,26 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         tensors = [reducible(tensor, op) for tensor in tensors]
+        for tensor in tensors:
+            check_writable(tensor)
+        # Each is reduced as it was before the call, also where another one lies in its memory.
+        apart = len(tensors) == 1 or not any_overlap(tensors)
 
         def run() -> None:
-            for tensor in tensors:
-                self._moves.all_reduce(tensor, op)
+            values = tensors if apart else [tensor.clone() for tensor in tensors]
+            for value in values:
+                self._moves.all_reduce(value, op)
+            copy_back(values, tensors)
 
         return self._issue(run, opts, tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         op = operation_of(opts.reduceOp)
         root = opts.rootRank
+        check_root(root, self._size)
         tensor = reducible(single(tensors), op)
+        if root == self._rank:
+            check_writable(tensor)
         return self._issue(lambda: self._moves.reduce(tensor, op, root), opts, [tensor])
 
     def _checked_blocks(
@@ -220,6 +233,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     ) -> tuple[Tensor, list[Tensor]]:
         """The output and the blocks as they are reduced. Raises ValueError if they do not fit."""
         output = reducible(output, op)
+        check_writable(output)
         blocks = [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
             raise ValueError(
@@ -244,7 +258,14 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         output = single(outputs)
         blocks = single(inputs)
         output, blocks = self._checked_blocks(output, blocks, op)
-        return self._issue(lambda: self._moves.reduce_scatter(output, blocks, op), opts, [output])
+        aside = meets(output, blocks, self._rank)
+
+        def run() -> None:
+            target = torch.empty_like(output) if aside else output
+            self._moves.reduce_scatter(target, blocks, op)
+            copy_back([target], [output])
+
+        return self._issue(run, opts, [output])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
@@ -261,15 +282,36 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             (reducible(output, op), reducible(source, op))
             for output, source in zip(outputs, inputs, strict=True)
         ]
+        check_outputs(outputs)
+        near = len(pairs) == 1 or any_overlap((*outputs, *inputs))  # quicker than each with each
+        aside = near and any(
+            self._meets_block(output, source, like=other, may_be_own=other is output)
+            for output, _ in pairs
+            for other, source in pairs
+        )
 
         def run() -> None:
-            for output, source in pairs:
-                blocks = split(
-                    source.contiguous().view(-1), [output.numel()] * self._size, self._size
-                )
-                self._moves.reduce_scatter(output, blocks, op)
+            targets = [torch.empty_like(output) if aside else output for output, _ in pairs]
+            for target, (_, source) in zip(targets, pairs, strict=True):
+                self._moves.reduce_scatter(target, self._blocks_of(source.contiguous(), target), op)
+            copy_back(targets, [output for output, _ in pairs])
 
         return self._issue(run, opts, outputs)
+
+    def _blocks_of(self, whole: Tensor, like: Tensor) -> list[Tensor]:
+        """A contiguous tensor as one block for each rank, each as long as `like`."""
+        return split(whole.view(-1), [like.numel()] * self._size, self._size)
+
+    def _meets_block(self, tensor: Tensor, whole: Tensor, like: Tensor, may_be_own: bool) -> bool:
+        """Whether a tensor has an element in the place of one of `whole`, a block for each rank.
+
+        may_be_own: but for the block of this rank, if it is that very block.
+        """
+        if not overlap(tensor, whole):
+            return False
+        if not (may_be_own and whole.is_contiguous()):
+            return True
+        return meets(tensor, self._blocks_of(whole, like), self._rank)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -278,8 +320,11 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         root = opts.rootRank
+        check_root(root, self._size)
         for tensor in tensors:
             check_tensor(tensor)
+            if root != self._rank:
+                check_writable(tensor)
 
         def run() -> None:
             for tensor in tensors:
@@ -302,6 +347,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
                 f"rank {self._rank} has "
                 f"{own.numel()} of {own.dtype}"
             )
+        check_outputs(outputs)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -309,23 +355,36 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         source = single(inputs)
         targets = single(outputs)
         self._check_gathered(targets, source)
-        return self._issue(lambda: self._moves.all_gather_copied(targets, source), opts, targets)
+        written = meets(source, targets, self._rank)
+
+        def run() -> None:
+            self._moves.all_gather_copied(targets, source.clone() if written else source)
+
+        return self._issue(run, opts, targets)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """output_lists[rank][k]: what `rank` gives as inputs[k]."""
+        if any(len(outputs) != len(inputs) for outputs in output_lists):
+            raise ValueError(
+                f"all_gather of {len(inputs)} tensors takes as many outputs for each rank, not "
+                f"{', '.join(str(len(outputs)) for outputs in output_lists)}"
+            )
         gathers: list[tuple[list[Tensor], Tensor]] = []
         for index, source in enumerate(inputs):
             gathers.append(([outputs[index] for outputs in output_lists], source))
         for targets, source in gathers:
             self._check_gathered(targets, source)
+        everything = [tensor for outputs in output_lists for tensor in outputs]
+        check_outputs(everything)
 
         def run() -> None:
-            for targets, source in gathers:
+            sources = kept([source for _, source in gathers], everything)
+            for (targets, _), source in zip(gathers, sources, strict=True):
                 self._moves.all_gather_copied(targets, source)
 
-        return self._issue(run, opts, [tensor for outputs in output_lists for tensor in outputs])
+        return self._issue(run, opts, everything)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [source], opts)
@@ -337,9 +396,17 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             check_tensor(output)
             check_tensor(source)
             check_gathered(output, source, self._size)
+        check_outputs(outputs)
+        near = len(inputs) == 1 or any_overlap((*outputs, *inputs))
+        written = near and any(
+            self._meets_block(source, output, like=other, may_be_own=other is source)
+            for source in inputs
+            for output, other in zip(outputs, inputs, strict=True)
+        )
 
         def run() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
+            sources = [source.clone() for source in inputs] if written else inputs
+            for output, source in zip(outputs, sources, strict=True):
                 # A strided output is filled through a contiguous one; `chunk` of nothing is one
                 # chunk.
                 dense = dense_like(output)
@@ -357,6 +424,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         source = single(inputs)
         root = opts.rootRank
+        check_root(root, self._size)
         targets = single(outputs) if outputs else []
         for tensor in (source, *targets):
             check_like(tensor, source)
@@ -364,11 +432,18 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             raise ValueError(
                 f"gather among {self._size} ranks takes as many outputs, not {len(targets)}"
             )
-        return self._issue(lambda: self._moves.gather(targets, source, root), opts, targets)
+        check_outputs(targets)
+        written = meets(source, targets, self._rank)
+
+        def run() -> None:
+            self._moves.gather(targets, source.clone() if written else source, root)
+
+        return self._issue(run, opts, targets)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         output = single(outputs)
         root = opts.rootRank
+        check_root(root, self._size)
         sources = single(inputs) if inputs else []
         for tensor in (output, *sources):
             check_like(tensor, output)
@@ -376,7 +451,12 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             raise ValueError(
                 f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}"
             )
-        return self._issue(lambda: self._moves.scatter(output, sources, root), opts, [output])
+        check_writable(output)
+
+        def run() -> None:
+            self._moves.scatter(output, kept(sources, [output]), root)
+
+        return self._issue(run, opts, [output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
@@ -387,10 +467,12 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             )
         for tensor in (*outputs, *inputs):
             check_like(tensor, outputs[0])
+        check_outputs(outputs)
 
         def run() -> None:
             dense = [dense_like(output) for output in outputs]
-            self._moves.all_to_all(dense, [source.contiguous() for source in inputs])
+            sources = kept(inputs, outputs)
+            self._moves.all_to_all(dense, [source.contiguous() for source in sources])
             copy_back(dense, outputs)
 
         return self._issue(run, opts, outputs)
@@ -415,7 +497,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             ("input", source, input_splits),
         ):
             rows = tensor.shape[0] if tensor.dim() else 0
-            if splits and (sum(splits) != rows or len(splits) != self._size):
+            wrong = sum(splits) != rows or len(splits) != self._size or min(splits, default=0) < 0
+            if splits and wrong:
                 raise ValueError(
                     f"all_to_all: {name}s split as {splits} do not make up {rows} rows"
                 )
@@ -424,11 +507,14 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
                     f"all_to_all: {rows} rows of the {name} do not divide by {self._size} ranks"
                 )
 
+        check_writable(output)
+
         def run() -> None:
             dense = dense_like(output)
+            (given,) = kept([source], [output])
             self._moves.all_to_all(
                 split(dense, output_splits, self._size),
-                split(source.contiguous(), input_splits, self._size),
+                split(given.contiguous(), input_splits, self._size),
             )
             copy_back([dense], [output])
 
@@ -463,6 +549,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)
+        check_rank(to, self._size)
         if self._across is not None and to not in self._here:
             return self._across.send(tensor, to, tag)
         return self._mailbox.send(tensor, self._here.index(to), tag)
@@ -470,6 +557,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)
+        check_writable(tensor)
+        check_rank(source, self._size)
         if self._across is not None and source not in self._here:
             return self._across.receive(tensor, source, tag)
         return self._mailbox.receive(tensor, self._here.index(source), tag)
@@ -477,6 +566,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)
+        check_writable(tensor)
         if self._across is not None:
             raise ValueError(
                 f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: "

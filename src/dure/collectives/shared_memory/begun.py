@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dure.collectives.shared_memory.aliases import check_own_place
 from dure.collectives.shared_memory.arguments import (
     check_gathered,
     check_scattered,
@@ -179,6 +180,7 @@ class BegunCalls:
             raise ValueError(
                 "begin_reduce_scatter takes contiguous tensors: call contiguous() first"
             )
+        check_own_place(output, source, self._rank)
         across = self._across
         if self.split_phase and source.numel():
             start = self._prepare_scatter(output, source, op)
@@ -269,6 +271,7 @@ class BegunCalls:
         check_gathered(output, source, self._size)
         if not (output.is_contiguous() and source.is_contiguous()):
             raise ValueError("begin_all_gather takes contiguous tensors: call contiguous() first")
+        check_own_place(source, output, self._rank)
         across = self._across
         if across is not None and self.apart and source.numel():
             return self._planned(lambda: across.begin_all_gather(output, source))

@@ -114,6 +114,7 @@ class _Interpreter(Structure):
         ("kind", c_void_p),
         ("value", c_void_p),
         ("traceback", c_void_p),
+        ("goes_on", c_int),
     )
 
     @classmethod
@@ -269,7 +270,7 @@ class NativeHost(Host):
         self._pool = pool
         self._peers = list(peers)
         # C keeps addresses in these: they live as long as the host, as do segment, pool and peers.
-        self._tick = _Tick(lambda waited: not self.tick(waited))
+        self._tick = _Tick(self._tick_for_c)
         self._interpreter = _Interpreter.this()
         spin, give = (int(1e9 * seconds) for seconds in patience)
         self._core = core.core_open(
@@ -289,6 +290,15 @@ class NativeHost(Host):
         for rank, mapping in enumerate(self._peers):
             core.core_set_pool(self._core, rank, mapping.address, mapping.nbytes)
         self._all_reduce = core.core_all_reduce  # looked up once, for the call that is made most
+
+    def _tick_for_c(self, waited: float) -> int:
+        """Whether to wait on, in `goes_on` as well: see core.h."""
+        if self.tick(waited):
+            return 0
+        # Last: a signal's handler that raises before this, anywhere in here, ends the waiting.
+        # ctypes drops its error, and makes nothing of what is returned.
+        self._interpreter.goes_on = 1
+        return 1
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         # dtype and operation in one number: each argument takes ctypes time.
@@ -431,8 +441,7 @@ class NativeHost(Host):
         if status in (_GAVE_UP, _ABORTED):
             self._pool.pin()
         if status == _GAVE_UP:
-            # Without an error from `tick` a signal's handler has raised, at the latest when `tick`
-            # was entered.
+            # Without an error from `tick` a signal's handler has raised, perhaps around `tick`.
             self._error = self._error or self._interpreter.take_error() or KeyboardInterrupt()
             return self.failure()
         if status == _ABORTED:

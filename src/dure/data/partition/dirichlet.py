@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Dirichlet(Partition):
         check_skew(self.name, self.alpha, self.minimum)
 
     def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
     ) -> Parts:
         labels = needed(labels, n, self)
         random = np.random.default_rng(derive(seed, "partition"))

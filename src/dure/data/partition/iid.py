@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class IID(Partition):
     name: ClassVar[str] = "iid"
 
     def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
     ) -> Parts:
         return Parts(
             dealt(torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)),

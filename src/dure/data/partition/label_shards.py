@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class LabelShards(Partition):
             )
 
     def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
     ) -> Parts:
         count = self.per_client * clients
         if count > n:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from dure.data.keys import keys_of, name_of, owners_of
 from dure.data.partition.partition import Partition
 from dure.data.partition.parts import Parts
 
@@ -22,32 +23,40 @@ class NaturalKey(Partition):
 
     name: ClassVar[str] = "natural-key"
 
+    def names(self, clients: int | None, keys: Sequence[Any] | None) -> list[str] | None:
+        if keys is None:
+            return None
+        found = list(map(name_of, owners_of(keys_of(keys))))
+        # A single client that has the data of all is none of them.
+        return found if clients in (None, len(found)) else None
+
     def divide(
         self,
         clients: int | None,
         n: int,
         labels: Tensor | None = None,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[Any] | None = None,
         seed: int = 0,
     ) -> Parts:
         """As `Partition.divide`; clients None means as many as there are keys."""
         if clients is None:
-            clients = len(set(_keys(keys, n)))
+            keys = _keys(keys, n)
+            clients = len(owners_of(keys))
         return super().divide(clients, n, labels=labels, keys=keys, seed=seed)
 
     def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
     ) -> Parts:
         keys = _keys(keys, n)
         # By name and not by first appearance: every order of the examples gives the same clients.
-        names = sorted(set(keys))
-        if clients != len(names):
-            some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        owners = owners_of(keys)
+        if clients != len(owners):
+            some = ", ".join(map(name_of, owners[:5])) + (", ..." if len(owners) > 5 else "")
             raise ValueError(
-                f"the data have {len(names)} natural clients ({some}), not {clients}: "
-                f"leave the number of clients out, or give {len(names)}"
+                f"the data have {len(owners)} natural clients ({some}), not {clients}: "
+                f"give clients=None, which is one a key (--clients None), or {len(owners)}"
             )
-        number = {name: client for client, name in enumerate(names)}
+        number = {key: client for client, key in enumerate(owners)}
         return Parts(torch.tensor([number[key] for key in keys]), clients)
 
     @property
@@ -55,11 +64,11 @@ class NaturalKey(Partition):
         return "natural clients, by key"
 
 
-def _keys(keys: Sequence[str] | None, n: int) -> Sequence[str]:
+def _keys(keys: Sequence[Any] | None, n: int) -> list[Any]:
     if keys is None:
         raise ValueError(
             "the partition natural-key needs a key for each example, which these data have not"
         )
     if len(keys) != n:
         raise ValueError(f"there are {len(keys)} keys for {n} examples")
-    return keys
+    return keys_of(keys)

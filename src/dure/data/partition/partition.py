@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,14 @@ class Partition:
         clients: int | None,
         n: int,
         labels: Tensor | None = None,
-        keys: Sequence[str] | None = None,
+        keys: Sequence[Any] | None = None,
         seed: int = 0,
     ) -> Parts:
         """One sorted int64 tensor of indices into 0..n-1 for each client.
 
         clients: how many; None only where the data say it (`NaturalKey`).
-        labels: class indices of shape (n,), for the partitions by label; keys: n names, for
-            `NaturalKey`.
+        labels: class indices of shape (n,), for the partitions by label; keys: n texts or numbers,
+            for `NaturalKey`.
 
         Raises ValueError if the examples are too few, or have not the labels or keys that are
         needed.
@@ -51,10 +51,14 @@ class Partition:
         return self._divide(clients, n, labels=labels, keys=keys, seed=seed)
 
     def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[str] | None, seed: int
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
     ) -> Parts:
         """`divide` for at least two clients and as many examples."""
         raise NotImplementedError
+
+    def names(self, clients: int | None, keys: Sequence[Any] | None) -> list[str] | None:
+        """What the clients are called, in their order; None where they are numbers alone."""
+        return None
 
     @property
     def description(self) -> str:

@@ -5,8 +5,11 @@ Both are frozen dataclasses with a text form (`dure.settings`), such as `krum:4`
 `clipped:10/mean`.
 
 An update is a list of flat tensors, one a dtype of the model (as `dure.tensors.flat` keeps
-parameters), followed by the changes of its floating-point buffers. A rule sees it as *one* vector:
-distances, norms and medians are of the whole.
+parameters). A rule sees them as *one* vector: distances, norms and medians are of the whole. Where
+the model has floating-point buffers, such as the statistics of batch norm, their changes follow.
+They have other units than weights, so distances and norms leave them out (`Rows.measured`): a rule
+that collects combines them as it has found for the weights of each client, coordinate by coordinate
+if it is such a rule; beside one that folds, they have their mean by n_k.
 
 Rules that collect never see an update that is not finite. Such updates are dropped first, and count
 among the f that a rule withstands: with b of n dropped it goes on with n - b updates, of which at
@@ -65,7 +68,7 @@ class Aggregator:
 class Folds(Aggregator):
     """Takes updates as a stream.
 
-    `zero` before the first, `fold` for each, `finish` after the last.
+    `zero` before the first, `fold` for each, `finish` after the last. It gets the weights alone.
     """
 
     collects: ClassVar[bool] = False
@@ -93,19 +96,21 @@ class Collects(Aggregator):
     collects: ClassVar[bool] = True
 
     def combine(
-        self, rows: Rows, turn: Turn, state: list[Tensor] | None = None
+        self, rows: Rows, turn: Turn, state: list[Tensor] | None = None, refused: int = 0
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """(the combined update, shaped as each of them and finite; the state for the next round).
 
         rows: the updates, in order of client, and their weights n_k. turn: for rules that draw.
         state: what the rule itself returned in the round before, None in the first; only rules that
             need it return one.
+        refused: how many other updates were sent that are no rows, as they could not be right. They
+            count among the f that the rule withstands, as those that are not finite do.
 
         Raises TooFewUpdatesError if there are too few updates, or if none is finite.
         """
         # The promise is about all that were sent, those that are not finite among them.
         try:
-            self.check(len(rows))
+            self.check(len(rows) + refused)
         except ValueError as error:
             raise TooFewUpdatesError(str(error)) from error
         finite = rows.finite()
@@ -113,7 +118,8 @@ class Collects(Aggregator):
             raise TooFewUpdatesError(
                 f"{self}: of {len(rows)} updates none is finite; did training diverge?"
             )
-        return self.combine_finite(rows.only(finite), len(rows) - len(finite), turn, state)
+        dropped = len(rows) - len(finite) + refused
+        return self.combine_finite(rows.only(finite), dropped, turn, state)
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None

@@ -8,6 +8,8 @@ an iteration, wherever it is; with tau far above all distances it is the mean wi
 Withstands f < n/2 if tau is of the size of honest spread; the paper has clients send momentum,
 without which attacks that add up over rounds get through.
 
+Buffers take the mean of the clients' ones, each by the share of its way that its weights went.
+
 Cost: 2 passes over the updates an iteration; memory: a block and 2 vectors; state: one update.
 
 Source: S. P. Karimireddy, L. He, M. Jaggi, "Learning from History for Byzantine Robust
@@ -60,9 +62,12 @@ class CentredClipping(Collects):
             # v + sum of s_i (x_i - v) = (1 - sum of s) v + sum of s_i x_i: the rows in one pass,
             # without differences. A distance of 0 gives infinity, clamped to 1.
             shares = (self.tau / rows.distances(centre)).clamp(max=1) / len(rows)
-            pulled = rows.combination(shares, torch.float64)
+            pulled = rows.combination(shares, torch.float64, rest=shares / shares.sum())
+            stay = 1 - float(shares.sum())
+            # Buffers are not measured, so there is no v for them to stay near.
             centre = [
-                v * (1 - float(shares.sum())) + p for v, p in zip(centre, pulled, strict=True)
+                v * stay + p if slot < rows.measured else p
+                for slot, (v, p) in enumerate(zip(centre, pulled, strict=True))
             ]
         # The state in the dtype of the updates as well: a resumed run goes on with the same
         # numbers.

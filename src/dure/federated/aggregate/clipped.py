@@ -2,9 +2,9 @@
 
 Each x_k becomes x_k·min(1, norm / |x_k|).
 
-The norm is of the whole update. No client can then move a mean by more than 2·norm·n_k / (sum of
-n_k): it bounds what one broken update does, and does not remove it. Updates that are not finite are
-left out.
+The norm is of all trained weights together. No client can then move their mean by more than
+2·norm·n_k / (sum of n_k): it bounds what one broken update does, and does not remove it. Buffers
+are not shortened. Updates that are not finite are left out.
 
 Around an aggregator that folds it folds, too; around one that collects it collects. `clip` makes
 the one or the other.
@@ -96,7 +96,7 @@ class ClippedRows(Collects):
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         # A row of norm 0 gives infinity, clamped to 1.
         factors = (self.norm / rows.distances()).clamp(max=1)
-        shortened = rows.mixed(factors.diag(), rows.weights)
+        shortened = rows.scaled(factors)
         return combine_inner(self.inner, shortened, dropped=dropped, turn=turn, state=state)
 
 

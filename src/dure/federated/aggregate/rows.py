@@ -47,8 +47,12 @@ class Rows:
 
     updates: each a list of tensors of the same shapes and floating-point dtypes.
 
-    A row is one vector: all tensors of an update, one after another. numbers: how many a block has.
+    A row is one vector: all tensors of an update, one after another. measured: of how many of these
+    tensors, the first ones, distances and norms are; None is all. Those are the weights that are
+    trained. What follows, buffers such as the statistics of batch norm, has other units, and is
+    combined as the rule has found for the weights. numbers: how many a block has.
     mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed`, `grouped` make it.
+    rest: the same for the tensors that are not measured; None is as `mix`.
 
     Raises ValueError if there are no updates, or if they differ in shape or dtype, or are not of
     floating point.
@@ -60,11 +64,15 @@ class Rows:
         weights: Sequence[float],
         numbers: int = BLOCK,
         mix: Tensor | None = None,
+        measured: int | None = None,
+        rest: Tensor | None = None,
     ) -> None:
         _check(updates)
         self.updates = updates
         self.weights = list(map(float, weights))
+        self.measured = len(updates[0]) if measured is None else measured
         self.mix = mix
+        self.rest = mix if rest is None else rest
         if len(self.weights) != len(self):
             raise ValueError(f"{len(self)} updates need as many weights, not {len(self.weights)}")
         self._numbers = numbers
@@ -74,22 +82,25 @@ class Rows:
     def __len__(self) -> int:
         return len(self.updates) if self.mix is None else len(self.mix)
 
-    def blocks(self, columns: int = 0, own_dtype: bool = False) -> Iterator[Block]:
+    def blocks(
+        self, columns: int = 0, own_dtype: bool = False, measured: bool = False
+    ) -> Iterator[Block]:
         """All coordinates, a block at a time. The values are the caller's to change.
 
         columns: at least so many coordinates a block, where there are as many. own_dtype: in the
         dtype of the updates where rows are updates, for rules to which order is all that counts;
-        otherwise in float64.
+        otherwise in float64. measured: only those that distances are of.
         """
         # Mixtures are made of all updates, which may be more than the rows.
         columns = max(1, columns, self._numbers // max(len(self), len(self.updates)))
-        for slot, first in enumerate(self._flat[0]):
+        for slot, first in enumerate(self._flat[0][: self.measured if measured else None]):
+            mix = self.mix if slot < self.measured else self.rest
             for start in range(0, first.numel(), columns):
                 stop = min(start + columns, first.numel())
                 # A copy in any case, so that a caller may write to it.
                 values = torch.stack([flat[slot][start:stop] for flat in self._flat])
-                if self.mix is not None:
-                    values = self.mix.to(values.device) @ values.double()
+                if mix is not None:
+                    values = mix.to(values.device) @ values.double()
                 elif not own_dtype:
                     values = values.double()
                 yield Block(slot, start, stop, values)
@@ -106,29 +117,41 @@ class Rows:
 
         own_dtype: as in `blocks`. dtype: of the result, None for that of the updates.
         """
-        result = [torch.empty_like(tensor, dtype=dtype) for tensor in self._flat[0]]
+        result = self._empty(dtype)
         for slot, start, stop, values in self.blocks(own_dtype=own_dtype):
             result[slot][start:stop] = function(values)
         return self._shaped(result)
 
-    def combination(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def combination(
+        self,
+        coefficients: Tensor,
+        dtype: torch.dtype | None = None,
+        rest: Tensor | None = None,
+    ) -> list[Tensor]:
         """(sum over rows i of coefficients[i]·row i), summed in float64.
 
-        coefficients: float64, shape (m,).
+        coefficients: float64, shape (m,). rest: those of the tensors that are not measured; None is
+        the same.
 
         dtype: of the result, None for that of the updates. One coefficient of 1 among zeros gives
         that row, to the bit.
         """
+        rest = coefficients if rest is None else rest
         if self.mix is not None:
+            assert self.rest is not None
             # A combination of mixtures is one of the updates: one pass, and no mixture is made.
-            return Rows(self.updates, [1.0] * len(self.updates), self._numbers).combination(
-                coefficients @ self.mix, dtype
+            whole = Rows(
+                self.updates, [1.0] * len(self.updates), self._numbers, measured=self.measured
             )
+            return whole.combination(coefficients @ self.mix, dtype, rest @ self.rest)
         # Rows with coefficient 0 are not even read.
-        used = coefficients.nonzero().flatten().tolist() or [0]
-        return self.only(used).map(
-            lambda values: coefficients[used].to(values.device) @ values, dtype=dtype
-        )
+        used = ((coefficients != 0) | (rest != 0)).nonzero().flatten().tolist() or [0]
+        chosen = self.only(used)
+        result = chosen._empty(dtype)
+        for slot, start, stop, values in chosen.blocks():
+            shares = (coefficients if slot < self.measured else rest)[used]
+            result[slot][start:stop] = shares.to(values.device) @ values
+        return self._shaped(result)
 
     def row(self, index: int) -> list[Tensor]:
         """One row, shaped as an update."""
@@ -152,10 +175,10 @@ class Rows:
     def squared_distances(self) -> Tensor:
         """The squared distances between rows: float64 of shape (m, m), symmetric, on the CPU.
 
-        Cost: m²·d/2 differences.
+        They are of what is measured. Cost: m²·d/2 differences.
         """
         sums = torch.zeros(len(self) * (len(self) - 1) // 2, dtype=torch.float64)
-        for block in self.blocks():
+        for block in self.blocks(measured=True):
             # Sums of squares add up over blocks, roots do not.
             sums += pdist(block.values).square().cpu()
         result = torch.zeros(len(self), len(self), dtype=torch.float64)
@@ -167,10 +190,10 @@ class Rows:
     def distances(self, origin: Sequence[Tensor] | None = None) -> Tensor:
         """The distance of each row from the vector `origin`: float64 of shape (m,).
 
-        origin: shaped as an update; None for zero.
+        origin: shaped as an update; None for zero. The distance is of what is measured.
         """
         sums = torch.zeros(len(self), dtype=torch.float64)
-        for slot, start, stop, values in self.blocks():
+        for slot, start, stop, values in self.blocks(measured=True):
             if origin is not None:
                 values -= origin[slot].reshape(-1)[start:stop]
             sums += values.square_().sum(1).cpu()
@@ -179,18 +202,32 @@ class Rows:
     def only(self, rows: Sequence[int]) -> Rows:
         """These rows, in this order."""
         weights = [self.weights[row] for row in rows]
-        if self.mix is not None:
-            return Rows(self.updates, weights, self._numbers, self.mix[list(rows)])
-        return Rows([self.updates[row] for row in rows], weights, self._numbers)
+        if self.mix is None or self.rest is None:
+            chosen = [self.updates[row] for row in rows]
+            return Rows(chosen, weights, self._numbers, measured=self.measured)
+        return self._mixtures(self.mix[list(rows)], self.rest[list(rows)], weights)
 
     def mixed(self, mix: Tensor, weights: Sequence[float]) -> Rows:
         """Rows that are mixtures of these.
 
         mix: float64 of shape (new rows, m). weights: those of the new rows.
         """
-        return Rows(
-            self.updates, weights, self._numbers, mix if self.mix is None else mix @ self.mix
-        )
+        if self.mix is None or self.rest is None:
+            return self._mixtures(mix, mix, weights)
+        return self._mixtures(mix @ self.mix, mix @ self.rest, weights)
+
+    def scaled(self, factors: Tensor) -> Rows:
+        """These rows with what is measured of each times a factor; the rest stays as it is.
+
+        factors: float64 of shape (m,).
+        """
+        if self.mix is None or self.rest is None:
+            same = torch.eye(len(self), dtype=torch.float64)
+            return self._mixtures(factors.diag(), same, self.weights)
+        return self._mixtures(factors.unsqueeze(1) * self.mix, self.rest, self.weights)
+
+    def _mixtures(self, mix: Tensor, rest: Tensor, weights: Sequence[float]) -> Rows:
+        return Rows(self.updates, weights, self._numbers, mix, self.measured, rest)
 
     def grouped(self, groups: Sequence[Sequence[int]]) -> Rows:
         """The mean of each group, by the weights of its rows.
@@ -236,6 +273,10 @@ class Rows:
                 first = block.values[:, places[0, 0]].tolist()
                 return -1 if first[0] < first[1] else 1
         return 0
+
+    def _empty(self, dtype: torch.dtype | None) -> list[Tensor]:
+        """Room for a result, flat."""
+        return [torch.empty_like(tensor, dtype=dtype) for tensor in self._flat[0]]
 
     def _shaped(self, flat: Sequence[Tensor]) -> list[Tensor]:
         return [values.view(like.shape) for values, like in zip(flat, self.updates[0], strict=True)]

@@ -89,7 +89,7 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
     """
     triangle: Tensor | None = None
     # Wide blocks: each QR takes the triangle of those before, m rows, along.
-    for slot, start, stop, values in rows.blocks(columns=4 * len(rows)):
+    for slot, start, stop, values in rows.blocks(columns=4 * len(rows), measured=True):
         values -= centre[slot].reshape(-1)[start:stop]
         # R of [R_before; block] is R of all rows so far, up to signs, which change no distance.
         tall = values.T if triangle is None else torch.cat([triangle, values.T])

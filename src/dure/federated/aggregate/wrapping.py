@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
+from dure.federated.aggregate.mean import finish, fold, zero
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
@@ -23,8 +24,13 @@ def combine_inner(
     if isinstance(inner, Collects):
         return inner.combine_finite(rows, dropped, turn, state)
     assert isinstance(inner, Folds)
-    # A mixture is made, folded and forgotten before the next one.
-    folded = inner.zero(rows.updates[0])
+    # A mixture is made, folded and forgotten before the next one. Rules that fold get the weights
+    # alone; buffers have their mean.
+    measured = rows.measured
+    folded = inner.zero(rows.updates[0][:measured])
+    buffers = zero(rows.updates[0][measured:])
     for index, weight in enumerate(rows.weights):
-        folded = inner.fold(folded, rows.row(index), weight)
-    return inner.finish(folded), None
+        row = rows.row(index)
+        folded = inner.fold(folded, row[:measured], weight)
+        buffers = fold(buffers, row[measured:], weight)
+    return [*inner.finish(folded), *finish(buffers)], None

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.engines.job import Job, Trained
+from dure.federated.server.unfit import alike
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Assignment
 from dure.tensors.flat import by_dtype
@@ -98,8 +99,8 @@ class PersonalLayers(Algorithm):
         return whole
 
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-        # Before anybody has taken part there is no mean.
-        return self._joined(shared, kept or self.initial)
+        # Before anybody has taken part there is no mean; nor is what has other shapes one.
+        return self._joined(shared, kept if alike(kept, self.initial) else self.initial)
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
         return [replace(job, weights=self._joined(job.weights, memory or self.initial))]

@@ -62,4 +62,4 @@ class Proximal(Algorithm):
         return [replace(job, mu=self.mu)]
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        return 1.0, 1.0 if self.equal_weights else float(update.examples)
+        return 1.0, 1.0 if self.equal_weights else update.weight

@@ -95,7 +95,7 @@ class Controls(Algorithm):
         return self.control
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        return 1.0, float(update.examples) if self.by_examples else 1.0
+        return 1.0, update.weight if self.by_examples else 1.0
 
     def absorb(self, extra: list[Tensor], updates: int) -> None:
         if extra:

@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
+from dure.data.batches import batches_per_epoch
+from dure.data.keys import said
 from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory, Own
 from dure.federated.client.personal import Personal
@@ -28,6 +30,7 @@ from dure.protocol.carrier import Order, Work
 from dure.protocol.messages import (
     Ask,
     Assignment,
+    Failure,
     Join,
     Kept,
     Measure,
@@ -37,6 +40,7 @@ from dure.protocol.messages import (
     Settled,
     Update,
 )
+from dure.tensors.finite import all_finite
 
 SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
@@ -46,6 +50,9 @@ TOGETHER = 50
 
 FEW = 1_000
 """The most clients whose examples are looked up once, and not for each assignment."""
+
+_NOBODY: tuple[int, Memory | None] = (-1, None)
+"""Stands for a client that keeps nothing of an update."""
 
 Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
 """An engine for jobs like these.
@@ -60,12 +67,14 @@ class LocalWork:
     """How much a client trains in a round.
 
     epochs: passes over its examples; ignored if `steps` is given. batch_size: None is all of the
-    client's examples.
+    client's examples. needs_two: the model cannot train on one example alone. One that is left at
+    the end of a pass joins the batch before it; a client with one has no update.
     """
 
     epochs: int = 1
     steps: int | None = None
     batch_size: int | None = 10
+    needs_two: bool = False
 
     def steps_of(self, examples: int) -> int:
         """Optimizer steps of a client with so many examples."""
@@ -73,7 +82,7 @@ class LocalWork:
 
     def per_epoch(self, examples: int) -> int:
         """Batches in one pass."""
-        return -(-examples // self.batch(examples))
+        return batches_per_epoch(examples, self.batch(examples), self.needs_two)
 
     def batch(self, examples: int) -> int:
         """Examples of a step that is not the last of a pass."""
@@ -92,7 +101,7 @@ class Clients:
     that computes. personal: what they have held out. present: which of n examples they have at a
     time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
-    operators may have.
+    operators may have. names: of the clients, where the data have some.
     """
 
     def __init__(
@@ -110,7 +119,9 @@ class Clients:
         partial: bool = False,
         lr_schedule: LRSchedule | None = None,
         threads: int | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
+        self.names = names
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
         self.algorithm = algorithm
@@ -139,8 +150,6 @@ class Clients:
         """The client of each unsettled update, and what it keeps if that counts; by ticket."""
         self._ready: dict[int, Update] = {}
         """Updates that were computed before they were asked for."""
-        self._typical = 0
-        """Jobs at which the engine was chosen."""
         # Most clients do as much as others do, and the same again in the next round.
         self._known_work = lru_cache(maxsize=FEW)(self._work)
         self._known_steps = lru_cache(maxsize=FEW)(work.steps_of)
@@ -154,6 +163,9 @@ class Clients:
         """
         match message:
             case Assignment():
+                # Below 0 it would be another client's data, counted from the end.
+                if not 0 <= message.client < len(self.parts):
+                    raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
                 order = Order(message, now, self.work(message, now))
                 return next(self.train([order], []))
             case Measure():
@@ -208,7 +220,7 @@ class Clients:
     def settle(self, settled: Settled) -> None:
         """Clients whose updates count keep what they learned for next time; the others forget."""
         for ticket in settled.kept:
-            client, memory = self._pending.pop(ticket, (-1, None))
+            client, memory = self._pending.pop(ticket, _NOBODY)
             # Most algorithms keep nothing: then no entry is made, for however many clients.
             if memory is not None:
                 self.memories[client] = memory
@@ -239,21 +251,14 @@ class Clients:
 
     def facts(self) -> dict[str, Any]:
         """How they compute."""
-        return {"engine": self.chosen, "why": self.why}
+        return {
+            "engine": self.chosen,
+            "why": self.why,
+            "chunk": self.chunk,
+            "threads": self.threads,
+        }
 
     # What they keep
-
-    def mark(self) -> Callable[[], None]:
-        """A way back to this moment, as long as nothing is settled."""
-        # Memories need no copy: only `settle` writes them.
-        pending = dict(self._pending)
-        ready = dict(self._ready)
-
-        def back() -> None:
-            self._pending = pending
-            self._ready = ready
-
-        return back
 
     def state(self) -> dict[str, Any]:
         """What clients keep, as a tree for checkpoints, and the updates that are ready.
@@ -263,7 +268,7 @@ class Clients:
         return {
             "memories": dict(sorted(self.memories.items())),
             "ready": [
-                {"update": _written(one), "memory": self._pending[one.ticket][1]}
+                {"update": _written(one), "memory": self._pending.get(one.ticket, _NOBODY)[1]}
                 for one in self._ready.values()
             ],
             "engine": {
@@ -271,7 +276,6 @@ class Clients:
                 "why": self.why,
                 "chunk": self.chunk,
                 "threads": self.threads,
-                "typical": self._typical,
             },
         }
 
@@ -283,7 +287,6 @@ class Clients:
         self.why = engine["why"]
         self.chunk = engine["chunk"]
         self.threads = engine["threads"]
-        self._typical = engine["typical"]
         self._pending = {}
         self._ready = {}
         for ready in state["ready"]:
@@ -301,15 +304,10 @@ class Clients:
     def engine(self, jobs: Sequence[Job]) -> Engine:
         """The engine that computes, chosen at the first jobs and kept for the rest of the run.
 
-        A resumed run keeps it too: what it does at once may depend on how many these were.
+        A resumed run keeps it too, as what it has at once depends on how many these were.
         """
         if self._engine is None:
             again = self.chosen is not None
-            if again and jobs:
-                # A resumed run may begin with another number of jobs. The choice, and the size of
-                # chunks, follow from the number that the first run saw, so as many are shown again.
-                jobs = [jobs[at % len(jobs)] for at in range(self._typical)]
-            self._typical = len(jobs)
             engine = self._make(jobs, self.chosen, self.chunk, self.threads)
             self._engine = engine
             self.chosen = engine.name
@@ -344,14 +342,18 @@ class Clients:
         """How many jobs the engine likes at once; orders: those at which it may be chosen."""
         if self._engine is not None:
             return self._engine.cohort
-        # The choice of an engine sees real jobs, as it tries a few steps of them.
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
-        return self.engine(jobs).cohort
+        return self.engine(jobs).cohort if jobs else 1
 
     def _jobs(self, order: Order) -> list[Job]:
-        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it."""
+        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it.
+
+        It is nothing for a client that cannot train on what it has.
+        """
         one = order.assignment
         indices = self.indices(one.client, order.began)
+        if self._too_few(indices):
+            return []
         job = Job(
             client=one.client,
             round=one.round,
@@ -364,8 +366,16 @@ class Clients:
             steps=order.work.steps,
             turn=one.turn,
             lr_factor=self._factor(one.round),
+            joins=self.local.needs_two,
+            name=self._name(one.client),
         )
         return self.algorithm.jobs(job, one, self.memories.get(one.client))
+
+    def _too_few(self, indices: Tensor) -> bool:
+        return self.local.needs_two and indices.numel() < 2
+
+    def _name(self, client: int) -> str | None:
+        return None if self.names is None else said(client, self.names)
 
     def _factor(self, round: int) -> float:
         return 1.0 if self.lr_schedule is None else factor_at(self.lr_schedule, round)
@@ -375,13 +385,25 @@ class Clients:
         flat = [job for jobs in asked for job in jobs]
         # An algorithm may make several jobs of one assignment (Ditto makes two): all go to the
         # engine in one list, and are taken from its results in the same order.
-        results = self.engine(flat).train(flat)
+        results = self.engine(flat).train(flat) if flat else iter(())
         for order, jobs in zip(orders, asked, strict=True):
-            yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
+            if jobs:
+                yield self._update(order.assignment, jobs, [next(results) for _ in jobs])
+            else:
+                too_few: Failure = "it has one example, of which batch norm has no statistics"
+                yield _failed(order.assignment, 1, too_few)
 
     def _update(self, asked: Assignment, jobs: list[Job], trained: list[Trained]) -> Update:
+        failure = next((each.failure for each in trained if each.failure is not None), None)
+        if failure is not None:
+            return _failed(asked, jobs[0].indices.numel(), failure)
         memory = self.memories.get(asked.client)
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
+        # Engines have seen to the weights; what else a client keeps (a correction, buffers of its
+        # own model) would spoil all its rounds to come.
+        if memory is not None and not all(map(all_finite, memory)):
+            examples = jobs[0].indices.numel()
+            return _failed(asked, examples, "what it keeps became not finite")
         self._pending[asked.ticket] = (asked.client, memory)
         # The first job is the one for the global model; others are not reported.
         first = trained[0]
@@ -395,6 +417,7 @@ class Clients:
             delta=delta,
             buffers=first.buffers,
             extra=extra,
+            counted=first.counted,
         )
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
@@ -415,7 +438,14 @@ class Clients:
             # So many models at a time: those of all clients would not fit into memory.
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
-            for job, result in zip(jobs, self.engine(jobs).tune(jobs), strict=True):
+            able = [job for job in jobs if not self._too_few(job.indices)]
+            results = self.engine(able).tune(able) if able else iter(())
+            for job in jobs:
+                result = None if self._too_few(job.indices) else next(results)
+                # One that cannot train, or diverges, is as it was before.
+                if result is None or result.failure is not None:
+                    yield Own(job.weights, job.buffers)
+                    continue
                 weights = [w + d for w, d in zip(job.weights, result.delta, strict=True)]
                 yield Own(weights, result.buffers)
 
@@ -433,6 +463,8 @@ class Clients:
             steps=steps,
             turn=measure.round,
             lr_factor=self._factor(max(measure.round - 1, 0)),  # of the last round
+            joins=self.local.needs_two,
+            name=self._name(client),
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
@@ -440,28 +472,51 @@ class Clients:
 
         A liar that knows the honest ones knows those that are combined with its own.
         """
+        # A client that has no update has nothing to lie with, and nobody knows its.
+        there = [update for update in updates if update.failure is None]
         lying = [
             position
-            for position, update in enumerate(updates)
+            for position, update in enumerate(there)
             if update.client in self.liars(update.round)
         ]
         if not lying:
             return updates
         # Without rounds updates that are combined together may be of several models.
-        turn = max(update.round for update in updates)
-        clients = [update.client for update in updates]
+        turn = max(update.round for update in there)
+        clients = [update.client for update in there]
         # What an algorithm sends besides (SCAFFOLD's controls) is forged with the update, and
         # parted again below.
-        honest = [[*update.delta, *update.extra] for update in updates]
-        forged = attack.forge(honest, lying, self.seed, turn, clients=clients)
+        honest = [[*update.delta, *update.extra] for update in there]
+        forged = iter(attack.forge(honest, lying, self.seed, turn, clients=clients))
         return [
-            replace(update, delta=sent[: len(update.delta)], extra=sent[len(update.delta) :])
-            for update, sent in zip(updates, forged, strict=True)
+            update if update.failure is not None else _with(update, next(forged))
+            for update in updates
         ]
 
 
 def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
     return {f"{whose}_{name}": numbers for name, numbers in values.items()}
+
+
+def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:
+    """The answer of a client that has no update. It keeps what it had."""
+    return Update(
+        ticket=asked.ticket,
+        client=asked.client,
+        round=asked.round,
+        examples=examples,
+        samples=0,
+        loss=0.0,
+        delta=(),
+        buffers=(),
+        failure=failure,
+    )
+
+
+def _with(update: Update, sent: Sequence[Tensor]) -> Update:
+    """The update with other tensors than it has: deltas, then extras."""
+    deltas = len(update.delta)
+    return replace(update, delta=sent[:deltas], extra=sent[deltas:])
 
 
 def _written(update: Update) -> dict[str, Any]:
@@ -476,4 +531,6 @@ def _written(update: Update) -> dict[str, Any]:
         "delta": list(update.delta),
         "buffers": list(update.buffers),
         "extra": list(update.extra),
+        "counted": update.counted,
+        "failure": update.failure,
     }

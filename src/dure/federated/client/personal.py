@@ -7,7 +7,8 @@ It shows how fair the global model is, and what clients' own are worth.
                          Ditto), or the global model after some epochs on the data that the client
                          has by then (fine-tuning)
 
-The server makes of them the mean over clients, and the worst tenth.
+A metric means here what it means on the test data, over a client's examples alone. The server makes
+of them the mean over clients, and the worst tenth.
 
 A model of a client's own is measured with the buffers that it was trained with, such as its
 batch-norm statistics; FedPer's are shared. With more than a thousand clients a fixed sample of a
@@ -22,13 +23,14 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from dure.collectives.group import Group
 from dure.contracts.strategy import another
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.algorithm import Own
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
-from dure.tasks.evaluation import measured, ratio
+from dure.tasks.measurement import Measurement
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 
@@ -57,6 +59,8 @@ class Personal:
         self.held_out = held_out
         self.fine_tune = fine_tune
         self._one_like_it = partial(another, fresh, task, seed)
+        # A client measures by itself.
+        self._alone = Group()
         chosen: list[int] = []
         if held_out:
             chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST)
@@ -102,16 +106,8 @@ class Personal:
 
     def _of(self, indices: Tensor) -> dict[str, float]:
         """Every metric of the model that is loaded, on these examples."""
-        names = ["loss", *self.task.measures]
-        # Sums and counts over batches: a mean of means would weigh the last, smaller batch too
-        # much.
-        totals = dict.fromkeys(names, 0.0)
-        counts = dict.fromkeys(names, 0.0)
+        measurement = Measurement(self.task, examples=len(indices), share=len(indices))
         for part in torch.split(indices, self.task.eval_batch_size):
             inputs, targets = self.examples.batch(part)
-            outputs = self.model(inputs)
-            found = measured(self.task, outputs, targets, len(part))
-            for name, (total, count) in zip(names, found, strict=True):
-                totals[name] += total
-                counts[name] += count
-        return {name: ratio(totals[name], counts[name]) for name in names}
+            measurement.add(self.model(inputs), targets, len(part))
+        return measurement.values(self._alone)

@@ -34,11 +34,9 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import DureError
 from dure.federated.engines.factored import which_pay
-from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.loop import not_finite
-from dure.federated.engines.losses import cross_entropy
+from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
+from dure.federated.engines.losses import Found, cross_entropy
 from dure.federated.engines.memory import Memory
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.plan import Step, plan
@@ -61,6 +59,13 @@ MOST = 256
 """Clients of a cohort whose weights are factored, at most."""
 
 _NOTHING = Trained([], [], 0, 0.0)
+
+
+class Losses(NamedTuple):
+    """Of each step and client, (steps, C), and what they have counted; None: their examples."""
+
+    losses: Tensor
+    counted: Tensor | None
 
 
 class Kind(NamedTuple):
@@ -99,8 +104,8 @@ def batched_engine(
         rule = sgd_of(optimizer_of(task, parameters), parameters)
     except CannotBatchError as reason:
         return str(reason)
-    if together and program.loss is cross_entropy:
-        program.loss = partial(cross_entropy, in_company=True)
+    if together and program.loss.rows is cross_entropy:
+        program.loss.rows = partial(cross_entropy, in_company=True)
     return BatchedEngine(
         program=program,
         rule=rule,
@@ -160,25 +165,17 @@ class BatchedEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, a cohort at a time.
 
-        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite.
+        A client whose loss or weights are not finite has a failure as its result.
         """
         # Jobs that begin at different weights (personal layers, say) have none to share.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
             results: dict[int, Trained] = {}
-            errors: dict[int, DureError] = {}
             for kind, places in kinds.items():
-                trained, error = self._cohort([some[place] for place in places], kind)
-                # Shorter than `places` where a job failed: the results before it are still good.
-                results.update(zip(places, trained, strict=False))
-                if error is not None:
-                    errors[places[len(trained)]] = error
-            # The error of the first job in the jobs' order, as a loop would have met it.
-            end = min(errors, default=len(some))
+                trained = self._cohort([some[place] for place in places], kind)
+                results.update(zip(places, trained, strict=True))
             # Given away one by one: nobody here keeps what has been taken.
-            yield from map(results.pop, range(end))
-            if errors:
-                raise errors[end]
+            yield from map(results.pop, range(len(some)))
 
     def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
         """What says of a job its kind, and how many like it make a cohort.
@@ -267,34 +264,40 @@ class BatchedEngine(Engine):
         return self._pay[rows]
 
     @torch.no_grad()
-    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> tuple[list[Trained], DureError | None]:
-        """The results up to the first job whose numbers are not finite, and the error to raise."""
+    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> list[Trained]:
         made = plan(jobs, self.batch_size, self.seed)
-        deltas, losses, finite = self._compute(
+        deltas, found, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
         )
-        values = losses.T.tolist()
+        values = found.losses.T.tolist()
+        counts = None if found.counted is None else found.counted.T.tolist()
         # The plan has its own order (by steps); results go back to that of the jobs.
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
-            # Steps beyond a client's own have no size, and their losses, 0, are left out.
-            loss = sum(map(mul, values[at], sizes)) / samples
-            trained[which] = Trained(deltas[at], [], samples, loss)
+            # Steps beyond a client's own have no size, and count nothing: their losses, 0, are left
+            # out.
+            own = sizes if counts is None else counts[at]
+            counted = sum(own)
+            loss = sum(map(mul, values[at], own)) / counted if counted else 0.0
+            trained[which] = Trained(
+                delta=deltas[at],
+                buffers=[],
+                samples=samples,
+                loss=loss,
+                counted=None if counts is None else counted,
+            )
         # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
         # is found.
         if not finite:
-            place = {which: at for at, which in enumerate(made.by_steps)}
-            for which, job in enumerate(jobs):
-                error = _error(job, values[place[which]], trained[which].delta[0])
-                if error is not None:
-                    return trained[:which], error
-        return trained, None
+            for at, which in enumerate(made.by_steps):
+                trained[which] = _looked_at(trained[which], values[at])
+        return trained
 
     def _compute(
         self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
-    ) -> tuple[list[Sequence[Tensor]], Tensor, bool]:
+    ) -> tuple[list[Sequence[Tensor]], Losses, bool]:
         """Each job's update; the losses, (steps, C); and whether all of it is finite."""
         rule = (
             self.rule
@@ -314,6 +317,7 @@ class BatchedEngine(Engine):
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
+        counted: Tensor | None = None
         threads_here = self._threads(steps)
         own_threads = nullcontext() if threads_here is None else threads(threads_here)
         # What is made in inference mode is read outside, and never changed.
@@ -335,7 +339,12 @@ class BatchedEngine(Engine):
                 )
             self.program.begin(len(jobs))
             for at, step in enumerate(steps):
-                losses[at, : len(step.sizes)] = self._step(step, at == 0)
+                found = self._step(step, at == 0)
+                losses[at, : len(step.sizes)] = found.losses
+                if found.counted is not None:
+                    if counted is None:
+                        counted = torch.zeros_like(losses, dtype=torch.float64)
+                    counted[at, : len(step.sizes)] = found.counted
             self._write(start, outputs, once)
         if defers:
             products = Products(self._parts(outputs), rule.lr, threads_here)
@@ -343,14 +352,14 @@ class BatchedEngine(Engine):
             # none; where it does not, they are formed and looked at.
             if products.bounded():
                 own = jobs[0].weights[0]
-                return (
-                    [Deferred(products, at, own) for at in range(len(jobs))],
-                    losses,
-                    _finite(losses),
-                )
+                deferred: list[Sequence[Tensor]] = [
+                    Deferred(products, at, own) for at in range(len(jobs))
+                ]
+                return deferred, Losses(losses, counted), _finite(losses)
             changes = products.all()
         updates = changes.to(jobs[0].weights[0].device).unbind(0)
-        return [[update] for update in updates], losses, _finite(changes) and _finite(losses)
+        finite = _finite(changes) and _finite(losses)
+        return [[update] for update in updates], Losses(losses, counted), finite
 
     def _threads(self, steps: Sequence[Step]) -> int | None:
         """The threads of operators; None where they stay as they are.
@@ -361,7 +370,7 @@ class BatchedEngine(Engine):
         # of its bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
             return None
-        return max(self.threads, torch.get_num_threads())
+        return self.threads
 
     def _outputs(
         self, clients: int, like: Tensor, stay: Sequence[bool]
@@ -433,7 +442,7 @@ class BatchedEngine(Engine):
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
 
-    def _step(self, step: Step, first: bool) -> Tensor:
+    def _step(self, step: Step, first: bool) -> Found:
         rows = step.rows.view(-1).to(self.device)
         inputs = self.inputs.index_select(0, rows).unflatten(0, step.rows.shape)
         targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
@@ -493,9 +502,9 @@ def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
     return values
 
 
-def _error(job: Job, losses: Sequence[float], delta: Tensor) -> DureError | None:
-    """What is to be raised for a client whose losses or weights are not finite."""
-    for step, loss in enumerate(losses):
-        if not math.isfinite(loss):
-            return not_finite(job, loss, step)
-    return None if bool(delta.isfinite().all()) else not_finite(job)
+def _looked_at(trained: Trained, losses: Sequence[float]) -> Trained:
+    """The result, or a failure where losses or weights are not finite."""
+    failure = loss_failure(losses)
+    if failure is None and not bool(trained.delta[0].isfinite().all()):
+        failure = "its weights became not finite"
+    return trained if failure is None else not_finite(failure)

@@ -40,6 +40,8 @@ class Note:
     places: tuple[int, int | None, int | None]
     turn: int
     lr_factor: float
+    joins: bool
+    name: str | None
 
     @property
     def reads(self) -> set[int]:
@@ -65,6 +67,8 @@ def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
         places=(weights, anchor, correction),
         turn=job.turn,
         lr_factor=job.lr_factor,
+        joins=job.joins,
+        name=job.name,
     )
 
 
@@ -119,7 +123,7 @@ def _do(
     try:
         for trained in inner.train(jobs):
             results.append(trained)
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
@@ -141,10 +145,12 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
         correction=correction,
         turn=note.turn,
         lr_factor=note.lr_factor,
+        joins=note.joins,
+        name=note.name,
     )
 
 
-def _portable(error: Exception, job: Job) -> DureError:
+def _portable(error: BaseException, job: Job) -> DureError:
     """An error that can be pickled, with its traceback as text where the parent cannot have it."""
     if isinstance(error, WorkerFailedError):
         text = "".join(traceback.format_exception(error.__cause__ or error))

@@ -1,49 +1,49 @@
-"""Which engine computes, by a short trial on the first jobs.
+"""Which engine computes: a rule of the model and the round alone.
 
-Engines differ in rounding, so a repeated run has to choose alike, whatever else the machine does at
-the time. Therefore a rule proposes, from the model and the round alone: many clients at once where
-the model is one for it, and several processes where a round has `LONG_ROUND` operations. The trial
-confirms, and overrules only what it finds `CLEARLY` slower.
+Engines differ in rounding. So neither a clock nor the number of cores has a say: the same run
+chooses alike on a busy machine and on another one.
 
-A trial takes the first steps of the first clients, for `SECONDS` an engine or as long as two steps
-take. Its results are thrown away: a run is to have the bits of one engine.
+    many clients at once    where the model, its loss and its optimizer can be computed so
+    by processes            where a round has `LONG_ROUND` operations, on a CPU
+
+How many processes there are changes no bit. What does is how many clients a process computes at
+once: a part of a round, whose size follows from the number of clients (`parts_of`).
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
-from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import nn
 
 from dure.contracts.strategy import another, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import DureError
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
-from dure.federated.engines.products import Deferred
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
-from dure.machine.memory import give_back
 from dure.tasks.flops import flops_per_step
 
-CLEARLY = 2.0
-SECONDS = 0.06
 LONG_ROUND = 2e9
 """Floating-point operations, some 40 ms.
 
 What several processes gain in a shorter round is lost in messages.
 """
+
+COMPANY = 10
+"""Clients for each of more than two parts: the fewer a part has, the longer each of them takes."""
+
+MOST_PARTS = 8
+"""Parts of a round, at most."""
 
 
 class Way(NamedTuple):
@@ -73,11 +73,11 @@ class Setting(NamedTuple):
     """What an engine is made of.
 
     model: a fresh one, which becomes the engine's own. jobs: those of a typical round. processes:
-    at most so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs
-    always come as these do, a round at a time. sums: whether updates are only summed
-    (`batched_engine`). chunk: so many jobs a child at once, as the engine had whose bits are wanted
-    again; 0 is as the first of these jobs suggests. threads: of the operators of an engine alone,
-    in steps of many clients that are long enough; None leaves them as they are.
+    so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs always come
+    as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk:
+    so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
+    suggest. threads: of the operators of an engine alone, in steps of many clients that are long
+    enough; None leaves them as they are.
     """
 
     task: Task
@@ -102,7 +102,6 @@ def engine_for(setting: Setting) -> Engine:
     wanted = setting.wanted
     _check_name(wanted)
     way = WAYS.get(wanted)
-    # The loop comes first, as the other one tries the model.
     loop = LoopEngine(
         task=setting.task,
         model=setting.model,
@@ -114,9 +113,7 @@ def engine_for(setting: Setting) -> Engine:
     made = _Made(setting, loop, batched)
     if way is not None:
         return made.named(wanted, way)
-    chosen = _auto(made)
-    give_back()  # what the others needed
-    return chosen
+    return _auto(made)
 
 
 def _batched(setting: Setting) -> BatchedEngine | str:
@@ -232,110 +229,45 @@ class _Made:
         return flops_per_step(self.loop.model, self.setting.examples, 1)
 
     def _chunk(self, inner: Engine) -> int:
-        """How many clients a worker gets: what the engine likes and a round has for each."""
+        """How many clients a process gets: what the engine likes and a part of a round has."""
         jobs = self.setting.jobs
-        each = -(-len(jobs) // self.workers)
-        # A chunk decides roundings, so a resumed run has that of its first part.
-        return self.setting.chunk or max(1, min(inner.at_once(jobs[0]), each))
+        # A resumed run has that of its first part.
+        if self.setting.chunk:
+            return self.setting.chunk
+        return max(1, min(inner.at_once(jobs[0]), -(-len(jobs) // parts_of(len(jobs)))))
 
-    def divided(self, inner: Engine) -> ProcessesEngine | None:
-        """The engine on all cores, if that pays by the rule and is possible; None otherwise."""
+    @property
+    def is_long(self) -> bool:
+        """Whether a round is divided over processes, if that is possible at all."""
         jobs = self.setting.jobs
-        if self.workers == 1 or len(jobs) == 1 or self.loop.device.type != "cpu":
-            return None
+        if len(jobs) == 1 or self.loop.device.type != "cpu" or not forks_here():
+            return False
         examples = sum(_examples(job, self.setting.batch_size) for job in jobs)
-        if examples * self.flops < LONG_ROUND or not forks_here():
-            return None
-        return self.on_processes(inner)
+        return examples * self.flops >= LONG_ROUND
+
+
+def parts_of(clients: int) -> int:
+    """Into how many parts a round of so many clients is divided for processes.
+
+    An even number, so that two of them are done at the same time.
+    """
+    return 2 * max(1, min(clients // (2 * COMPANY), MOST_PARTS // 2))
 
 
 def _auto(made: _Made) -> Engine:
-    jobs = made.setting.jobs
+    """By the rule above. It looks at no clock and no number of cores."""
     chosen: Engine = made.loop
-    # Only the loop is left: a trial would choose nothing.
-    if isinstance(made.batched, str) and (made.workers == 1 or len(jobs) == 1 or not forks_here()):
-        chosen.why = f"no other can: {made.batched}"
-        return chosen
-    try:
-        rate = _rate(chosen, jobs[:2])
-        if isinstance(made.batched, str):
-            chosen.why = f"one client after another, for {made.batched}"
-        else:
-            batched = made.alone(made.batched)
-            together = _rate(batched, jobs[: batched.at_once(jobs[0])])
-            why = (
-                f"many clients at once are {together / rate:.1f} times as fast as one after another"
-            )
-            # The rule proposes many at once, and a noisy clock must not change that: only a clear
-            # loss does.
-            if together * CLEARLY >= rate:
-                chosen = batched
-                rate = together
-            chosen.why = why
-        divided = made.divided(chosen)
-        if divided is not None:
-            return _confirmed(made, divided, chosen, rate)
-    except DureError:  # what is wrong with a client is said when its turn comes
-        chosen = made.loop
-        chosen.why = "the trial failed"
+    why = f"one client after another, for {made.batched}"
+    if not isinstance(made.batched, str):
+        chosen = made.batched
+        why = "many clients at once, for the model, its loss and its optimizer can be computed so"
+    if made.is_long:
+        chosen = made.on_processes(chosen)
+        why += "; by processes, for a round is long"
+    else:
+        chosen = made.alone(chosen)
+    chosen.why = why
     return chosen
-
-
-def _confirmed(made: _Made, divided: ProcessesEngine, alone: Engine, rate: float) -> Engine:
-    """Takes `divided`, if it is not clearly slower than `alone`, which has this rate."""
-    try:
-        gain = _rate(divided, made.setting.jobs[: divided.cohort]) / rate
-    except BaseException:
-        # Even Ctrl-C: children that were started for the trial must not outlive it.
-        divided.close()
-        raise
-    said = f"{alone.why}; {divided.workers} processes are {gain:.1f} times as fast as one"
-    if gain * CLEARLY >= 1:
-        divided.why = said
-        return divided
-    divided.close()
-    # `on_processes` took the engine's threads away; it gets them back.
-    alone.why = said
-    return made.alone(alone)
-
-
-def _rate(engine: Engine, jobs: Sequence[Job]) -> float:
-    """Examples a second, at best.
-
-    The first call is not counted: in it kernels are chosen and memory is taken.
-    """
-    batch_size = engine.batch_size
-    began = time.perf_counter()
-    # One step of each: the first call warms up, the second says how long a longer trial may be.
-    short = _first_steps(jobs, 1)
-    _time(engine, short)
-    one_step = _time(engine, short)
-    best = sum(_examples(job, batch_size) for job in short) / one_step
-    # Some three calls fit into SECONDS.
-    steps = int(min(4, max(1, SECONDS / 3 / one_step)))
-    longer = _first_steps(jobs, steps)
-    examples = sum(_examples(job, batch_size) for job in longer)
-    # The best of them: whatever else the machine does can only slow a call down.
-    for _ in range(8):
-        if time.perf_counter() - began > SECONDS:
-            break
-        best = max(best, examples / _time(engine, longer))
-    return best
-
-
-def _first_steps(jobs: Sequence[Job], steps: int) -> list[Job]:
-    return [replace(job, steps=min(steps, job.steps)) for job in jobs]
-
-
-def _time(engine: Engine, jobs: Sequence[Job]) -> float:
-    began = time.perf_counter()
-    last: Sequence[Tensor] = ()
-    for trained in engine.train(jobs):
-        last = trained.delta
-    # The sum is what the server does with such updates, so it is part of the price.
-    if isinstance(last, Deferred):
-        last.products.sum([1.0] * last.products.clients)
-    return time.perf_counter() - began
 
 
 def _examples(job: Job, batch_size: int | None) -> int:

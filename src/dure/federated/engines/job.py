@@ -5,10 +5,13 @@ These are values between the federation and the engine that computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from torch import Tensor
+
+from dure.protocol.messages import Failure
 
 
 # gc=False: a round has many jobs, and none is part of a cycle.
@@ -25,7 +28,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     one flat tensor a dtype (`dure.tensors.flat`), shared and never changed; anchor None is
     `weights`. buffers: the model's buffers, in its own order. first_step: counts on over the
     client's rounds, so that batches go on where they stopped
-    (`Batches(len(indices), batch_size, seed, client).at(step)`).
+    (`Batches(len(indices), batch_size, seed, client, joins).at(step)`). joins: whether a single
+    example that is left at the end of an epoch joins the batch before it. name: the client for
+    people, where it is more than its number.
     """
 
     client: int
@@ -40,20 +45,44 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     correction: Sequence[Tensor] | None = None
     turn: int = 0
     lr_factor: float = 1.0
+    joins: bool = False
+    name: str | None = None
+
+    @property
+    def who(self) -> str:
+        """The client, for people."""
+        return f"client {self.client}" if self.name is None else self.name
 
 
 class Trained(msgspec.Struct, frozen=True, gc=False):
     """What came of a job.
 
     delta: the weights after training less `job.weights`. samples: examples processed; loss: mean
-    over them. failure: the reason, if the client could not do it; everything else is then empty.
+    over what the loss has counted in them, `counted`; None: each of them counts one. failure: the
+    reason, if a number of it is not finite; everything else is then empty, and the other clients
+    count on.
     """
 
     delta: Sequence[Tensor]
     buffers: Sequence[Tensor]
     samples: int
     loss: float
-    failure: str | None = None
+    failure: Failure | None = None
+    counted: float | None = None
+
+
+def not_finite(failure: Failure) -> Trained:
+    """What comes of a job whose numbers are not all finite."""
+    return Trained(delta=[], buffers=[], samples=0, loss=0.0, failure=failure)
+
+
+def loss_failure(losses: Iterable[float]) -> Failure | None:
+    """What is wrong with the losses of a job's steps; None where all are finite."""
+    for step, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            # With the weights that everybody began with it is the client's data.
+            return "its loss became not finite" if step else "its first loss is not finite"
+    return None
 
 
 class Engine:
@@ -69,7 +98,7 @@ class Engine:
     chunk: int = 0
     """How many jobs each of its processes gets at once; 0 where it has none."""
     threads: int | None = None
-    """The threads of operators in long steps of many clients, at least; None is all there are."""
+    """The threads of operators in long steps of many clients; None leaves them as they are."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """Does the jobs and gives the results in their order, a few at a time.

@@ -15,7 +15,6 @@ Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -26,12 +25,13 @@ from torch import Tensor, nn
 from dure.contracts.lr_schedule import scale
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
-from dure.federated.engines.job import Engine, Job, Trained
+from dure.errors import DureError, WorkerFailedError
+from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import to_device
 from dure.randomness.seeds import seed_generators
+from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
@@ -67,6 +67,7 @@ class LoopEngine(Engine):
         self.examples = examples
         self.batch_size = batch_size
         self.seed = seed
+        self.losses = CountedLoss(task.loss, examples)
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
@@ -78,8 +79,8 @@ class LoopEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
 
-        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and
-        WorkerFailedError when the user's own code raises.
+        A client whose loss or weights are not finite has a failure as its result. Raises
+        WorkerFailedError, which names the client, when the user's own code raises.
         """
         for job in jobs:
             try:
@@ -94,32 +95,50 @@ class LoopEngine(Engine):
 
     def _train(self, job: Job) -> Trained:
         losses: list[Tensor] = []
+        counts: list[float] = []
         order, sizes = batches(job, self.batch_size, self.seed)
         try:
             self._load(job)
-            self._steps(job, order, sizes, losses)
+            self._steps(job, order, sizes, losses, counts)
         except (DureError, _NoGradientError):
             raise
-        except Exception as error:
-            # A loss that was not finite before the error is the likelier cause: it is raised
-            # instead.
-            _values(job, losses)
-            raise failed(job, error) from error
-        values = _values(job, losses)
+        except (Exception, SystemExit) as error:
+            # A loss that was not finite before the error is the likelier cause: it is told instead.
+            failure = loss_failure(_values(losses))
+            if failure is None:
+                raise failed(job, error) from error
+            return not_finite(failure)
+        values = _values(losses)
+        failure = loss_failure(values)
+        if failure is not None:
+            return not_finite(failure)
         # A loss shows what the step before it did; after the last step none would.
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
-            raise not_finite(job)
+            return not_finite("its weights became not finite")
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
-        loss = sum(value * size for value, size in zip(values, sizes, strict=True)) / len(order)
+        counted = sum(counts)
+        total = sum(value * count for value, count in zip(values, counts, strict=True))
         return Trained(
-            delta, [buffer.clone() for buffer in self.buffers.of(self.model)], len(order), loss
+            delta=delta,
+            buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
+            samples=len(order),
+            loss=total / counted if counted else 0.0,
+            counted=counted,
         )
 
     def _load(self, job: Job) -> None:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
 
-    def _steps(self, job: Job, order: Tensor, sizes: Sequence[int], losses: list[Tensor]) -> None:
+    def _steps(
+        self,
+        job: Job,
+        order: Tensor,
+        sizes: Sequence[int],
+        losses: list[Tensor],
+        counts: list[float],
+    ) -> None:
+        """The steps of the job. losses, counts: get the loss of each, and what that counted."""
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
@@ -131,37 +150,24 @@ class LoopEngine(Engine):
             # shows.
             for parameter in self.parameters:
                 parameter.grad = None
-            loss = self.task.loss(self.model(inputs), targets)
+            loss, counted = self.losses.mean(self.model(inputs), targets, len(batch))
             # Not as a number yet: a GPU would be waited for in every step.
             losses.append(loss.detach())
+            counts.append(counted)
             loss.backward()  # type: ignore[no-untyped-call]
             step()
 
 
 def failed(job: Job, error: BaseException) -> WorkerFailedError:
     """What the user reads of an error of his own code."""
-    return WorkerFailedError(
-        f"client {job.client}", f"round {job.round + 1}", f"{type(error).__name__}: {error}"
-    )
+    return WorkerFailedError(job.who, f"round {job.round + 1}", f"{type(error).__name__}: {error}")
 
 
-def not_finite(job: Job, loss: float = math.nan, step: int | None = None) -> LossNotFiniteError:
-    """The error that names the client.
-
-    step: local, from 0; None: the weights are what is not finite.
-    """
-    when = "after its last local step" if step is None else f"local step {step + 1}"
-    return LossNotFiniteError(loss, f"client {job.client}", f"round {job.round + 1}, {when}")
-
-
-def _values(job: Job, losses: Sequence[Tensor]) -> list[float]:
+def _values(losses: Sequence[Tensor]) -> list[float]:
     """The losses as numbers, read all at once, for a GPU is waited for whenever one is read."""
-    values: list[float] = (
-        torch.stack([loss.reshape(()) for loss in losses]).tolist() if losses else []
-    )
-    for step, value in enumerate(values):
-        if not math.isfinite(value):
-            raise not_finite(job, value, step)
+    if not losses:
+        return []
+    values: list[float] = torch.stack([loss.reshape(()) for loss in losses]).tolist()
     return values
 
 

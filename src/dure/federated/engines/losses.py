@@ -1,28 +1,33 @@
 """Losses of many clients at once: each client's value, and the gradient of the outputs, by hand.
 
 Each loss is the mean over the client's own examples: row (a, b) weighs w(a, b) = 1 / b_a, or 0
-where it is padding.
+where it is padding. Where it counts targets unequally (`dure.tasks.known_losses`), a row weighs its
+share of what is counted: c(a, b) / the sum of c(a, ·).
 
                           loss                                 gradient
     cross-entropy         -log p(target), p = softmax(y)       w (p - one-hot)
     mean squared error    mean of (y - t)^2 over k elements    2 w (y - t) / k
     binary, with logits   mean of log(1 + e^y) - y t over k    w (sigmoid(y) - t) / k
 
-for outputs y and targets t.
+for outputs y and targets t. A loss of one's own that returns (sum, count) is computed by autograd,
+for one client after another: model and updates are still those of many at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dure.data.examples import Examples
 from dure.federated.engines.sgd import CannotBatchError
+from dure.tasks.known_losses import CrossEntropy, cross_entropy_of, name_of, torch_loss
+from dure.tasks.loss_shares import CountedLoss
 
-Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ByRows = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs, targets, weights of rows) -> (a loss a client, the outputs' gradient).
 
 Shapes: outputs (A, B, ...), weights (A, B), losses (A,).
@@ -87,32 +92,121 @@ def _rows(weights: Tensor, outputs: Tensor) -> Tensor:
     return (weights / elements).view(*weights.shape, *[1] * (outputs.ndim - 2))
 
 
-def loss_of(function: Any) -> Loss:
-    """What computes `function` for many clients. Raises CannotBatchError if that is not known."""
-    for loss, functions, module in (
-        (cross_entropy, (F.cross_entropy,), nn.CrossEntropyLoss),
-        (mse, (F.mse_loss,), nn.MSELoss),
-        (binary_cross_entropy, (F.binary_cross_entropy_with_logits,), nn.BCEWithLogitsLoss),
+class Found(NamedTuple):
+    """What came of a step of A clients.
+
+    losses: (A,). gradient: of the outputs. counted: (A,), by each loss; None: every row counts one.
+    """
+
+    losses: Tensor
+    gradient: Tensor
+    counted: Tensor | None = None
+
+
+class Loss:
+    """A loss of many clients whose rows count alike.
+
+    rows: what computes it; None where the loss does so itself. known: of a cross-entropy.
+    """
+
+    def __init__(self, rows: ByRows | None, known: CrossEntropy | None = None) -> None:
+        self.rows = rows
+        self.known = known
+
+    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
+        """shares: (A, B), of each row in its client's examples; 0 where it is padding."""
+        assert self.rows is not None
+        return Found(*self.rows(outputs, targets, shares))
+
+
+class Unequal(Loss):
+    """A cross-entropy that ignores targets, or weighs classes."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
+        assert self.rows is not None
+        assert self.known is not None
+        counts = (targets != self.known.ignore_index) & (shares > 0)
+        # Rows that do not count have to be of some class, and to be finite: 0 · NaN is NaN.
+        targets = targets.masked_fill(~counts, 0)
+        outputs = outputs.masked_fill(~counts.unsqueeze(-1), 0)
+        counted = counts.to(outputs.dtype)
+        if self.known.weight is not None:
+            counted *= self.known.weight.to(outputs)[targets]
+        total = counted.sum(1)
+        # A client whose batch counts nothing has a loss of 0.
+        weights = counted / total.masked_fill(total == 0, 1).unsqueeze(1)
+        return Found(*self.rows(outputs, targets, weights), total)
+
+
+class Own(Loss):
+    """A user's loss that returns (sum, count), by autograd."""
+
+    def __init__(self, losses: CountedLoss) -> None:
+        super().__init__(None)
+        self.losses = losses
+
+    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
+        gradient = torch.zeros_like(outputs)
+        sizes = (shares > 0).sum(1).tolist()
+        found = [
+            self._of(outputs[client, :size], targets[client, :size])
+            for client, size in enumerate(sizes)
+        ]
+        for client, size in enumerate(sizes):
+            gradient[client, :size] = found[client][1]
+        losses = torch.stack([loss.to(outputs.dtype).reshape(()) for loss, _, _ in found])
+        counted = torch.tensor([count for _, _, count in found], dtype=torch.float64)
+        return Found(losses, gradient, counted)
+
+    def _of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
+        """(loss, gradient, counted) of one client."""
+        # What is made in inference mode has no graph; copies that are made outside of it have.
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = outputs.clone().requires_grad_()
+            loss, counted = self.losses.mean(leaf, targets.clone(), len(leaf))
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            return loss.detach(), gradient, counted
+
+
+def loss_of(function: Any, examples: Examples) -> Loss:
+    """What computes `function` for many clients. Raises CannotBatchError if that is not known.
+
+    Of a user's own it remains to be seen whether it returns (sum, count): see `Own`.
+    """
+    if isinstance(function, nn.Module) and hooked(function):
+        raise _unknown(function)
+    known = cross_entropy_of(function)
+    if known is not None and known.of_scores and not known.label_smoothing:
+        alike = known.counts_alike(examples.targets)
+        return (Loss if alike else Unequal)(cross_entropy, known)
+    for rows, plain, module in (
+        (mse, F.mse_loss, nn.MSELoss),
+        (binary_cross_entropy, F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
     ):
-        if function in functions or (type(function) is module and _plain(function)):
-            return loss
-    name = getattr(function, "__name__", type(function).__name__)
-    raise CannotBatchError(
-        f"the loss is {name}, not cross_entropy, mse_loss or binary_cross_entropy_with_logits"
+        if function is plain or (type(function) is module and _plain(function)):
+            return Loss(rows)
+    if torch_loss(function) is None:
+        return Own(CountedLoss(function, examples))
+    raise _unknown(function)
+
+
+def _unknown(function: Any) -> CannotBatchError:
+    return CannotBatchError(
+        f"the loss is {name_of(function)}, not cross_entropy, mse_loss or "
+        f"binary_cross_entropy_with_logits, and returns no (sum, count)"
     )
+
+
+def check_pair(function: Any, value: Any) -> None:
+    """Raises CannotBatchError unless a user's own loss has returned a pair (sum, count)."""
+    if not isinstance(value, tuple):
+        raise _unknown(function)
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether the module is as its class makes it: a mean, no weights, no smoothing."""
-    plain = type(module)()
-    names = ("reduction", "ignore_index", "label_smoothing")
-    same = all(getattr(module, name, None) == getattr(plain, name, None) for name in names)
-    return (
-        same
-        and not list(module.buffers())
-        and getattr(module, "weight", None) is None
-        and not hooked(module)
-    )
+    """Whether the module is as its class makes it: a mean, and no weights."""
+    buffers = list(module.buffers())
+    return getattr(module, "reduction", None) == "mean" and not buffers
 
 
 def hooked(module: nn.Module) -> bool:

@@ -5,10 +5,9 @@ The rule is in `dure.federated.algorithms.per_fed_avg`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
-from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.loop import failed, not_finite
+from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
+from dure.federated.engines.loop import failed
 from dure.federated.engines.optimizers import optimizer_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 
@@ -30,6 +30,17 @@ NUDGE = 1e-3
 
 It is how far the gradients lie apart whose difference stands for the Hessian.
 """
+
+
+class Found(NamedTuple):
+    """The mean loss of a batch, and what it has counted there."""
+
+    loss: float
+    counted: float
+
+
+Steps = Iterator[tuple[Found, int]]
+"""What each step has found, and on how many examples."""
 
 
 class MetaEngine(Engine):
@@ -58,6 +69,7 @@ class MetaEngine(Engine):
         self.seed = seed
         self.alpha = alpha
         self.hessian_free = hessian_free
+        self.losses = CountedLoss(task.loss, examples)
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
         self.groups = list(by_dtype(model.parameters()).values())
@@ -67,8 +79,8 @@ class MetaEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
 
-        Raises LossNotFiniteError, which names the client, when a loss is NaN or infinite, and
-        WorkerFailedError when the user's own code raises.
+        A client whose loss or weights are not finite has a failure as its result. Raises
+        WorkerFailedError, which names the client, when the user's own code raises.
         """
         return (self._done(job, self._meta_steps) for job in jobs)
 
@@ -76,73 +88,71 @@ class MetaEngine(Engine):
         """Plain steps with alpha: a client's own model."""
         return (self._done(job, self._plain_steps) for job in jobs)
 
-    def _done(self, job: Job, steps: Any) -> Trained:
+    def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         try:
             return self._trained(job, steps)
         except DureError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failed(job, error) from error
 
-    def _trained(self, job: Job, steps: Any) -> Trained:
+    def _trained(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
-        loss, samples = steps(
-            job, Batches(len(job.indices), self.batch_size, self.seed, job.client)
-        )
+        ran: list[tuple[Found, int]] = []
+        batches = Batches(len(job.indices), self.batch_size, self.seed, job.client, job.joins)
+        for found, size in steps(job, batches):
+            ran.append((found, size))
+            failure = loss_failure(each.loss for each, _ in ran)
+            if failure is not None:
+                return not_finite(failure)
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
-            raise not_finite(job)
+            return not_finite("its weights became not finite")
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
+        counted = sum(found.counted for found, _ in ran)
         return Trained(
-            delta,
-            [buffer.clone() for buffer in self.buffers.of(self.model)],
-            samples,
-            loss / samples,
+            delta=delta,
+            buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
+            samples=sum(size for _, size in ran),
+            loss=sum(found.loss * found.counted for found, _ in ran) / counted if counted else 0.0,
+            counted=counted,
         )
 
-    def _meta_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
+    def _meta_steps(self, job: Job, batches: Batches) -> Steps:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
         # Every local step takes so many batches, so a pass has fewer steps.
         each = 3 if self.hessian_free else 2
-        total = 0.0
-        samples = 0
         for step in range(job.first_step, job.first_step + job.steps):
             own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
-            loss, gradient = self._meta_gradient(own)
+            found, gradient = self._meta_gradient(own)
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
                     # By the task's own optimizer, which reads gradients there.
                     parameter.grad = piece if parameter.requires_grad else None
             optimizer.step()
-            total += _finite(loss, job, step) * len(own[1])
-            samples += len(own[1])
-        return total, samples
+            yield found, len(own[1])
 
-    def _plain_steps(self, job: Job, batches: Batches) -> tuple[float, int]:
-        total = 0.0
-        samples = 0
+    def _plain_steps(self, job: Job, batches: Batches) -> Steps:
         for step in range(job.first_step, job.first_step + job.steps):
             batch = job.indices[batches.at(step)]
-            loss, gradient = self._gradient(batch)
+            found, gradient = self._gradient(batch)
             self._move(gradient, -self.alpha)
-            total += _finite(loss, job, step) * len(batch)
-            samples += len(batch)
-        return total, samples
+            yield found, len(batch)
 
-    def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+    def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[Found, list[Tensor]]:
         """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
         # Weights are moved in place and put back at the end: one model is enough.
         start = self.flat.copy()
         if self.alpha:
             self._move(self._gradient(batches[0])[1], -self.alpha)
-        loss, gradient = self._gradient(batches[1])
+        found, gradient = self._gradient(batches[1])
         if self.hessian_free and self.alpha:
             gradient = self._less_curvature(gradient, batches[2], start)
         self.flat.load(start)
-        return loss, gradient
+        return found, gradient
 
     def _less_curvature(
         self, gradient: list[Tensor], batch: Tensor, at: list[Tensor]
@@ -165,13 +175,13 @@ class MetaEngine(Engine):
         scale = self.alpha / (2 * nudge)
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
-    def _gradient(self, indices: Tensor) -> tuple[float, list[Tensor]]:
+    def _gradient(self, indices: Tensor) -> tuple[Found, list[Tensor]]:
         """(loss, gradient) of a batch at the weights as they are, flat.
 
         The gradient is 0 for parameters that are not trained.
         """
         inputs, targets = self.examples.batch(indices)
-        loss = self.task.loss(self.model(inputs), targets)
+        loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         # materialize_grads: zeros for parameters that the loss does not reach.
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
         found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
@@ -180,19 +190,9 @@ class MetaEngine(Engine):
             every = [next(found) if one.requires_grad else torch.zeros_like(one) for one in group]
             return torch.cat([one.reshape(-1) for one in every])
 
-        return float(loss.detach()), [flat(group) for group in self.groups]
+        return Found(float(loss.detach()), counted), [flat(group) for group in self.groups]
 
     @torch.no_grad()
     def _move(self, direction: Sequence[Tensor], by: float) -> None:
         for weights, moved in zip(self.flat.buffers, direction, strict=True):
             weights.add_(moved, alpha=by)
-
-
-def _finite(loss: float, job: Job, step: int) -> float:
-    """The loss of a step.
-
-    Raises LossNotFiniteError, which names the client, if it is NaN or infinite.
-    """
-    if not math.isfinite(loss):
-        raise not_finite(job, loss, step - job.first_step)
-    return loss

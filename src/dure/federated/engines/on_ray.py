@@ -172,9 +172,7 @@ class RayEngine(Engine):
         except self.ray.exceptions.RayError as error:
             first = chunk[0]
             reason = f"its actor was lost: {str(error).strip().splitlines()[-1]}"
-            raise WorkerFailedError(
-                f"client {first.client}", f"round {first.round + 1}", reason
-            ) from error
+            raise WorkerFailedError(first.who, f"round {first.round + 1}", reason) from error
         if results and isinstance(results[0], DureError):
             raise results[0]
         return results

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dure.data.batches import batches_per_epoch
 from dure.federated.engines.job import Job
 from dure.randomness.seeds import shuffled
 
@@ -36,7 +37,7 @@ def batches(
     """
     n = job.indices.numel()
     size = n if batch_size is None else min(batch_size, n)
-    per_epoch = -(-n // size)
+    per_epoch = batches_per_epoch(n, size, job.joins)
     parts: list[Tensor] = []
     sizes: list[int] = []
     step = job.first_step
@@ -53,8 +54,10 @@ def batches(
             if as_they_are
             else job.indices.index_select(0, shuffled(n, seed, epoch, job.client))
         )
+        # The last batch of an epoch may have one more than the others.
+        end_of_part = n if until == per_epoch else until * size
         parts.append(
-            order if until - position == per_epoch else order[position * size : until * size]
+            order if until - position == per_epoch else order[position * size : end_of_part]
         )
         sizes += [size] * (until - position)
         if until == per_epoch:

@@ -23,7 +23,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -40,6 +40,13 @@ from dure.federated.engines.shared import Layout, Outputs, Slots
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
+
+
+LOOK = 1.0
+"""Seconds without an answer until children are looked at, and looked at again."""
+
+PATIENCE = 60
+"""Looks in a row at which a child is found stopped until it is given up."""
 
 
 def forks_here() -> bool:
@@ -79,6 +86,8 @@ class _Child:
     chunk: Chunk | None = None
     reads: set[int] = field(default_factory=set)
     """Where what its chunk needs lies."""
+    stopped: int = 0
+    """Looks in a row at which it was stopped."""
 
 
 class ProcessesEngine(Engine):
@@ -111,7 +120,7 @@ class ProcessesEngine(Engine):
         """The results in the jobs' order; a bounded number is computed ahead of what is asked for.
 
         Raises what the children's engines raise, when the results before it have been given, and
-        WorkerFailedError when a child is lost.
+        WorkerFailedError when a child is lost, or stays stopped.
         """
         source = iter(jobs)
         pool: deque[Chunk] = deque()
@@ -169,7 +178,9 @@ class ProcessesEngine(Engine):
 
     def _receive(self) -> None:
         busy = {child.connection: child for child in self._children if child.chunk is not None}
-        for ready in wait(list(busy)):
+        while not (answered := wait(list(busy), LOOK)):
+            self._look(list(busy.values()))
+        for ready in answered:
             child = busy[ready]  # type: ignore[index]
             chunk = child.chunk
             assert chunk is not None
@@ -184,6 +195,22 @@ class ProcessesEngine(Engine):
             chunk.done = True
             child.chunk = None
 
+    def _look(self, busy: Sequence[_Child]) -> None:
+        """Gives up a child that somebody has stopped: it would be waited for without an end."""
+        # Counted in looks, and not by a clock: who is stopped with this process, as by Ctrl-Z, goes
+        # on with it.
+        for child in busy:
+            child.stopped = child.stopped + 1 if _is_stopped(child.pid) else 0
+            if child.stopped >= PATIENCE:
+                assert child.chunk is not None
+                who, when = _named(child.chunk)
+                self.close()
+                raise WorkerFailedError(
+                    who,
+                    when,
+                    f"the process that trained for it has been stopped for {PATIENCE * LOOK:g} s",
+                )
+
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
         # A dead child is taken from the list before `close`, which kills and awaits those in it.
         _, status = os.waitpid(child.pid, 0)
@@ -196,11 +223,7 @@ class ProcessesEngine(Engine):
             if code < 0
             else f"ended with status {code}"
         )
-        clients = ", ".join(str(job.client) for job in chunk.jobs)
-        who = f"client {clients}" if len(chunk.jobs) == 1 else f"one of the clients {clients}"
-        raise WorkerFailedError(
-            who, f"round {chunk.jobs[0].round + 1}", f"the process that trained for it {how}"
-        )
+        raise WorkerFailedError(*_named(chunk), f"the process that trained for it {how}")
 
     def _start(self) -> None:
         # Nobody writes to it. Children wait at its end, which comes when this process, by whatever
@@ -231,6 +254,23 @@ class ProcessesEngine(Engine):
                 )
             theirs.close()
             self._children.append(_Child(pid, ours, outputs))
+
+
+def _named(chunk: Chunk) -> tuple[str, str]:
+    """Whose work a chunk is, and when, for errors."""
+    clients = ", ".join(job.who for job in chunk.jobs)
+    who = clients if len(chunk.jobs) == 1 else f"one of {clients}"
+    return who, f"round {chunk.jobs[0].round + 1}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP; never where the system does not tell (/proc)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as told:
+            # After the name, which is in brackets and may have any sign in it.
+            return told.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def _end(children: list[_Child], pipe: list[int], owner: int) -> None:

@@ -18,12 +18,24 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from dure.contracts.task import Loss as TaskLoss
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.engines import layers, pooling
 from dure.federated.engines.layers import Layer, Pair
-from dure.federated.engines.losses import Loss, cross_entropy, hooked, loss_of
+from dure.federated.engines.losses import (
+    Found,
+    Loss,
+    Own,
+    check_pair,
+    hooked,
+    loss_of,
+)
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
+from dure.tasks.loss_shares import CountedLoss
+
+TRIED = 3
+"""Examples on which a chain is compared with its model."""
 
 
 class Program:
@@ -49,8 +61,8 @@ class Program:
 
     def step(
         self, inputs: Tensor, targets: Tensor, sizes: Sequence[int], shares: Tensor, first: bool
-    ) -> Tensor:
-        """One step of the A clients at the front: (A,), the loss of each before it.
+    ) -> Found:
+        """One step of the A clients at the front: the loss of each before it.
 
         inputs, targets: (A, B, ...). sizes: how many of the B rows count, for each client. shares:
         (A, B), the weight of each row in its client's mean. first: whether it is the clients' first
@@ -64,7 +76,8 @@ class Program:
         x = inputs
         for layer in self.chain:
             x = layer.forward(x, sizes)
-        losses, gradient = self.loss(x, targets, shares)
+        found = self.loss(x, targets, shares)
+        gradient = found.gradient
         for layer, goes_on in self._back:
             gradient = layer.backward(gradient, goes_on)
         for weights in self._unfinished:
@@ -72,7 +85,7 @@ class Program:
         # Only now: the backward pass above still read the shared weights.
         if first:
             self._part_ways()
-        return losses
+        return found
 
     def _part_ways(self) -> None:
         """From the second step on each client has weights of its own, but for the factored ones."""
@@ -98,9 +111,9 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     Raises CannotBatchError, with the reason, if there is none.
     """
     # Cheap refusals come first; the trial step comes last.
-    loss = loss_of(task.loss)
     parameters = list(model.parameters())
     _check(model, parameters, examples)
+    loss = loss_of(task.loss, examples)
     weights = {id(each): Weights(tuple(each.shape)) for each in parameters}
     reader = _Reader(model, weights)
     if len(reader.used) != len(parameters):
@@ -163,11 +176,12 @@ def _try(
     Raises CannotBatchError if they differ by more than rounding.
     """
     device = parameters[0].device
-    some = torch.arange(min(3, len(examples)))
+    some = _counting(program.loss, examples)
     inputs, targets = (part.to(device) for part in examples.batch(some))
     with torch.enable_grad():
         outputs = model(inputs)
-        expected = torch.autograd.grad(task.loss(outputs, targets), parameters)
+        found = _loss(program.loss, task.loss, examples, outputs, targets)
+        expected = torch.autograd.grad(found, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
     _check_targets(program.loss, outputs, examples.targets)
@@ -199,8 +213,38 @@ def _try(
                 raise CannotBatchError("the model computes something else than its layers say")
 
 
+def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any) -> Tensor:
+    """The loss of a few examples, as the task has it."""
+    try:
+        if isinstance(loss, Own):
+            check_pair(function, function(outputs, targets))
+        found = CountedLoss(function, examples).mean(outputs, targets, len(targets))
+    except CannotBatchError:
+        raise
+    except Exception as error:
+        # Where a client meets it, the error names the client.
+        raise CannotBatchError(f"the loss fails: {str(error).splitlines()[0]}") from error
+    if not found.counted:
+        raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
+    return found.loss
+
+
+def _counting(loss: Loss, examples: Examples) -> Tensor:
+    """A few examples, such as the loss counts where that is known."""
+    targets = examples.targets
+    if loss.known is None or targets.ndim != 1:
+        return torch.arange(min(TRIED, len(examples)))
+    counting = (targets != loss.known.ignore_index).nonzero().flatten()
+    return counting[:TRIED] if len(counting) else torch.arange(1)
+
+
 def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
-    if loss is cross_entropy:
+    if isinstance(loss, Own):
+        return
+    if loss.known is not None:
+        counting = targets != loss.known.ignore_index
+        # For the bounds: what is ignored is of no class.
+        targets = targets[counting] if targets.ndim == 1 else targets
         if outputs.ndim != 2 or targets.ndim != 1 or targets.dtype != torch.int64:
             raise CannotBatchError("the targets are not one class index an example")
         if not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[1]:

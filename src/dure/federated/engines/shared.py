@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dure.federated.engines.job import Job, Trained
 from dure.federated.engines.products import Deferred, Products, Sizes
+from dure.protocol.messages import Failure
 from dure.tensors.flat import by_dtype
 
 LINE = 64
@@ -99,12 +100,12 @@ class Slots:
 class Reply:
     """What is said of results whose tensors are in shared memory.
 
-    results: samples, loss, buffers, failure of each. products: where all updates are deferred, the
-    sizes of the parts and the learning rate of each cohort's; and places: which of them and where
-    in it an update is. Else each update is in a set of its own.
+    results: samples, loss, buffers, failure, counted of each. products: where all updates are
+    deferred, the sizes of the parts and the learning rate of each cohort's; and places: which of
+    them and where in it an update is. Else each update is in a set of its own.
     """
 
-    results: list[tuple[int, float, list[Tensor], str | None]]
+    results: list[tuple[int, float, list[Tensor], Failure | None, float | None]]
     products: list[tuple[list[Sizes], float]] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
 
@@ -124,7 +125,10 @@ class Outputs:
     def write(self, done: Sequence[Trained]) -> Reply:
         """Writes results, in the child; returns what is said of them in a message."""
         reply = Reply(
-            [(each.samples, each.loss, list(each.buffers), each.failure) for each in done]
+            [
+                (each.samples, each.loss, list(each.buffers), each.failure, each.counted)
+                for each in done
+            ]
         )
         deferred = [each.delta for each in done if isinstance(each.delta, Deferred)]
         # All or none: a mixture is written as plain updates, formed one by one.
@@ -162,9 +166,11 @@ class Outputs:
             for (which, place), job in zip(reply.places, jobs, strict=False)
         ]
         if not cohorts:
-            for output, (*_, failure) in zip(self.sets, reply.results, strict=False):
+            for output, (*_, failure, _) in zip(self.sets, reply.results, strict=False):
                 deltas.append([] if failure is not None else [part.clone() for part in output])
         return [
-            Trained(delta=delta, buffers=buffers, samples=samples, loss=loss, failure=failure)
-            for delta, (samples, loss, buffers, failure) in zip(deltas, reply.results, strict=True)
+            Trained(delta, buffers, samples, loss, failure, counted)
+            for delta, (samples, loss, buffers, failure, counted) in zip(
+                deltas, reply.results, strict=True
+            )
         ]

@@ -7,7 +7,7 @@ a restart, all of them are given again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from dure.federated.algorithm import Algorithm
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
+from dure.tasks.loss_shares import mean_over
 
 VAIN = 100
 """Models in a row that may be made of nothing, before the server gives up.
@@ -29,7 +30,8 @@ Of nothing: every update was refused.
 class Result(NamedTuple):
     """What a new model was made of.
 
-    loss: mean over the samples, None of none; refused: by `fold`, ticket to reason.
+    loss: mean over what was counted in the samples, None of nothing. refused: by `fold`, ticket to
+    reason. wrong: the clients of these tickets, in their order.
     """
 
     loss: float | None
@@ -37,6 +39,7 @@ class Result(NamedTuple):
     clients: list[int]
     staleness: list[int]
     refused: dict[int, str]
+    wrong: list[int]
 
 
 class Folded(NamedTuple):
@@ -44,6 +47,7 @@ class Folded(NamedTuple):
 
     client: int
     samples: int
+    counted: float
     loss: float
     staleness: int
 
@@ -52,15 +56,18 @@ class Folded(NamedTuple):
 class Combining:
     """What is combined now, and what came of it so far.
 
-    vain: models in a row that were made of nothing. tickets: those that are combined now.
+    sizes: how many examples each client has at most. vain: models in a row that were made of
+    nothing. tickets: those that are combined now.
     """
 
     model: GlobalModel
     algorithm: Algorithm
+    sizes: Sequence[int]
     seed: int
     vain: int = 0
     tickets: list[int] = field(default_factory=list)
     _awaited: dict[int, Assignment] = field(default_factory=dict)
+    _clients: dict[int, int] = field(default_factory=dict)
     _folded: list[Folded] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
 
@@ -68,28 +75,41 @@ class Combining:
         """Combines the updates of these tickets, in this order; forgets what was folded before."""
         self.tickets = list(asked)
         self._awaited = dict(asked)
+        self._clients = {ticket: one.client for ticket, one in asked.items()}
         self._folded = []
         self._refused = {}
         self.model.forget()
 
-    def fold(self, update: Update, finite: bool, computed: bool) -> None:
+    def fold(self, update: Update, finite: bool, computed: bool) -> list[Tensor] | None:
         """Takes the next update; `Coordinator.fold` says the rest."""
         asked = self._awaited.pop(update.ticket, None)
         if asked is None:
             raise ValueError(
                 f"nobody waits for the update with ticket {update.ticket}, or it was folded already"
             )
-        if not computed:
-            reason = unfit(update, asked, finite, self.model.aggregator.collects)
-            if reason is not None:
-                self._refused[update.ticket] = reason
-                return
+        reason = update.failure if computed else self._unfit(update, asked, finite)
+        if reason is not None:
+            self._refused[update.ticket] = reason
+            self.model.refuse()
+            return None
         # By what was asked, and not by what the update says of itself.
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None
-        self.model.fold(update, scale, weight, start)
-        self._folded.append(Folded(update.client, update.samples, update.loss, staleness))
+        # Where its loss has counted nothing, a client has learned nothing.
+        taken = self.model.fold(update, scale, weight, start) if weight > 0 else None
+        told = (update.client, update.samples, update.count, update.loss)
+        self._folded.append(Folded(*told, staleness))
+        return taken
+
+    def _unfit(self, update: Update, asked: Assignment, finite: bool) -> str | None:
+        return unfit(
+            update,
+            asked,
+            extra=self.algorithm.expects(asked),
+            examples=self.sizes[asked.client],
+            finite=finite,
+        )
 
     def finish(self) -> Result:
         """Makes the new model; `Coordinator.finish` says the rest."""
@@ -121,12 +141,12 @@ class Combining:
             )
 
     def _result(self) -> Result:
-        samples = sum([one.samples for one in self._folded])
-        loss = sum([one.samples * one.loss for one in self._folded])
+        loss = sum([one.counted * one.loss for one in self._folded])
         return Result(
-            loss=loss / samples if samples else None,
-            samples=samples,
+            loss=mean_over(loss, sum([one.counted for one in self._folded])),
+            samples=sum([one.samples for one in self._folded]),
             clients=[one.client for one in self._folded],
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,
+            wrong=[self._clients[ticket] for ticket in self._refused],
         )

@@ -26,8 +26,7 @@ McMahan et al. 2017.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,9 +50,14 @@ ATTEMPTS = 10_000
 
 
 class Open(NamedTuple):
-    """A ticket of which no model has been made yet, and whether its update has arrived."""
+    """A ticket of which no model has been made yet, and whether its update has arrived.
+
+    newest: the number of the newest model when it was handed out, which an older one may have been.
+    What is sent besides the weights is of that moment.
+    """
 
     assignment: Assignment
+    newest: int
     reported: bool = False
 
 
@@ -104,14 +108,12 @@ class Coordinator:
     """In rounds: the clients whose updates have arrived."""
     _answers: dict[int, int] = field(default_factory=dict)
     """Without rounds: how often each client has answered."""
-    _news: list[int] = field(default_factory=list)
-    """Without rounds: the clients that have answered since the last model."""
     _order: Candidates | None = None
     _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
     """The models that may still be handed out, the newest last; empty where that is the model."""
 
     def __post_init__(self) -> None:
-        self.updates = Combining(self.model, self.algorithm, self.seed)
+        self.updates = Combining(self.model, self.algorithm, self.sizes, self.seed)
         pacing = self.pacing
         self.synchronous = pacing.synchronous
         self.oldest = pacing.oldest
@@ -169,7 +171,7 @@ class Coordinator:
             return [self._late(ticket)]
         # A key that is written again keeps its place, so `open` stays in order of tickets, on which
         # `_take` relies.
-        self.open[ticket] = Open(known.assignment, reported=True)
+        self.open[ticket] = known._replace(reported=True)
         self._reports += 1
         self.busy.pop(client, None)
         if self.synchronous:
@@ -177,7 +179,6 @@ class Coordinator:
         else:
             self._attempt = 0
             self._answers[client] = self._answers.get(client, 0) + 1
-            self._news.append(client)
         combined = self._combine(now)
         if combined:
             return combined
@@ -231,17 +232,20 @@ class Coordinator:
         """
         return list(self.updates.tickets)
 
-    def fold(self, update: Update, finite: bool = False, computed: bool = False) -> None:
+    def fold(
+        self, update: Update, finite: bool = False, computed: bool = False
+    ) -> list[Tensor] | None:
         """Takes the next update of those that `Combine` named.
 
-        One that cannot be right is left out, with its reason in the result.
+        Returns its weights as the rule gets them. One that cannot be right is left out, with its
+        reason in the result, and gives None.
 
         finite: the driver knows that all its numbers are. computed: the driver knows that it is
         what was computed here of the assignment, so that nothing about it can be wrong.
 
         Raises ValueError for an update that `Combine` has not named, or that was given already.
         """
-        self.updates.fold(update, finite, computed)
+        return self.updates.fold(update, finite, computed)
 
     def finish(self, now: float) -> Result:
         """Makes the new model.
@@ -254,7 +258,6 @@ class Coordinator:
         result = self.updates.finish()
         for ticket in combined:
             del self.open[ticket]
-        self._news = []
         self._attempt = 0
         self._probes = 0
         if self.synchronous:
@@ -364,7 +367,7 @@ class Coordinator:
             extra=sent.extra,
             deadline=self.deadline if math.isfinite(self.deadline) else None,
         )
-        self.open[ticket] = Open(assignment)
+        self.open[ticket] = Open(assignment, newest=self.round)
         self.busy[client] = ticket
         self.tickets += 1
         self._asked += 1
@@ -494,47 +497,25 @@ class Coordinator:
 
     # Checkpoints
 
-    def mark(self) -> Callable[[], None]:
-        """A way back to this moment between two models, as long as the next one is not made.
-
-        It is cheap enough to be taken before each of them.
-        """
-        # Shallow copies are enough: what the containers hold (assignments, models) is replaced and
-        # never changed. `model` and `updates` are kept by reference, as neither changes for good
-        # before `finish`.
-        kept = {
-            name: copy(one) if isinstance(one, dict | list | set) else one
-            for name, one in vars(self).items()
-            if name not in ("_answers", "sizes")
-        }
-
-        def back() -> None:
-            # The counts of all clients are too many to be copied: those that rose are taken back.
-            for client in self._news[len(kept["_news"]) :]:
-                self._answers[client] -= 1
-                if not self._answers[client]:
-                    del self._answers[client]
-            for name, value in kept.items():
-                setattr(self, name, value)
-            self.updates.begin({})
-
-        return back
-
     def state(self) -> dict[str, Any]:
         """Everything but what was folded, as a tree for checkpoints.
 
         Models that clients hold are written once each.
         """
         # All assignments of one model share its tensors, in memory and so in the file.
-        sent = [one.assignment for one in self.open.values()]
-        models = {
-            one.round: [list(one.weights), list(one.buffers), list(one.extra)] for one in sent
-        }
+        places: dict[tuple[int, int], int] = {}
+        models: dict[int, list[list[Tensor]]] = {}
+        opened = []
+        for one in self.open.values():
+            sent = one.assignment
+            place = places.setdefault((sent.round, one.newest), len(places))
+            models[place] = [list(sent.weights), list(sent.buffers), list(sent.extra)]
+            opened.append({**_written(one), "model": place})
         return {
             "model": self.model.state(),
             "algorithm": self.algorithm.state(),
-            "models": dict(sorted(models.items())),
-            "open": [_written(one) for one in self.open.values()],
+            "models": models,
+            "open": opened,
             "past": [[list(weights), list(buffers)] for weights, buffers in self._past],
             "busy": dict(self.busy),
             "present": None if self.present is None else sorted(self.present),
@@ -594,12 +575,14 @@ def _written(one: Open) -> dict[str, Any]:
         "round": sent.round,
         "turn": sent.turn,
         "deadline": sent.deadline,
+        "newest": one.newest,
         "reported": one.reported,
     }
 
 
 def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Open:
-    weights, buffers, extra = models[written["round"]]
+    # Checkpoints of dure up to 0.1 have models by their numbers.
+    weights, buffers, extra = models[written.get("model", written["round"])]
     assignment = Assignment(
         ticket=written["ticket"],
         client=written["client"],
@@ -611,4 +594,4 @@ def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Ope
         extra=extra,
         deadline=written["deadline"],
     )
-    return Open(assignment, written["reported"])
+    return Open(assignment, written.get("newest", written["round"]), written["reported"])

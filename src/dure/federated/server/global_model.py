@@ -2,11 +2,11 @@
 
     Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
 
-Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, by the same
-rule and weight, and take their mean change whole; elements that did not change add nothing, so that
-a mask of -inf stays one, and one that was not finite takes the mean of the finite ones that it
-became. Integer ones (counters) take the largest value, complex ones stay as they are. Of weights, a
-complex number is two real ones.
+Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, as
+`dure.federated.aggregate.aggregator` says, and take their mean change whole; elements that did not
+change add nothing, so that a mask of -inf stays one, and one that was not finite takes the mean of
+the finite ones that it became. Integer ones (counters) take the largest value, complex ones stay as
+they are. Of weights, a complex number is two real ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class GlobalModel:
     moments: State | None = None
     memory: list[Tensor] | None = None
     _folded: Any = None
+    _moved: Any = None
     _extra: Any = None
+    _refused: int = 0
     _collected: list[list[Tensor]] = field(default_factory=list)
     _shares: list[float] = field(default_factory=list)
     _deferred: list[tuple[Deferred, float]] = field(default_factory=list)
@@ -54,15 +56,17 @@ class GlobalModel:
 
     def fold(
         self, update: Update, scale: float, weight: float, start: Sequence[Tensor] | None = None
-    ) -> None:
+    ) -> list[Tensor]:
         """Takes one update, scaled by `scale`, with `weight` in the mean.
+
+        Returns its weights as the rule gets them, of real numbers; none where they are not formed.
 
         start: the weights it began from, where it is the *model* that is mixed in and not its
         change: the update is then x_start + Δ - x.
         """
         if isinstance(update.delta, Deferred) and self._defers(update, scale, start):
             self._defer(update.delta, weight)
-            return
+            return []
         parts = list(update.delta)
         # x_start + Δ is the client's model; less the global one it is an update like others, so
         # that mixing is a mean with a scale.
@@ -71,18 +75,14 @@ class GlobalModel:
         # Rules compare, sort and take norms, so they get real numbers only.
         if self._complex:
             parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
+        moved: list[Tensor] = []
         if self.buffers:
-            parts += changes(update.buffers, self.buffers)
+            moved = changes(update.buffers, self.buffers)
             self._count(update.buffers)
         if scale != 1:
             parts = [part * scale for part in parts]
-        # A rule that collects needs every update by itself, and so holds a whole cohort here.
-        if isinstance(self.aggregator, Folds):
-            if self._folded is None:
-                self._folded = self.aggregator.zero(parts)
-            self._folded = self.aggregator.fold(self._folded, parts, weight)
-        else:
-            self._collected.append(parts)
+            moved = [part * scale for part in moved]
+        self._take(parts, moved, weight)
         self._shares.append(weight)
         if update.extra:
             if self._extra is None:
@@ -90,6 +90,27 @@ class GlobalModel:
             # Always the plain mean, by clients and not by examples: it is the algorithm's, and not
             # the rule's.
             self._extra = Mean().fold(self._extra, update.extra, 1.0)
+        return parts
+
+    def _take(self, parts: list[Tensor], moved: list[Tensor], weight: float) -> None:
+        """Gives the rule an update. parts: its weights; moved: the changes of its buffers."""
+        rule = self.aggregator
+        # A rule that collects needs every update by itself, and so holds a whole cohort here.
+        if not isinstance(rule, Folds):
+            self._collected.append([*parts, *moved])
+            return
+        # What has come before may have been a sum (`_sum_deferred`), of a model without buffers.
+        self._folded = rule.fold(
+            rule.zero(parts) if self._folded is None else self._folded, parts, weight
+        )
+        if moved:
+            self._moved = Mean().fold(
+                Mean().zero(moved) if self._moved is None else self._moved, moved, weight
+            )
+
+    def refuse(self) -> None:
+        """Takes note of an update that was sent and cannot be right."""
+        self._refused += 1
 
     def _count(self, buffers: Sequence[Tensor]) -> None:
         """Takes the counters of an update, where they are larger."""
@@ -149,11 +170,9 @@ class GlobalModel:
         # A cohort of which not all have come, as some were refused, is summed only here.
         self._sum_deferred()
         if self._shares:
-            combined = self._combined(Turn(seed, self.number))
-            count = len(self.weights)
+            delta, moved = self._combined(Turn(seed, self.number))
             if self.moments is None:
                 self.moments = self.optimizer.start(self.weights)
-            delta = combined[:count]
             if self._complex:
                 pairs = zip(delta, self.weights, strict=True)
                 delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
@@ -162,7 +181,7 @@ class GlobalModel:
                 self.weights, delta, self.moments, spare
             )
             if self.buffers:
-                self.buffers = self._moved_buffers(combined[count:])
+                self.buffers = self._moved_buffers(moved)
             if self._extra is not None:
                 extra = Mean().finish(self._extra)
         # Also where nothing was folded: the number counts rounds, from which batches and draws
@@ -193,20 +212,24 @@ class GlobalModel:
     def forget(self) -> None:
         """Forgets what was folded."""
         self._folded = None
+        self._moved = None
         self._extra = None
+        self._refused = 0
         self._collected = []
         self._shares = []
         self._deferred = []
         self._counters = []
 
-    def _combined(self, turn: Turn) -> list[Tensor]:
+    def _combined(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
+        """What the rule makes of the weights, and of the buffers' changes."""
         if isinstance(self.aggregator, Folds):
-            return self.aggregator.finish(self._folded)
+            moved = [] if self._moved is None else Mean().finish(self._moved)
+            return self.aggregator.finish(self._folded), moved
         assert isinstance(self.aggregator, Collects)
-        combined, self.memory = self.aggregator.combine(
-            Rows(self._collected, self._shares), turn, self.memory
-        )
-        return combined
+        weights = len(self.weights)
+        rows = Rows(self._collected, self._shares, measured=weights)
+        combined, self.memory = self.aggregator.combine(rows, turn, self.memory, self._refused)
+        return combined[:weights], combined[weights:]
 
     def state(self) -> dict[str, Any]:
         """All of it, between two models, as a tree for checkpoints."""

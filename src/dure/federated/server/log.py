@@ -2,8 +2,9 @@
 
 It tells who took part when, how stale updates were, and how they lay to one another.
 
-Norms and cosines are of every update against the step that the global model then took; they are
-measured only where clients lie, since that takes two passes over each update.
+Norms and cosines are of every update, as the rule got it, against the step that the global model
+then took: of trained weights, without buffers. They are measured only where clients lie, since that
+takes two passes over each update.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from dure.federated.server.combining import Result
 from dure.protocol.carrier import Flight
-from dure.protocol.messages import Update
 
 MOST = 5_000
 """Flights and updates that are remembered, the first ones of a run.
@@ -40,14 +40,15 @@ class Log:
         self.staleness: Counter[int] = Counter()
         self.turns: Counter[int] = Counter()
         self.refusals: Counter[str] = Counter()
+        self.wrong: Counter[int] = Counter()
         self.updates: list[list[Any]] = []
-        self._seen: list[Update] = []
+        self._seen: list[tuple[int, int, list[Tensor] | None]] = []
 
-    def saw(self, update: Update) -> None:
-        """An update, before it is folded."""
+    def saw(self, client: int, round: int, taken: list[Tensor] | None) -> None:
+        """An update of a client, from the model of this number; None for one that was refused."""
         # The whole update, until `moved`: the step that it is compared with is not known before.
         if self.liars is not None and len(self.updates) < MOST:
-            self._seen.append(update)
+            self._seen.append((client, round, taken))
 
     def flew(self, flown: Sequence[Flight], result: Result) -> None:
         """What happened until a new model was made, and what it was made of."""
@@ -55,6 +56,7 @@ class Log:
         self.turns.update(result.clients)
         self.staleness.update(result.staleness)
         self.refusals.update(result.refused.values())
+        self.wrong.update(result.wrong)
         # Counters above go on; lists of a long run would grow without bound.
         for flight in flown[: MOST - len(self.flights)]:
             # To a microsecond, which is enough for a picture.
@@ -71,11 +73,11 @@ class Log:
             return
         # In float64: at the end of training a step is small against the weights it is the
         # difference of.
-        step = [new.double() - old.double() for new, old in zip(after, before, strict=True)]
-        for update in self._seen:
-            lies = update.client in self.liars(update.round)
-            measured = _norm_and_cosine(update.delta, step)
-            self.updates.append([number, update.client, lies, *measured])
+        step = [_wide(new) - _wide(old) for new, old in zip(after, before, strict=True)]
+        for client, round, taken in self._seen:
+            lies = client in self.liars(round)
+            measured = (None, None) if taken is None else _norm_and_cosine(taken, step)
+            self.updates.append([number, client, lies, *measured])
         self._seen = []
 
     def facts(self) -> dict[str, Any]:
@@ -86,6 +88,7 @@ class Log:
             "refusals": dict(self.refusals),
             "staleness": sorted(self.staleness.items()),
             "turns": sorted(self.turns.items()),
+            "refused_clients": sorted(self.wrong.items()),
             "updates": self.updates,
         }
 
@@ -97,6 +100,7 @@ class Log:
             "staleness": dict(self.staleness),
             "turns": dict(self.turns),
             "refusals": dict(self.refusals),
+            "wrong": dict(self.wrong),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -106,16 +110,25 @@ class Log:
         self.staleness = Counter(state["staleness"])
         self.turns = Counter(state["turns"])
         self.refusals = Counter(state["refusals"])
+        # Checkpoints of dure up to 0.1 have not counted them.
+        self.wrong = Counter(state.get("wrong", {}))
 
 
 def _norm_and_cosine(
     delta: Sequence[Tensor], step: Sequence[Tensor]
 ) -> tuple[float | None, float | None]:
     """The update's norm, and the cosine between it and the step; None where there is none."""
-    dot = sum(float(torch.dot(d.double(), s)) for d, s in zip(delta, step, strict=True))
-    norm = math.sqrt(sum(float(torch.dot(d.double(), d.double())) for d in delta))
+    delta = [_wide(part) for part in delta]
+    dot = sum(float(torch.dot(d, s)) for d, s in zip(delta, step, strict=True))
+    norm = math.sqrt(sum(float(torch.dot(d, d)) for d in delta))
     length = math.sqrt(sum(float(torch.dot(s, s)) for s in step))
     # Liars may send infinities, which JSON cannot say.
     if not math.isfinite(norm):
         return None, None
     return norm, dot / (norm * length) if norm and length else None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64 and flat; a complex number is two real ones, as rules see it."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).double()

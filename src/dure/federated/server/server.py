@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.metric import ratio
 from dure.contracts.strategy import Learner, Progress
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import LossNotFiniteError, RunFolderError
+from dure.data.keys import said
+from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
 from dure.federated.server import by_client
@@ -35,8 +37,9 @@ from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
-from dure.tasks.evaluation import evaluate, ratio
+from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 
@@ -57,7 +60,8 @@ class Server(Learner):
     called. carrier: between here and the clients. group: of this process, whose meter is the
     server's. sample: examples of which a step's operations are counted; batch_size: of such a step,
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
-    round, for the report; None where that is not known.
+    round, for the report; None where that is not known. names: of the clients, where the data have
+    some.
     """
 
     unit = "round"
@@ -80,6 +84,7 @@ class Server(Learner):
         batch_size: int | None,
         attack: Attack | None = None,
         liars: Callable[[int], Collection[int]] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.task = task
         self.model = model
@@ -106,8 +111,11 @@ class Server(Learner):
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
         self.meter.name = "server"
-        self.counted = _meters(len(sizes))
+        self.counted = _meters(len(sizes), names)
         self.log = Log(liars)
+        self.names = names
+        self._told_refused = False
+        self._told_vain = False
         self.measured = Measured([], {})
         """What clients have said of the newest model that they measured."""
 
@@ -127,14 +135,8 @@ class Server(Learner):
         # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
         started = time.perf_counter()
-        ways_back = [self.carrier.mark(), coordinator.mark()]
-        try:
-            combine = self.carrier.carry(coordinator)
-            self._fold(combine.tickets)
-        except LossNotFiniteError:  # what is kept then is the state before the round
-            for back in ways_back:
-                back()
-            raise
+        combine = self.carrier.carry(coordinator)
+        self._fold(combine.tickets)
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
         # Clients hear of their updates only after `finish`, which may refuse all of them (too few
@@ -149,6 +151,7 @@ class Server(Learner):
         self.carrier.flown = []
         self._count(flown)
         self.log.flew(flown, result)
+        self._tell(number, result)
         if self.log.liars is not None:
             self.log.moved(number, before, coordinator.model.weights)
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
@@ -162,11 +165,54 @@ class Server(Learner):
         checked = self.carrier.checked
         as_computed = checked and not self.algorithm.answers
         for update in self.carrier.updates(coordinator, tickets):
-            if looks:
-                self.log.saw(update)
             plain = not update.buffers
             # Buffers are not looked at by engines: an update that has some is checked here.
-            coordinator.fold(update, finite=checked and plain, computed=as_computed and plain)
+            taken = coordinator.fold(
+                update, finite=checked and plain, computed=as_computed and plain
+            )
+            if looks:
+                self.log.saw(update.client, update.round, taken)
+
+    def _tell(self, number: int, result: Result) -> None:
+        """Warns of the first client of the run that is refused, and the first round in vain.
+
+        All are counted (`facts`), so that a run that goes on says it once.
+        """
+        if not result.refused:
+            return
+        round = number + 1
+        if not self._told_refused and self.log.liars is None:
+            self._told_refused = True
+            reason = next(iter(result.refused.values()))
+            others = "; the others count on" if result.clients else ""
+            warn(
+                f"round {round}: the update of {self.who(result.wrong[0])} is refused: {reason}"
+                f"{others} (summary.json has the refusals of the whole run)"
+            )
+        if not self._told_vain and not result.clients:
+            self._told_vain = True
+            warn(
+                f"round {round}: no update counts, so the model stays as it is; all "
+                f"{len(result.refused)} were refused: {next(iter(result.refused.values()))}",
+            )
+
+    def close(self) -> None:
+        """The run ends: warns where it ends with rounds in which no update counted."""
+        vain = self.coordinator.updates.vain
+        number = self.coordinator.model.number
+        # Without rounds a single one in vain is a single client that was refused.
+        if not vain or (self.log.turns and vain == 1):
+            return
+        whole = "that of the beginning" if vain == number else f"that of round {number - vain}"
+        reason, _ = self.log.refusals.most_common(1)[0]
+        warn(
+            f"no update counted in the last {vain} rounds, so the model is {whole}; most were "
+            f"refused for this: {reason}",
+        )
+
+    def who(self, client: int) -> str:
+        """A client for people, by its number and the name that it has in the data."""
+        return said(client, self.names)
 
     def _count(self, flown: Sequence[Flight]) -> None:
         """Counts the bytes of both sides, and the seconds of the clients' devices."""
@@ -214,7 +260,7 @@ class Server(Learner):
         model = self.coordinator.model
         # Clients get what the server has, which may be a part of the model.
         measure = Measure(number, model.weights, model.buffers, self.carrier.now)
-        self.measured = self.carrier.measure(measure)
+        self.measured = by_client.fit(self.carrier.measure(measure), len(self.coordinator.sizes))
         return found | by_client.over_clients(self.measured)
 
     @torch.no_grad()
@@ -223,15 +269,14 @@ class Server(Learner):
 
         Examples of the target's own class do not count.
         """
-        self.model.eval()
         turned = 0
         of = 0
-        for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-            inputs, targets = examples.batch(part)
-            some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
-            turned += some
-            of += among
-        self.model.train()
+        with in_mode(self.model, training=False):
+            for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
+                inputs, targets = examples.batch(part)
+                some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
+                turned += some
+                of += among
         return ratio(turned, of)
 
     def _load_global(self) -> None:
@@ -291,9 +336,9 @@ class Server(Learner):
         return [self.meter, *self.counted]
 
 
-def _meters(clients: int) -> list[Meter]:
+def _meters(clients: int, names: Sequence[str] | None) -> list[Meter]:
     if clients <= MOST_METERS:
-        return [Meter(f"client {client}") for client in range(clients)]
+        return [Meter(said(client, names)) for client in range(clients)]
     together = Meter(f"{clients} clients")
     together.stands_for = clients
     return [together]

@@ -2,11 +2,10 @@
 
     it answers what was asked    the same client and round, as many tensors, of the same shapes and
                                  types
-    it is of examples            at least one
-    it is finite                 deltas, buffers that changed, extras
+    it is of examples            at least one, and not more than the client has
+    it is finite                 the loss, deltas, buffers that changed, extras
 
-Rules that collect updates count those that are not finite among the broken ones themselves; they
-see deltas and buffers as they are.
+Rules count the updates that are refused among the broken ones that they withstand.
 
 Cost: one pass over the update, unless somebody has seen to its numbers.
 """
@@ -14,52 +13,62 @@ Cost: one pass over the update, unless somebody has seen to its numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from dure.federated.engines.products import Deferred
 from dure.federated.server.global_model import changes
 from dure.protocol.messages import Assignment, Update
+from dure.tensors.finite import all_finite
 
 
-def unfit(update: Update, asked: Assignment, finite: bool, collected: bool) -> str | None:
+def unfit(
+    update: Update,
+    asked: Assignment,
+    extra: Sequence[Tensor],
+    examples: int,
+    finite: bool,
+) -> str | None:
     """The reason, None where there is none.
 
-    finite: its numbers are known to be; collected: the rule collects.
+    extra: what its extras look like. examples: that its client has at most. finite: the numbers of
+    its delta and buffers are known to be.
     """
+    if update.failure is not None:
+        return update.failure
     if update.client != asked.client or update.round != asked.round:
         return "it is not an answer to what was asked"
     if len(update.delta) != len(asked.weights) or len(update.buffers) != len(asked.buffers):
         return "it has not the model's tensors"
     # An update that is not formed yet is not formed for this: `like` has its shape and dtype.
     delta = [update.delta.like] if isinstance(update.delta, Deferred) and finite else update.delta
-    for one, other in (
-        *zip(delta, asked.weights, strict=True),
-        *zip(update.buffers, asked.buffers, strict=True),
-    ):
-        # `like` is often the weights themselves: then there is nothing to compare.
-        if one is not other and (one.shape != other.shape or one.dtype != other.dtype):
-            return "its tensors have not the model's shapes and types"
+    if not (alike(delta, asked.weights) and alike(update.buffers, asked.buffers)):
+        return "its tensors have not the model's shapes and types"
+    if not alike(update.extra, extra):
+        return "what it sends besides has not the tensors that the algorithm wants"
     # n_k is a weight of the mean: below 1 it would turn the client's update around.
     if update.samples <= 0 or update.examples <= 0:
         return "it is of no examples"
-    if finite:
-        return None
-    # Extras are always combined by a mean, which a single NaN would spoil, so they are looked at
-    # for rules that collect too.
+    # n_k is what the client says: with a larger one its update would count for more than its data.
+    if update.examples > examples:
+        return "it is of more examples than its client has"
+    if not 0 <= update.count < math.inf:
+        return f"its loss counts {update.count}, which is no weight"
+    # It would be the round's, in the mean.
+    if not math.isfinite(update.loss):
+        return "its loss is not finite"
+    # Engines do not see extras.
     seen = list(update.extra)
-    if not collected:
+    if not finite:
         seen += [*update.delta, *changes(update.buffers, asked.buffers)]
-    return None if all(_finite(tensor) for tensor in seen) else "it is not finite"
+    return None if all(map(all_finite, seen)) else "it is not finite"
 
 
-def _finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
-
-    A product with itself says so in one pass, where it does not overflow.
-    """
-    flat = tensor.reshape(-1)
-    if flat.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat))):
-        return True
-    return bool(tensor.isfinite().all())
+def alike(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether they are as many, of the same shapes and dtypes."""
+    # Often they are the very same: then there is nothing to compare.
+    return len(tensors) == len(others) and all(
+        one is other or (one.shape == other.shape and one.dtype == other.dtype)
+        for one, other in zip(tensors, others, strict=True)
+    )

@@ -79,8 +79,13 @@ class Attack:
             times = clients[:position].count(client)
             return generator(seed, "attack", turn, client, *([times] if times else []))
 
+        # As to rules, a complex number is two real ones to attacks.
+        real = [list(map(_real, update)) for update in updates]
         # Sorted: what an attack does must not depend on the order of a set.
-        lies = self._lies(updates, sorted(set(liars)), random)
+        lies = {
+            liar: [_as(like, part) for like, part in zip(updates[liar], sent, strict=True)]
+            for liar, sent in self._lies(real, sorted(set(liars)), random).items()
+        }
         return [lies.get(position, update) for position, update in enumerate(updates)]
 
     def triggered(self, inputs: Any) -> Any:
@@ -97,7 +102,7 @@ class Attack:
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        """What each liar sends, by its position.
+        """What each liar sends, by its position; complex tensors are pairs of real numbers.
 
         It sends what it would have sent honestly, unless an attack says otherwise.
         """
@@ -113,6 +118,15 @@ class NoAttack(Attack):
     """Everybody is honest."""
 
     name: ClassVar[str] = "none"
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as(like: Tensor, sent: Tensor) -> Tensor:
+    """What is sent, complex again where `like` is."""
+    return torch.view_as_complex(sent.contiguous()) if like.is_complex() else sent
 
 
 def scaled(update: Update, by: float) -> list[Tensor]:

@@ -7,7 +7,8 @@
         optimizer.step()  # gradients are the same on all ranks
 
 Every rank computes the mean gradient over its own batch; what arrives is their average (1/N)·Σ g_r,
-the gradient of the joint batch where the ranks' batches have one size. How that is hidden by
+the gradient of the joint batch where the loss counts as much on every rank; elsewhere a rank's loss
+has to be multiplied with N times its share of what all of them count. How that is hidden by
 backward, and what travels, is in `dure.parallel.data.reducer`. The tail has three fields:
 
     out       of each rank      whether it has run out of data
@@ -36,6 +37,7 @@ from dure.collectives.compression import Compression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
 from dure.collectives.tail import Field, Numbers, each, summed
+from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer, check_alike
 from dure.parallel.speaker import check_weights_stay, speaker_of
@@ -70,7 +72,8 @@ class DistributedDataParallel(nn.Module):
     alike. Sparse gradients arrive dense. Gradients are views of memory that the next step writes
     again; long ones may be autograd's own tensors.
 
-    Raises ValueError for arguments that do not fit, and if the ranks' modules differ. A
+    Raises ValueError for arguments that do not fit, if the ranks' modules differ, and after a
+    backward pass if their weights do (`dure.parallel.alike`). A
     `backward(create_graph=True)` raises RuntimeError.
     """
 
@@ -106,8 +109,8 @@ class DistributedDataParallel(nn.Module):
         self.group = watched(process_group)
         self.find_unused_parameters = find_unused_parameters
         everything = [*module.parameters(), *module.buffers()]
-        check_alike(everything, self.group)
         check_weights_stay(module, self.group.size)
+        check_alike(everything, self.group)
         self.group.broadcast_values(everything, counted=False)
         self._speaking = speaker_of(module) if broadcast_buffers else None
         self._buffers_at_start = Buffers(module)
@@ -119,6 +122,7 @@ class DistributedDataParallel(nn.Module):
         self._divides_by_those_here = False
         self._out = [False] * self.group.size  # the ranks that have run out of data
         self.reducer = Reducer(list(module.parameters()), self.group, how, self)
+        self._alike = Alike(module.named_parameters(), self.group)
 
     @property
     def hidden_share(self) -> float | None:
@@ -193,6 +197,8 @@ class DistributedDataParallel(nn.Module):
         # Ranks that are out add zeros. The last step, in which all are, is nobody's, and changes
         # nothing.
         some_are_out = any(self._out) and not all(self._out)
+        if not any(self._out):  # a rank that is out has not made the others' updates
+            self._alike.passed()
         if self._speaking is not None and any(changed) and not all(self._out):
             # All ranks have the same flags, so all of them, or none, enter this broadcast.
             self._speaking.take(self.group, changed, self._out.index(False))

@@ -2,7 +2,7 @@
 
 Rank r of N computes the gradient g_r of the mean loss over its b_r of the B examples; all apply the
 sum of (b_r/B)·g_r, which is the gradient of the joint batch, so N ranks walk the same path as one
-worker.
+worker. b_r and B are what the loss counts there (`dure.tasks.loss_shares`).
 
 The d gradients travel in buckets while backward goes on (`dure.parallel.data.reducer`), by an
 all-reduce of choice. At the end of the last bucket rides a tail (`dure.collectives.tail`), so that
@@ -10,6 +10,7 @@ a step has no other message. It carries what all ranks have to agree on anyway:
 
     wish      of rank 0          to stop, or to write a checkpoint
     loss      of each rank       its share of the mean loss
+    count     of all ranks       what the loss has counted, where it tells that only when computed
     arrival   of each rank       when it came to the last message; until all have, a rank is idle
     before    of each rank       how many seconds before that it came to each earlier message
     changed   of each buffer     whether rank 0's forward pass has changed it
@@ -46,13 +47,14 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, Wo
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
+from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.randomness.seeds import derive
-from dure.tasks.loss_shares import loss_of
+from dure.tasks.batch_norm import check_pieces
 
 Precision = Literal["full", "bf16"]
 
@@ -116,6 +118,7 @@ class DataParallel(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
+        check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for fields about messages in a world that has none."""
@@ -142,14 +145,21 @@ class DataParallel(Strategy):
 
 
 def elements_in_step(
-    parameters: int, trainable_tensors: int, ranks: int, buffers: int = 0, messages: int = 1
+    parameters: int,
+    trainable_tensors: int,
+    ranks: int,
+    buffers: int = 0,
+    messages: int = 1,
+    counts: int = 0,
 ) -> int:
     """Elements of all messages of a step: the gradients, and the tail.
 
     The tail has 1 + 3N numbers, N for each message but the last, and a flag for each parameter
-    tensor and each buffer.
+    tensor and each buffer. counts: 1 where the loss tells only when computed what it counts, as any
+    function of one's own may.
     """
-    return parameters + 1 + 3 * ranks + ranks * (messages - 1) + trainable_tensors + buffers
+    tail = 1 + counts + 3 * ranks + ranks * (messages - 1) + trainable_tensors + buffers
+    return parameters + tail
 
 
 class DataParallelLearner(SingleLearner):
@@ -168,6 +178,7 @@ class DataParallelLearner(SingleLearner):
         self.speaking = speaker_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
+        self.alike = Alike(self.model.named_parameters(), self.group)
         # Compressors remember what this rank has not sent: then a checkpoint has a part of each
         # rank.
         self.parted = how.compresses
@@ -176,6 +187,7 @@ class DataParallelLearner(SingleLearner):
             self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16)
         self.started = common_start(self.group, place.clock_offset)
         self._loss = 0.0
+        self._counted = 0.0
         self._asked = 0
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
@@ -184,6 +196,7 @@ class DataParallelLearner(SingleLearner):
         Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
         """
         self._loss = 0.0
+        self._counted = 0.0
         self._asked = wish
         self.optimizer.zero_grad(set_to_none=True)
         # The first ranks have one example more where the batch does not divide; in a small batch
@@ -193,9 +206,9 @@ class DataParallelLearner(SingleLearner):
         for piece in pieces[:-1]:
             # Sums are linear: one all-reduce of the added gradients does for all pieces.
             with self.reducer.paused():
-                self.backward(piece, self.shares.of(piece, indices))
+                self.backward(piece, indices)
         if pieces:
-            self.backward(pieces[-1], self.shares.of(pieces[-1], indices))
+            self.backward(pieces[-1], indices)
         else:
             # The others wait for as many messages from this rank.
             self.reducer.take_part()
@@ -205,25 +218,29 @@ class DataParallelLearner(SingleLearner):
         for rank, loss in enumerate(heard["loss"]):
             if not math.isfinite(loss):
                 raise LossNotFiniteError(loss, f"rank {rank}", f"step {self.step + 1}")
+        self.alike.passed()
         if any(heard["changed"]):
             self._take_buffers(heard["changed"])
+        gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
+        mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
         if self.strategy.clip_norm is not None:
             self._clip(self.strategy.clip_norm)
-        return Progress(sum(heard["loss"]), len(indices), int(heard["wish"][0]))
+        return Progress(mean, len(indices), int(heard["wish"][0]))
 
-    def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward over `indices`; returns the mean loss over them.
+    def backward(self, piece: Tensor, batch: Tensor) -> None:
+        """Forward and backward over a piece of the joint batch, as a share of it.
 
-        The gradients are those of share x mean loss. They leave as backward makes them, unless the
-        reducer is paused because there are more to add.
+        The gradients leave as backward makes them, unless the reducer is paused because there are
+        more to add.
         """
-        inputs, targets = self.read(indices)
+        inputs, targets = self.read(piece)
         started = time.perf_counter()
+        share = self.losses.share(piece, batch)
         with self.autocast():
-            loss = loss_of(self.task.loss, self.model(inputs), targets, share)
+            loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
         # on a GPU this waits for forward, so that the times of forward and backward are their own
-        value = float(loss.item())
-        self._loss += share * value
+        self._loss += float(loss.item())
+        self._counted += count
         forwarded = time.perf_counter()
         meter = self.group.meter
         meter.compute("forward", started, forwarded, self.step + 1)
@@ -231,14 +248,11 @@ class DataParallelLearner(SingleLearner):
         sums = self.reducer.enabled
         if sums:
             self.reducer.begin()
-        # Without the product where it would change nothing: the graph, and so the bits, of one
-        # worker.
-        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         if sums:
             self.reducer.finish()
         computed = self.reducer.computed if sums else time.perf_counter()
         meter.compute("backward", forwarded, computed, self.step + 1)
-        return value
 
     def part(self) -> dict[str, Any]:
         """What compressors remember of what they have not sent."""
@@ -249,6 +263,7 @@ class DataParallelLearner(SingleLearner):
         return [
             summed("wish"),
             each("loss"),
+            summed("count", int(self.losses.is_late)),
             times("arrival"),
             each("before", messages - 1),
             summed("changed", 0 if self.speaking is None else len(self.speaking)),
@@ -264,6 +279,8 @@ class DataParallelLearner(SingleLearner):
             # that has not begun.
             "before": [now - at if at else 0.0 for at in entered[:-1]],
         }
+        if self.losses.is_late:
+            said["count"] = [self._counted]
         # The others leave these zeros, so that the sum is what rank 0 says.
         if self.group.rank == 0:
             said["wish"] = [float(self._asked)]

@@ -26,6 +26,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.parallel.local import parts
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.tasks.modes import in_mode
 
 WORK_OF_AN_ELEMENT = 10
 """Operations that an element of a layer's output costs on top of the counted products."""
@@ -107,12 +108,9 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
     hidden, _ = examples.batch(torch.tensor([0]))
     costs = []
     for layer in layers:
-        training = layer.training
         # In evaluation mode nothing draws, and no running statistics change.
-        layer.eval()
-        with FlopCounterMode(display=False) as counter:
+        with in_mode(layer, training=False), FlopCounterMode(display=False) as counter:
             hidden = layer(hidden)
-        layer.train(training)
         elements = sum(leaf.numel() for leaf in tree_leaves(hidden) if isinstance(leaf, Tensor))
         costs.append(float(counter.get_total_flops()) + WORK_OF_AN_ELEMENT * elements)
     return costs
@@ -124,12 +122,10 @@ def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
     hidden = copied(examples.batch(torch.tensor([0]))[0])
     found = []
     for layer in layers:
-        training = layer.training
-        layer.eval()
         # torch counts in `_version` how often a tensor was written to.
         before = [(tensor, tensor._version) for tensor in _tensors(hidden)]
-        hidden = layer(hidden)
-        layer.train(training)
+        with in_mode(layer, training=False):
+            hidden = layer(hidden)
         wrote = any(tensor._version != version for tensor, version in before)
         # In evaluation some layers do not write, such as dropout, but say that they work in place.
         found.append(wrote or any(getattr(module, "inplace", False) for module in layer.modules()))
@@ -143,19 +139,17 @@ def measured_costs(
     hidden, _ = examples.batch(torch.arange(min(size, len(examples))))
     costs = []
     for layer in layers:
-        training = layer.training
-        layer.eval()
         # the best of several, for others may use the cores meanwhile
         seconds = []
-        for _ in range(repeats):
-            given = copied(hidden)
-            started = time.perf_counter()
-            outputs = layer(given)
-            ends = _tensors(outputs)
-            ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
-            parts.backward(outputs, ones)
-            seconds.append(time.perf_counter() - started)
-        layer.train(training)
+        with in_mode(layer, training=False):
+            for _ in range(repeats):
+                given = copied(hidden)
+                started = time.perf_counter()
+                outputs = layer(given)
+                ends = _tensors(outputs)
+                ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
+                parts.backward(outputs, ones)
+                seconds.append(time.perf_counter() - started)
         # Measuring leaves no gradients.
         layer.zero_grad(set_to_none=True)
         hidden = parts.detached(outputs)

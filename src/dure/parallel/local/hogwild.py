@@ -25,12 +25,13 @@ Gradient Descent".
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import Team, team_at
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
@@ -80,7 +82,10 @@ class Hogwild(Strategy):
     kind: ClassVar[Kind] = "threads"
     also: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
     unit: ClassVar[str] = "round"
-    deterministic: ClassVar[bool] = False
+
+    @property
+    def deterministic(self) -> bool:
+        return False
 
     @property
     def label(self) -> str:
@@ -91,6 +96,10 @@ class Hogwild(Strategy):
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
 
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_pieces(task, model, self.batch_size, 1)
+
     def check_in(self, world: World) -> None:
         """Raises ValueError for several devices."""
         if len(set(world.computes_on)) > 1:
@@ -100,6 +109,14 @@ class Hogwild(Strategy):
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return HogwildLearner(task, place, seed, self)
+
+
+class Ran(NamedTuple):
+    """What steps have computed. total: the loss of each step times what it counts."""
+
+    total: float
+    counted: float
+    examples: float
 
 
 class Hog:
@@ -126,33 +143,28 @@ class Hog:
             len(learner.train_examples), learner.strategy.batch_size, learner.seed
         )
 
-    def run(self, first: int, end: int) -> tuple[float, int]:
-        """Makes its own among the steps first … end-1.
-
-        Returns the sum of its examples' losses, and how many examples there were.
-        """
-        total = 0.0
-        examples = 0
+    def run(self, first: int, end: int) -> Ran:
+        """Makes its own among the steps first … end-1."""
+        ran = Ran(0.0, 0.0, 0)
         # Steps are dealt out in turn, so that two workers never take one batch.
         for step in range(first + self.number, end, self.learner.size):
             try:
-                loss, count = self._step(step)
+                made = self._step(step)
             except BaseException as error:
                 # The others would go on to the end of the round, for nothing.
                 self.learner.stop_all()
-                if isinstance(error, DureError) or not isinstance(error, Exception):
+                if isinstance(error, (DureError, KeyboardInterrupt)):
                     raise
                 reason = f"{type(error).__name__}: {error}"
                 raise WorkerFailedError(
                     self.meter.name, f"step {step + 1}", reason, traceback.format_exc()
                 ) from error
-            total += loss * count
-            examples += count
+            ran = Ran(*map(operator.add, ran, made))
             if self.learner.stopping():
                 break
-        return total, examples
+        return ran
 
-    def _step(self, step: int) -> tuple[float, int]:
+    def _step(self, step: int) -> Ran:
         learner = self.learner
         indices = self.batches.at(step)
         if len(learner.hogs) == 1:
@@ -161,14 +173,14 @@ class Hog:
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
         inputs, targets = to_device(learner.train_examples.batch(indices), learner.device)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = learner.task.loss(self.model(inputs), targets)
+        loss, counted = learner.losses.mean(self.model(inputs), targets, len(indices))
         value = float(loss.item())
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.meter.name, f"step {step + 1}", intact=False)
         loss.backward()  # type: ignore[no-untyped-call]
         self.rates.at(step)
         self.optimizer.step()
-        return value, len(indices)
+        return Ran(value * counted, counted, len(indices))
 
 
 class HogwildLearner(SingleLearner):
@@ -228,9 +240,9 @@ class HogwildLearner(SingleLearner):
             results, wish = self._in_processes(first, end, wish)
         self.round += 1
         self.step = end
-        examples = sum(count for _, count in results)
         # a worker that was stopped has made fewer steps: the mean is over what was computed
-        return Progress(sum(total for total, _ in results) / examples, examples, wish)
+        total, counted, examples = map(sum, zip(*results, strict=True))
+        return Progress(total / counted if counted else None, int(examples), wish)
 
     def _begin(self) -> None:
         """All begin together: rank 0 may still have been saving the weights."""
@@ -245,7 +257,7 @@ class HogwildLearner(SingleLearner):
             for hog in self.hogs[1:]:
                 refresh(hog.model, self.model)
 
-    def _in_threads(self, team: Team, first: int, end: int) -> list[tuple[float, int]]:
+    def _in_threads(self, team: Team, first: int, end: int) -> list[Ran]:
         answers = team.each(lambda worker: self.hogs[worker].run(first, end), self.group.step)
         met = time.perf_counter()
         for hog, done in zip(self.hogs, answers, strict=True):
@@ -253,21 +265,21 @@ class HogwildLearner(SingleLearner):
             hog.meter.idle("wait for the others", done.end, met, self.round + 1)
         return [done.value for done in answers]
 
-    def _in_processes(self, first: int, end: int, wish: int) -> tuple[list[tuple[float, int]], int]:
+    def _in_processes(self, first: int, end: int, wish: int) -> tuple[list[Ran], int]:
         started = time.perf_counter()
-        total, count = self.hogs[0].run(first, end)
+        ran = self.hogs[0].run(first, end)
         ended = time.perf_counter()
         # Clocks differ between hosts; arrivals are told in rank 0's time.
-        told = [total, float(count), float(wish), ended + self.place.clock_offset]
+        told = [float(wish), ended + self.place.clock_offset, *map(float, ran)]
         rows = self.group.all_gather_values(told, "the end of a round")
-        arrival = max(row[3] for row in rows) - self.place.clock_offset
+        arrival = max(row[1] for row in rows) - self.place.clock_offset
         self.group.meter.compute("training", started, ended, self.round + 1)
         self.group.meter.communication(
             "meeting", ended, time.perf_counter(), self.round + 1, arrival=arrival
         )
         # rank 0's, such as batch-norm statistics
         self.group.broadcast_values(self.buffers.of(self.model))
-        return [(row[0], int(row[1])) for row in rows], int(rows[0][2])
+        return [Ran(*row[2:]) for row in rows], int(rows[0][0])
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(

@@ -59,6 +59,7 @@ from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import AbandonedError, TimeSheet, team_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 
@@ -102,6 +103,7 @@ class LayersPerCore(Strategy):
             )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        check_pieces(task, model, self.batch_size, 1, self.microbatches)
         check_chain(task, model, workers or 1)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
@@ -124,13 +126,13 @@ class Span(NamedTuple):
 class Work:
     """A stage's part of a step: what it did, and the bytes that it handed on and back.
 
-    loss: in the last stage, that of the joint batch.
+    loss: in the last stage, that of the joint batch; None where nothing in it counts.
     """
 
     spans: list[Span] = field(default_factory=list)
     handed_on: int = 0
     handed_back: int = 0
-    loss: float = 0.0
+    loss: float | None = None
 
     def timed(self, name: str, work: Callable[[], Value]) -> Value:
         """Does `work`, and notes from when to when."""
@@ -332,13 +334,14 @@ class PipelineLearner(SingleLearner):
     def _loss(self, outputs: list[Any], sizes: list[int], targets: Any, work: Work) -> list[Any]:
         """The loss of the joint batch; the gradients of each micro-batch's outputs."""
         leaves = [parts.detached(one) for one in outputs]
-        loss = self.task.loss(
-            parts.joined(leaves, sizes), to_device(targets, self.chain.devices[-1])
+        outcome = self.losses.mean(
+            parts.joined(leaves, sizes), to_device(targets, self.chain.devices[-1]), sum(sizes)
         )
-        work.loss = float(loss.item())
-        if not math.isfinite(work.loss):
-            raise LossNotFiniteError(work.loss, self.where, f"step {self.step + 1}")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = float(outcome.loss.item())
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
+        work.loss = loss if outcome.counted else None
+        outcome.loss.backward()  # type: ignore[no-untyped-call]
         return [parts.gradients(leaf) for leaf in leaves]
 
     def _backward(

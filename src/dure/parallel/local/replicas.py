@@ -43,6 +43,7 @@ from dure.contracts.strategy import Place, Progress, another
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
+from dure.parallel.alike import Still
 from dure.parallel.gradients import as_dense
 from dure.parallel.local import parts
 from dure.parallel.local.chain import copied
@@ -52,6 +53,7 @@ from dure.parallel.local.team import TimeSheet, team_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import Computed
 from dure.tensors.buffers import common
 
 
@@ -117,6 +119,9 @@ class ReplicasLearner(SingleLearner):
             meter = Meter(f"worker {number}", place.trace)
             self.workers.append(Worker(own, device, meter))
         self.draws = Draws(place.devices, [worker.model for worker in self.workers])
+        # One worker alone may change its weights.
+        models = [worker.model for worker in self.workers] if len(self.workers) > 1 else []
+        self.still = Still(named for model in models for named in model.named_parameters())
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.share)
@@ -136,17 +141,19 @@ class ReplicasLearner(SingleLearner):
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
+        self.still.begin()
         mixed = self.precision == "bf16"
         # around forward and loss, as autograd follows what they did; workers take it over
         # (`Team.each`)
         with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
             # Forward may be done twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
-            loss, value = self._loss(busy, sizes, targets)
-        self._begin_backward(loss, busy)
+            self.still.end()
+            found = self._loss(busy, sizes, targets)
+        self._begin_backward(found.loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())
         self._reduce(busy)
-        return Progress(value, len(indices), wish)
+        return Progress(float(found.loss.item()) if found.counted else None, len(indices), wish)
 
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
         """Hands each worker its inputs and the weights; the workers that got some."""
@@ -177,20 +184,20 @@ class ReplicasLearner(SingleLearner):
         for worker, one in zip(busy, done, strict=True):
             worker.sheet.did(name, one.start, one.end, self.step + 1)
 
-    def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> tuple[Tensor, float]:
-        """Gathers the outputs; the loss of the batch, and its value."""
+    def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> Computed:
+        """Gathers the outputs; the loss of the batch."""
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes(worker.leaves))
         # The loss sees the batch as one, in the order of its examples.
         outputs = parts.joined([to_device(worker.leaves, self.device) for worker in busy], sizes)
         gathered = self._moved("gather", started)
-        loss = self.task.loss(outputs, targets)
-        value = float(loss.item())
+        found = self.losses.mean(outputs, targets, sum(sizes))
+        value = float(found.loss.item())
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.where, f"step {self.step + 1}")
         self.group.meter.compute("loss", gathered, time.perf_counter(), self.step + 1)
-        return loss, value
+        return found
 
     def _begin_backward(self, loss: Tensor, busy: list[Worker]) -> None:
         """Leaves the gradients of the outputs in the workers' `leaves`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, examples_for
@@ -30,9 +30,10 @@ from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import Shares
+from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
@@ -85,6 +86,10 @@ class SingleWorker(Strategy):
         if self.loaders < 0:
             raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
 
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for batches that the model cannot train on."""
+        check_pieces(task, model, self.batch_size, workers)
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return SingleLearner(
             task,
@@ -121,7 +126,7 @@ class SingleLearner(Learner):
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
-        self.shares = Shares(task.loss, self.train_examples)
+        self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), batch_size, seed)
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
@@ -173,28 +178,20 @@ class SingleLearner(Learner):
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
         """Leaves the mean gradient over the joint batch `indices` in the parameters."""
-        loss = self.backward(indices, share=1.0)
-        if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
-        return Progress(loss, len(indices), wish)
-
-    def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward over `indices`; returns the mean loss.
-
-        Gradients are those of share x mean loss.
-        """
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.task.loss(self.model(inputs), targets)
+        found = self.losses.mean(self.model(inputs), targets, len(indices))
         # on a GPU this waits for forward, so that the times of forward and backward are their own
-        value = float(loss.item())
+        loss = float(found.loss.item())
         forwarded = time.perf_counter()
-        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+        found.loss.backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter
         meter.compute("forward", started, forwarded, self.step + 1)
         meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
-        return value
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
+        return Progress(loss if found.counted else None, len(indices), wish)
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
         """The inputs and targets of a batch, where the model is."""

@@ -130,7 +130,7 @@ class Team:
         error = outcome.error
         assert error is not None
         # dure's own errors say enough; an interrupt is not a failure of the worker
-        if isinstance(error, DureError) or not isinstance(error, Exception):
+        if isinstance(error, (DureError, KeyboardInterrupt)):
             raise error
         text = "".join(traceback.format_exception(error))
         reason = f"{type(error).__name__}: {error}"

@@ -20,6 +20,9 @@ from dure.parallel.tensor.dividing import check_lengths, check_plan
 from dure.parallel.tensor.plan import Plan, divides_sequences
 from dure.randomness.seeds import generators_state, restore_generators
 
+EVALUATED = 2
+"""Examples on which evaluation is tried: batches of it have lengths of their own."""
+
 
 def check_optimizer(optimizer: Optimizer, mesh: Mesh, zero: int) -> None:
     """The optimizer.
@@ -52,17 +55,20 @@ def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) ->
         raise ValueError(f"{cut.changed[0]} changes in a forward pass (as by max_norm), and {what}")
     if evaluates:
         try:
-            # Batches of evaluation have lengths of their own; two examples stand for all.
             # raises where the traces of evaluation and of training do not go together
-            cut.homes(2, False)
+            cut.homes(EVALUATED, False)
         except ValueError as error:
             raise ValueError(f"in evaluation, {error}") from error
 
 
-def sample(examples: Examples, count: int) -> Any:
-    """Inputs of so many examples, whatever their values are; no generator is advanced."""
+def sample(examples: Examples, count: int, backwards: bool = False) -> Any:
+    """Inputs of so many examples, the first ones; no generator is advanced.
+
+    backwards: the last ones, from the last on.
+    """
     # Reading may draw, such as for augmentation, and must not change what training draws.
     before = generators_state()
-    inputs, _ = examples.batch(torch.arange(count) % len(examples))
+    indices = torch.arange(count) % len(examples)
+    inputs, _ = examples.batch(len(examples) - 1 - indices if backwards else indices)
     restore_generators(before)
     return inputs

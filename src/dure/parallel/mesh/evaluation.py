@@ -12,42 +12,43 @@ from torch import Tensor
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.parallel.mesh.held import Held
-from dure.parallel.pipeline.evaluation import chunks_of, totals_of
-from dure.tasks.evaluation import ratio
+from dure.parallel.pipeline.evaluation import chunks_of, measure
+from dure.tasks.measurement import Measurement
+from dure.tasks.modes import in_mode
 
 
+@torch.no_grad()
 def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
     """test_loss and test_<metric>, the same on every rank; all ranks call it."""
     started = time.perf_counter()
     # Every rank knows all shares, so that it knows how many chunks the others have.
     shares = torch.arange(len(examples)).tensor_split(held.mesh.data)
+    share = shares[held.at.data]
     chunks = [chunks_of(share, task, held.cut.stages) for share in shares]
-    mine = chunks[held.at.data]
-    held.model.eval()
-    with held.zero.uncounted() if held.zero is not None else nullcontext():
-        totals = _totals(held, task, examples, mine)
+    # Tensor neighbours compute the same examples; the first one's count.
+    measurement = Measurement(task, len(examples), len(share), counts=held.at.tensor == 0)
+    # Neither what divided layers exchange is counted, nor what ZeRO gathers.
+    gathering = held.zero.uncounted() if held.zero is not None else nullcontext()
+    with in_mode(held.model, training=False), gathering, held.groups.tensor.uncounted():
+        _measure(held, examples, chunks[held.at.data], measurement)
         if held.zero is not None and held.zero.stage > 1:
             # Forward gathers units, in which the whole data group takes part: a rank with fewer
-            # chunks computes an example again, whose totals nobody counts.
-            missing = max(map(len, chunks)) - len(mine)
-            _totals(held, task, examples, [shares[0][:1]] * missing)
-    held.model.train()
-    if held.at.tensor > 0:
-        # Tensor neighbours have computed the same examples; the first one's totals count.
-        totals = [0.0] * len(totals)
-    rows = held.group.all_gather_values(totals)
-    sums = [sum(column) for column in zip(*rows, strict=True)]
+            # chunks computes an example again, which nobody counts.
+            missing = max(map(len, chunks)) - len(chunks[held.at.data])
+            nothing = Measurement(task, len(examples), 0, counts=False)
+            _measure(held, examples, [shares[0][:1]] * missing, nothing)
+    values = measurement.values(held.group)
     held.group.meter.mark(
         "evaluation", "evaluation", start=started, end=time.perf_counter(), step=held.step
     )
-    names = ["loss", *task.measures]
-    # The first half of the sums are totals, the second half their counts.
-    return {f"test_{name}": ratio(sums[i], sums[len(names) + i]) for i, name in enumerate(names)}
+    return {f"test_{name}": value for name, value in values.items()}
 
 
-def _totals(held: Held, task: Task, examples: Examples, chunks: Sequence[Tensor]) -> list[float]:
-    return totals_of(
-        task,
+def _measure(
+    held: Held, examples: Examples, chunks: Sequence[Tensor], measurement: Measurement
+) -> None:
+    measure(
+        measurement,
         examples,
         chunks,
         cut=held.cut,

@@ -33,13 +33,11 @@ def facts_of(held: Held, batch_size: int, carried: bool) -> dict[str, Any]:
     batch_size: examples of a full step, over all data groups. carried: whether the state of a
     random generator travels with the values from stage to stage.
     """
-    meter = held.group.meter
     facts: dict[str, Any] = {"at": held.at._asdict()}
     if held.group.rank == 0:
         facts["schedule"] = held.schedule.text()
     facts["stages"] = [_stage(held, number, batch_size, carried) for number in held.own]
     facts["held"] = _bytes_held(held)
-    facts["inside"] = {"seconds": meter.inside_seconds, "steps": meter.inside_steps}
     return facts
 
 

@@ -66,6 +66,11 @@ class Pipeline(Strategy):
         own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
+    @property
+    def deterministic(self) -> bool:
+        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        return self.balance != "measured"
+
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
         return Parallel(
@@ -85,6 +90,9 @@ class Pipeline(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check_model(task, model, workers)
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+        return self.on(1 if workers is None else workers).prove(task, model, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self.on(place.group.size))

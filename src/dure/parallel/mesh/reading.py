@@ -20,7 +20,7 @@ from dure.machine.devices import to_device
 from dure.parallel.mesh.mesh import Coordinates, Mesh
 from dure.parallel.pipeline.stage import Microbatch
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.tasks.loss_shares import Shares
+from dure.tasks.loss_shares import NOTHING, CountedLoss
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Reading:
     """
 
     examples: Examples
-    shares: Shares
+    losses: CountedLoss
     seed: int
     mesh: Mesh
     at: Coordinates
@@ -51,8 +51,8 @@ class Reading:
             # `tensor_split` gives the first ranks the most examples, so rank 0's count is the
             # largest. The ones that are missing here count nothing.
             for number in range(len(made), min(self.most, len(parts[0]))):
-                # Any example will do: with a share of 0 its gradient is 0.
-                made.append(replace(self._one(indices[:1], number, indices, step), share=0.0))
+                # Any example will do.
+                made.append(replace(self._one(indices[:1], number, indices, step), share=NOTHING))
         return made
 
     def _one(self, piece: Tensor, number: int, batch: Tensor, step: int) -> Microbatch:
@@ -63,9 +63,9 @@ class Reading:
         # A single micro-batch is read as one worker reads its batch, and the model draws from where
         # reading has stopped. In all other cases reading leaves the generators as they were.
         if not self.examples.draws or (self.most == 1 and self.begins):
-            return Microbatch(len(piece), self.shares.of(piece, batch), read)
+            return Microbatch(len(piece), self.losses.share(piece, batch), read)
         return Microbatch(
-            len(piece), self.shares.of(piece, batch), lambda: self._seeded(read, number, step)
+            len(piece), self.losses.share(piece, batch), lambda: self._seeded(read, number, step)
         )
 
     def _seeded(

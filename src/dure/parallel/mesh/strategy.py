@@ -16,11 +16,14 @@ Megatron-LM"; each system's own page.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import msgspec
 from torch import Tensor, nn
@@ -37,16 +40,30 @@ from dure.contracts.strategy import (
 )
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
+from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.parallel.local.single import check_gradient
-from dure.parallel.mesh.check import check_cut, check_layers, check_optimizer, sample
+from dure.parallel.mesh.check import (
+    EVALUATED,
+    check_cut,
+    check_layers,
+    check_optimizer,
+    sample,
+)
 from dure.parallel.mesh.checkpoint import part_of, restore, state_of, weights_of
 from dure.parallel.mesh.evaluation import evaluate
 from dure.parallel.mesh.facts import facts_of
-from dure.parallel.mesh.gradients import clip, share_buffers, sum_over_replicas, sum_tied
+from dure.parallel.mesh.gradients import (
+    clip,
+    share_buffers,
+    sum_over_replicas,
+    sum_tied,
+    summed_gradients,
+)
 from dure.parallel.mesh.held import hold, optimizer_of
 from dure.parallel.mesh.mesh import Mesh, groups_on
+from dure.parallel.mesh.proof import prove_layers
 from dure.parallel.mesh.reading import Reading
 from dure.parallel.mesh.zero import account, zero_of
 from dure.parallel.mesh.zero import check as check_zero
@@ -56,6 +73,7 @@ from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, is_own
 from dure.parallel.pipeline.stage import Stage
@@ -68,8 +86,18 @@ from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import Shares
+from dure.tasks.loss_shares import CountedLoss
+
+EVERY = (1 << 48) - 1
+"""As many bits as a float64 keeps, and some less: values that the last stage may receive."""
+
+TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
+"""Cuts that were checked, by the models of which they are copies, until they are proven.
+
+To trace a model takes longer than all else that is done before training.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +148,11 @@ class Parallel(Strategy):
     @property
     def label(self) -> str:
         return f"parallel {'x'.join(map(str, self.mesh.degrees))}" + self.plan.label
+
+    @property
+    def deterministic(self) -> bool:
+        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        return self.balance != "measured"
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
@@ -172,7 +205,8 @@ class Parallel(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
-        schedule = self.list_for(self.most)
+        check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
+        whole = model
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)
         train, test = examples_for(model, task)
@@ -181,23 +215,50 @@ class Parallel(Strategy):
         if self.mesh.tensor > 1 or self.plan.entries:
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
-        if self.uncut:
-            if self.cut:
-                raise ValueError(
-                    f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}"
-                )
-            return
+        if not self.uncut:
+            TRACED[whole] = self, self._checked_cut(model, train, test)
+        elif self.cut:
+            raise ValueError(
+                f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}"
+            )
+
+    def _checked_cut(self, model: nn.Module, train: Examples, test: Examples | None) -> CutModel:
+        """The model cut, as far as one process can tell."""
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(
             model,
             sample=partial(sample, train),
-            stages=schedule.stages,
+            stages=self.list_for(self.most).stages,
             examples=self.examples(len(train)),
             test=tests,
         )
         # Not measured: a check must not depend on how fast this machine is now.
         cut.decide(cut.choose(self.cut, "estimated"))
         check_cut(cut, self.mesh.data, self.recompute, evaluates=tests is not None)
+        return cut
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+        """Runs the stages and the undivided model side by side, on one micro-batch."""
+        if self.uncut:
+            return None
+        if TRACED.get(model, (None,))[0] != self:
+            self.check_model(task, model, workers)
+        _, cut = TRACED.pop(model)
+        twin = another(model, task, 0)
+        # A task may give one and the same model, of which there is no copy: then there is nothing
+        # to run beside the stages.
+        if twin is cut.model or twin is model:
+            return None
+        train, test = examples_for(model, task)
+        prove_cut(
+            cut,
+            twin,
+            others=sample(train, cut.examples, backwards=True),
+            evaluation=EVALUATED if test is not None and len(test) else 0,
+            parts_gradients=self.list_for(self.most).parts_gradients,
+            recompute=self.recompute,
+        )
+        return "the traced stages compute what the model computes"
 
     @property
     def uncut(self) -> bool:
@@ -231,15 +292,18 @@ class ParallelLearner(Learner):
         self.at = self.groups.at
         self.where = f"rank {self.group.rank}"
         model = place.model(task, seed).to(self.device).train()
-        self._divide_layers(model)
-        self._draws = draws_of(model)
         self.train_examples, self.test_examples = examples_for(model, task)
+        self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
+        self._divide_layers(model, place.check)
+        self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
         # Before `hold`, which lets go of the parameters of other stages.
-        self._flops = (
-            flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
-        )
+        # They are counted in a forward pass, whose messages are no part of the training.
+        with self.groups.tensor.uncounted():
+            self._flops = (
+                flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
+            )
         # The schedule of a full batch; smaller ones have an engine of their own (`_engine`).
         self.schedule = strategy.list_for(strategy.most)
         self.stream = Stream(derive(seed, "draws", self.at.data), False, self._own_draws)
@@ -253,13 +317,14 @@ class ParallelLearner(Learner):
         )
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
+        self._without: dict[int, list[str]] = {}
         self._make_optimizer()
         if strategy.uncut:
             # Nobody has traced this model: what its forward passes change is found by comparing.
             self.held.speaking = Speaker(model)
         self.reading = Reading(
             examples=self.train_examples,
-            shares=Shares(task.loss, self.train_examples),
+            losses=self.losses,
             seed=seed,
             mesh=strategy.mesh,
             at=self.at,
@@ -270,8 +335,8 @@ class ParallelLearner(Learner):
             alike=self.held.zero is not None and self.held.zero.stage > 1,
         )
 
-    def _divide_layers(self, model: nn.Module) -> None:
-        """Divides the layers over the tensor group."""
+    def _divide_layers(self, model: nn.Module, check: bool) -> None:
+        """Divides the layers over the tensor group. check: whether the plan is tried before."""
         mesh = self.strategy.mesh
         if mesh.tensor == 1:
             return
@@ -281,6 +346,20 @@ class ParallelLearner(Learner):
             homes.update(dict.fromkeys(ranks, number))
         mesh.check_hosts([homes[rank] for rank in range(self.group.size)])
         plan = plan_of(model, self.strategy.sequence, self.strategy.plan)
+        if check:
+            count = self.strategy.examples(len(self.train_examples))
+            proof = prove_layers(
+                model,
+                plan,
+                self.task,
+                self.seed,
+                group=self.group,
+                groups=self.groups,
+                examples=self.train_examples,
+                indices=self.batches.at(0)[:count],
+                device=self.device,
+            )
+            self.proofs = [proof]
         parallelize(model, plan, self.groups.tensor)
 
     def _cut(self, model: nn.Module) -> CutModel | UncutModel:
@@ -309,7 +388,8 @@ class ParallelLearner(Learner):
         numbered = strategy.most > 1 or on_shards
         self.stream.carried = not numbered and held.cut.draws
         # The loss may draw too; -1 is a number that no operation of the model has.
-        self._loss = self.stream.drawing(self.task.loss, -1) if numbered else self.task.loss
+        part = self.losses.part
+        self._loss = self.stream.drawing(part, -1) if numbered else part
         # A schedule that computes weight gradients apart finds them on this list; else they are
         # computed at once.
         self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
@@ -379,9 +459,14 @@ class ParallelLearner(Learner):
             held.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(held.step)
         # All ranks hear of a loss that is not finite before any of them updates.
-        loss, wish = self._agree(self.gradients(indices), wish)
+        loss, count, wish, missed = self._agree(*self.gradients(indices), wish)
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
+        self._drop_gradients(missed)
+        gradients = (gradient for _, gradient in summed_gradients(held))
+        mean = self.losses.settle(loss, indices, count, gradients)
+        if self.strategy.clip_norm is not None:
+            clip(held, self.strategy.clip_norm)
         started = time.perf_counter()
         if held.optimizer is not None:
             self.rates.at(held.step)
@@ -391,10 +476,13 @@ class ParallelLearner(Learner):
         # after the update, when no rank computes with them
         share_buffers(held)
         held.step += 1
-        return Progress(loss, len(indices), wish)
+        return Progress(mean, len(indices), wish)
 
-    def gradients(self, indices: Tensor) -> float:
-        """Leaves the joint batch's mean gradient in the parameters; returns this rank's loss."""
+    def gradients(self, indices: Tensor) -> tuple[float, float]:
+        """Leaves the joint batch's gradient in the parameters.
+
+        Returns what this rank adds to the batch's loss, and to what that counts.
+        """
         batches = self.reading.microbatches(indices, self.held.step)
         if batches:
             self._engine(len(batches)).run(self.held.step, batches)
@@ -402,14 +490,12 @@ class ParallelLearner(Learner):
         # First over stages, then over replicas: each replica then adds whole gradients.
         sum_tied(self.held)
         sum_over_replicas(self.held)
-        if self.strategy.clip_norm is not None:
-            clip(self.held, self.strategy.clip_norm)
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not batches:
-            return 0.0
-        # Only the last stage knows losses; shares add to 1 over all micro-batches of all data
-        # groups.
-        return sum(last.losses[number] * batch.share for number, batch in enumerate(batches))
+            return 0.0, 0.0
+        # Only the last stage knows losses.
+        numbers = range(len(batches))
+        return sum(last.losses[n] for n in numbers), sum(last.counts[n] for n in numbers)
 
     def _engine(self, microbatches: int) -> Engine:
         if microbatches not in self._engines:
@@ -423,14 +509,44 @@ class ParallelLearner(Learner):
             )
         return self._engines[microbatches]
 
-    def _agree(self, loss: float, wish: int) -> tuple[float, int]:
-        """The loss over the joint batch, and rank 0's wish."""
+    def _agree(self, loss: float, count: float, wish: int) -> tuple[float, float, int, int]:
+        """What all ranks know of the step.
+
+        What all of them add to the batch's loss, and to what that counts; rank 0's wish; and what
+        got no gradient (`_missed`).
+        """
         # Tensor neighbours have the same loss, and stages before the last have none.
-        counts = self.at.tensor == 0
+        said = [loss, count] if self.at.tensor == 0 else [0.0, 0.0]
         rows = self.group.all_gather_values(
-            [loss if counts else 0.0, float(wish)], "exchange of losses"
+            [*said, float(wish), float(self._missed())], "exchange of losses"
         )
-        return sum(row[0] for row in rows), int(rows[0][1])
+        missed = functools.reduce(operator.and_, (int(row[3]) for row in rows))
+        return sum(row[0] for row in rows), sum(row[1] for row in rows), int(rows[0][2]), missed
+
+    def _missed(self) -> int:
+        """The values that the last stage has received and that got no gradient, as bits.
+
+        All of them on a rank that does not know. A loss may not depend on all outputs.
+        """
+        last = self.stages.get(self.schedule.stages - 1)
+        if last is None or not last.losses or self.schedule.stages == 1:
+            return EVERY
+        return EVERY & ~sum(1 << place for place in last.reached)
+
+    def _drop_gradients(self, missed: int) -> None:
+        """Takes away the zeros that came where one worker has no gradient.
+
+        An optimizer leaves a parameter without a gradient alone, and one with zeros not.
+        """
+        cut = self.held.cut
+        # Parts of an optimizer's state that are divided are updated together.
+        if isinstance(cut, UncutModel) or self.schedule.stages == 1 or self.held.zero is not None:
+            return
+        if missed not in self._without:
+            self._without[missed] = cut.without_gradient(missed)
+        for name in self._without[missed]:
+            if name in self.held.parameters:
+                self.held.parameters[name].grad = None
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""

@@ -31,6 +31,7 @@ from dure.parallel.pipeline.program import (
 from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
 from dure.parallel.zero.away import unwatched
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.tasks.modes import in_mode
 
 
 @dataclass(frozen=True)
@@ -142,22 +143,27 @@ class CutModel:
                 f"batch_size, or fewer micro-batches; {error}"
             ) from error
 
+    def inputs(self, examples: int, training: bool) -> Any:
+        """Those on which so many examples are traced."""
+        # Examples of evaluation may have other shapes.
+        return (self._sample if training else self._test)(examples)
+
     def _traced(self, examples: int, training: bool) -> Trace:
         key = (examples, training)
         if key not in self._traces:
             before = generators_state()
             # Tracing leaves the model's mode and the generators as they were.
-            mode = self.model.training
-            # Examples of evaluation may have other shapes.
-            inputs = (self._sample if training else self._test)(examples)
-            self.model.train(training)
+            inputs = self.inputs(examples, training)
             try:
                 # Without gradients torch computes some of its layers as one operation, which could
                 # not be cut, and whose parameters would lie in several stages.
-                with torch.enable_grad(), unwatched(self.model.parameters()):
+                with (
+                    in_mode(self.model, training),
+                    torch.enable_grad(),
+                    unwatched(self.model.parameters()),
+                ):
                     self._traces[key] = Trace(self.model, inputs)
             finally:
-                self.model.train(mode)
                 restore_generators(before)
         return self._traces[key]
 
@@ -228,6 +234,24 @@ class CutModel:
     def learned(self) -> frozenset[str]:
         """The parameters to which a gradient's path leads."""
         return self.reference.learned
+
+    def without_gradient(self, missed: int) -> list[str]:
+        """The parameters that have no gradient because the loss does not depend on all outputs.
+
+        missed: as bits, which of the values that the last stage receives, and through which a
+        gradient may go, got none. The last stage's own parameters are not named: it knows itself.
+        """
+        trace = self.reference
+        arriving = crossing(trace, self.homes(self.examples, True), self.stages)[-1]
+        arriving = [node for node in arriving if trace.value(node).differentiable]
+        reached = [node for place, node in enumerate(arriving) if not missed >> place & 1]
+        learned = trace.learned_from(reached)
+        last = self.stages - 1
+        return [
+            name
+            for name in sorted(self.learned - learned)
+            if last not in self.holders.get(name, ())
+        ]
 
     @property
     def changed(self) -> list[str]:

@@ -20,7 +20,8 @@ from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.pipeline.uncut import UncutModel
-from dure.tasks.evaluation import measured
+from dure.tasks.loss_shares import NOTHING, Computed, Share
+from dure.tasks.measurement import Measurement
 
 ROUND = 32
 """Chunks that are in the pipeline together."""
@@ -35,30 +36,23 @@ def chunks_of(share: Tensor, task: Task, stages: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def totals_of(
-    task: Task,
+def measure(
+    measurement: Measurement,
     examples: Examples,
     chunks: Sequence[Tensor],
     cut: CutModel | UncutModel,
     home: Sequence[int],
     group: Group,
-) -> list[float]:
-    """Sums of the loss and the metrics over the examples of all chunks, then their counts.
+) -> None:
+    """Adds the examples of all chunks to the measurement, on the rank of the last stage.
 
-    They are zeros but on the rank of the last stage. home: the rank of each stage. The meter does
-    not count the transfers.
+    home: the rank of each stage. The meter does not count the transfers.
     """
-    columns = 1 + len(task.measures)
-    sums = [0.0] * columns
-    counts = [0.0] * columns
 
-    # The "loss" of evaluation: it adds up totals on the last stage, and gives a number that nobody
-    # uses.
-    def measure(length: int, outputs: Any, targets: Any) -> Tensor:
-        for position, (total, count) in enumerate(measured(task, outputs, targets, length)):
-            sums[position] += total
-            counts[position] += count
-        return torch.zeros(())
+    # The "loss" of evaluation: it measures on the last stage, and gives a number that nobody uses.
+    def add(outputs: Any, targets: Any, length: int, share: Share) -> Computed:
+        measurement.add(outputs, targets, length)
+        return Computed(torch.zeros(()), 0.0)
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     # In evaluation nothing draws.
@@ -68,15 +62,17 @@ def totals_of(
     for start in range(0, len(chunks), ROUND):
         # Chunks of one length share a program; only the last one may be shorter.
         for length, alike in groupby(chunks[start : start + ROUND], len):
-            batches = [Microbatch(len(c), 1.0, partial(_read, examples, c, device)) for c in alike]
+            batches = [
+                Microbatch(length, NOTHING, partial(_read, examples, chunk, device))
+                for chunk in alike
+            ]
             schedule = forward_only(home, len(batches))
-            stages = {stage: _stage(stage, cut, stream, partial(measure, length)) for stage in mine}
+            stages = {stage: _stage(stage, cut, stream, add) for stage in mine}
             # unmetered, since an evaluation is part of the measurement
             engine = Engine(
                 group.unmetered(), schedule, stages=stages, stream=stream, device=device
             )
             engine.run(0, batches)
-    return sums + counts
 
 
 def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[Any, Any]:
@@ -84,7 +80,7 @@ def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[An
     return content
 
 
-def _stage(number: int, cut: CutModel | UncutModel, stream: Stream, measure: Any) -> Stage:
+def _stage(number: int, cut: CutModel | UncutModel, stream: Stream, add: Any) -> Stage:
     return Stage(
         number,
         last=number == cut.stages - 1,
@@ -92,7 +88,7 @@ def _stage(number: int, cut: CutModel | UncutModel, stream: Stream, measure: Any
             number, examples, training=False, stream=stream, later=None
         ),
         structure_for=lambda examples: cut.structure(examples, False),
-        loss=measure,
+        loss=add,
         stream=stream,
         remaining=None,
         trains=False,

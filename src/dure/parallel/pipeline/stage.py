@@ -5,8 +5,8 @@
     backward  gradients of the leaving ones  ->  those of the received ones, and of the weights
 
 A value that is only carried past is received and leaves, and so is its gradient. The last stage
-computes the loss; a micro-batch of b examples of a batch of B counts b/B, or as the loss counts
-(`dure.tasks.loss_shares`), so that the sum of the gradients is that of the mean over the batch.
+computes the loss, of which a micro-batch adds its share (`dure.tasks.loss_shares`), so that the sum
+of the gradients is that of the batch.
 
 Batch normalisation sees a micro-batch, as it does with accumulated gradients, and updates its
 running statistics with each; recomputation leaves them alone.
@@ -27,18 +27,18 @@ from dure.parallel.pipeline.apart import Remaining
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program
 from dure.parallel.pipeline.trace import leaves_of
-from dure.tasks.loss_shares import loss_of
+from dure.tasks.loss_shares import Computed, Share
 
 
 @dataclass
 class Microbatch:
-    """A micro-batch of so many examples. share: what its loss counts in the batch's.
+    """A micro-batch of so many examples. share: of its batch.
 
     read: gives inputs and targets; called once, by the stages that use them.
     """
 
     examples: int
-    share: float
+    share: Share
     read: Callable[[], tuple[Any, Any]]
 
     @cached_property
@@ -70,7 +70,8 @@ class Stage:
     """One stage.
 
     program_for: its program for a micro-batch of so many examples.
-    structure_for: of the model's outputs; loss: of outputs and targets; both are the last stage's.
+    structure_for: of the model's outputs; loss: of outputs, targets, so many examples and their
+        share, what they add to the loss of the batch; both are the last stage's.
     stream: from where its operations draw.
     remaining: where weight gradients are left for later; None where they are computed at once.
     recompute: keeps what was received and computes the rest again for backward, but not in the last
@@ -84,7 +85,7 @@ class Stage:
         last: bool,
         program_for: Callable[[int], Program],
         structure_for: Callable[[int], TreeSpec],
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any, int, Share], Computed],
         stream: Stream,
         remaining: Remaining | None,
         recompute: bool = False,
@@ -104,6 +105,9 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._weights: dict[int, list[Callable[[], None]]] = {}
         self.losses: dict[int, float] = {}
+        self.counts: dict[int, float] = {}
+        self.reached: set[int] = set()
+        """Which of the received values that have a gradient got one in this step, by place."""
 
     def begin(self, step: int) -> None:
         """A step begins; what an interrupted one has left is dropped."""
@@ -113,6 +117,8 @@ class Stage:
         if self._remaining is not None:
             self._remaining.clear()
         self.losses.clear()
+        self.counts.clear()
+        self.reached.clear()
 
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Computes micro-batch `number`; returns what leaves, cut from the graph."""
@@ -127,7 +133,7 @@ class Stage:
             self._kept[number] = kept
         self._stream.at(self.step, number)
         if not self.trains:
-            ends = self._run(program, batch, values)
+            ends = self._run(program, number, batch, values)
         elif self.recompute:
             kept.state = self._stream.state() if self._stream.carried else None
             # Recomputation has to see the buffers as they were before this forward changed them.
@@ -136,16 +142,18 @@ class Stage:
             }
             # no graph: only what was received is held until backward
             with torch.no_grad():
-                ends = self._run(program, batch, values)
+                ends = self._run(program, number, batch, values)
         else:
-            ends = kept.ends = self._run(program, batch, values)
+            ends = kept.ends = self._run(program, number, batch, values)
         if self.last:
             self.losses[number] = float(ends[0].item())
             return []
         # The graph stays here; only values go on.
         return [end.detach() for end in ends]
 
-    def _run(self, program: Program, batch: Microbatch, values: Sequence[Tensor]) -> list[Tensor]:
+    def _run(
+        self, program: Program, number: int, batch: Microbatch, values: Sequence[Tensor]
+    ) -> list[Tensor]:
         inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
         # A trace holds for one shape; what it would compute for another is wrong, and maybe no
         # error.
@@ -160,7 +168,9 @@ class Stage:
             return list(results)
         # the loss takes what the model gives, not leaves
         outputs = tree_unflatten(list(results), self._structure_for(batch.examples))
-        return [loss_of(self._loss, outputs, batch.targets, batch.share)]
+        found = self._loss(outputs, batch.targets, batch.examples, batch.share)
+        self.counts[number] = found.counted
+        return [found.loss]
 
     def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Computes all gradients; returns those that the stage before waits for."""
@@ -187,16 +197,14 @@ class Stage:
         if self.recompute:
             self._compute_again(kept, number, batch, program)
         if self.last:
-            ends = kept.ends
-            # The loss is a mean over the micro-batch; its share makes the sum over micro-batches
-            # that of the batch.
-            gradients = [torch.full_like(kept.ends[0], batch.share)]
+            # A loss without a gradient is an error, as everywhere.
+            wanted = [(kept.ends[0], torch.ones_like(kept.ends[0]))]
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
             ends = [end for end, value in leaving if value.differentiable]
-        # A frozen stage's ends have no graph, though a gradient comes for each.
-        pairs = zip(ends, gradients, strict=True)
-        wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+            # A frozen stage's ends have no graph, though a gradient comes for each.
+            pairs = zip(ends, gradients, strict=True)
+            wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
         # A stage may have nothing that learns, and nothing before it.
         if wanted:
             torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
@@ -218,7 +226,7 @@ class Stage:
         if kept.state is not None:
             self._stream.go_on_from(kept.state)
         self._stream.at(self.step, number)
-        kept.ends = self._run(program, batch, kept.received)
+        kept.ends = self._run(program, number, batch, kept.received)
         self._stream.go_on_from(before)
         for name, buffer in buffers.items():
             # By way of data, which autograd does not see: it would refuse a backward pass that has
@@ -229,9 +237,8 @@ class Stage:
         """The gradients of what was received; zeros where nothing depends on it."""
         kept = self._kept.pop(number)
         program = self.program_for(batch.examples)
-        return [
-            # The stage before waits for a gradient of each, whether there is one or not.
-            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for tensor, value in zip(kept.received, program.received, strict=True)
-            if value.differentiable
-        ]
+        pairs = zip(kept.received, program.received, strict=True)
+        tensors = [tensor for tensor, value in pairs if value.differentiable]
+        self.reached.update(place for place, each in enumerate(tensors) if each.grad is not None)
+        # The stage before waits for a gradient of each, whether there is one or not.
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in tensors]

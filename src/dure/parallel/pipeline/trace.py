@@ -19,9 +19,10 @@ model does apart from its operations is not in it, and refused where that can be
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,11 +41,14 @@ from dure.parallel.pipeline.memory import (
     part_of,
     settle,
 )
+from dure.parallel.pipeline.place import place_in, place_of
 from dure.parallel.pipeline.unseen import unseen
 from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness.seeds import generators_state, restore_generators
+
+_SYMBOLS = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
 PLAIN = (Tensor, int, float, bool, type(None))
 """What an operation may give."""
@@ -129,8 +133,8 @@ class Trace:
             if not all(known):
                 raise ValueError(
                     f"a {type(model).__name__} cannot be cut, for {node.name} in "
-                    f"{owner_of(node) or 'it'} makes a number that depends on the data; make it "
-                    "independent of them"
+                    f"{_place_of(node, model, inputs)} makes a number that depends on the data; "
+                    "make it independent of them, such as by a mask instead of indices"
                 )
 
     def _find_constants(self) -> None:
@@ -191,13 +195,13 @@ class Trace:
                 )
         # A view that was made before the write shows what was written.
         found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
-        return frozenset(found & self._wanted(found))
+        return frozenset(found & self._wanted(found, self.outputs))
 
-    def _wanted(self, found: set[fx.Node]) -> set[fx.Node]:
-        """Of these values those from which a gradient's path leads to the outputs."""
-        # Backwards from the outputs: an operation is wanted if its result is, or if it writes into
+    def _wanted(self, found: Set[fx.Node], ends: Iterable[Any]) -> set[fx.Node]:
+        """Of these values those from which a gradient's path leads to the `ends`."""
+        # Backwards from the ends: an operation is wanted if its result is, or if it writes into
         # memory of which a wanted value is a view.
-        wanted = {leaf for leaf in self.outputs if leaf in found}
+        wanted = {leaf for leaf in ends if leaf in found}
         families = {self.root[node] for node in wanted}
         for node in reversed(self.operations):
             writes = any(self.root[value] in families for value in changed_by(node))
@@ -215,6 +219,11 @@ class Trace:
     def learned(self) -> frozenset[str]:
         """The names of the parameters to which a gradient's path leads."""
         return frozenset(self.names[node] for node in self._differentiable if node in self.names)
+
+    def learned_from(self, ends: Iterable[fx.Node]) -> frozenset[str]:
+        """The names of the parameters from which a gradient's path leads to one of the `ends`."""
+        wanted = self._wanted(self._differentiable, ends)
+        return frozenset(self.names[node] for node in wanted if node in self.names)
 
     def value(self, node: fx.Node) -> Value:
         """What a node that gives one tensor gives."""
@@ -253,23 +262,24 @@ def leaves_of(inputs: Any) -> list[Any]:
     return list(tree_flatten(((inputs,), {}))[0])
 
 
-def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
-    """The graph, and what its opaque operations stand for."""
+def exported(model: nn.Module, inputs: Any, places: bool = False) -> tuple[fx.GraphModule, Layers]:
+    """The graph, and what its opaque operations stand for.
+
+    places: each operation has a "stack_trace", with the lines from which it was called.
+    """
     # torch.export runs the model, which may draw; what comes after must not notice.
     before = generators_state()
     try:
-        with warnings.catch_warnings(), _settings():
+        with warnings.catch_warnings(), _settings(places):
             warnings.simplefilter("ignore")
-            with hidden(model) as layers, unseen(model) as lost:
+            with hidden(model) as layers, unseen(model, inputs) as lost:
                 module = torch.export.export(model, (inputs,), strict=False).module()
     # It says already what is wrong, and callers tell it from the rest.
     except LengthError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"a {type(model).__name__} cannot be cut, for torch.export cannot trace it "
-            f"({type(error).__name__}: {reason}); make its control flow independent of the data"
+            f"a {type(model).__name__} cannot be cut, for {_why(error, model)}"
         ) from error
     finally:
         restore_generators(before)
@@ -282,21 +292,64 @@ def exported(model: nn.Module, inputs: Any) -> tuple[fx.GraphModule, Layers]:
     return module, layers
 
 
+def _place_of(node: fx.Node, model: nn.Module, inputs: Any) -> str:
+    """Where in the model an operation was called."""
+    module, _ = exported(model, inputs, places=True)
+    twins = [other for other in module.graph.nodes if other.name == node.name]
+    stack = twins[0].meta.get("stack_trace") if twins else None
+    return place_in(stack or "", owner_of(node))
+
+
+def _why(error: Exception, model: nn.Module) -> str:
+    """Why torch.export cannot trace the model, and where, as the end of a sentence."""
+    # Here, for they take long to import.
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    # what torch raises where a number in a tensor is asked for
+    of_data = (GuardOnDataDependentSymNode, DataDependentOutputException)
+    place = place_of(error, model)
+    at = f" in {place}" if place else ""
+    if isinstance(error, of_data) or isinstance(error.__cause__, of_data):
+        # torch tells it by the symbols of its own graph, which say nothing to others
+        return (
+            f"what it does{at} depends on numbers in tensors, drawn or computed, which a trace "
+            "does not have; make its control flow independent of the data, such as by torch.where"
+        )
+    reason = str(error).strip().split("\n")[0]
+    return (
+        f"torch.export cannot trace it{at} ({type(error).__name__}: {reason}); make its control "
+        "flow independent of the data"
+    )
+
+
 @contextmanager
-def _settings() -> Iterator[None]:
+def _settings(places: bool) -> Iterator[None]:
     """Those of torch while it traces, and then what they were."""
+    from torch.export import _trace  # here, for it takes long to import
+
     # Settings of the whole process: they are put back, whatever happens.
     fast = torch.backends.mha.get_fastpath_enabled()
     without_stacks = fx.config.do_not_emit_stack_traces
     # The fast path of a transformer's layer is one operation, in which one cannot cut.
     torch.backends.mha.set_fastpath_enabled(False)
-    # Where in a file each operation is takes long to find out, and is not used.
-    fx.config.do_not_emit_stack_traces = True
+    # Where in a file each operation is takes long to find out, and is seldom asked.
+    fx.config.do_not_emit_stack_traces = not places
+    # Where it fails torch prints its graph, and warns; what is wrong is said in a line (`_why`).
+    _trace.print = _silent  # type: ignore[attr-defined]
+    level = _SYMBOLS.level
+    _SYMBOLS.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
+        _SYMBOLS.setLevel(level)
+        del _trace.print  # type: ignore[attr-defined]
         torch.backends.mha.set_fastpath_enabled(fast)
         fx.config.do_not_emit_stack_traces = without_stacks
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    """Prints nothing."""
 
 
 def names_of(

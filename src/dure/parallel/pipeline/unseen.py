@@ -5,9 +5,9 @@
                           reversed, or to pass a rounding, would not be
     numbers drawn         from the generators of Python and numpy: a trace has those that were drawn
                           when it was made
-    numbers counted       attributes that forward changes: a trace has those of its time
 
-Gradients matter in training alone.
+Gradients matter in training alone. What forward keeps in Python is tried, and not seen here
+(`dure.parallel.pipeline.proof`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,19 @@ import numpy
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from dure.parallel.pipeline.place import place_here, place_where
+
 TRACING = ("torch._dynamo.", "torch._functorch.", "torch._library.")
 """Where torch has functions with which it traces, and those of custom operations, which a trace has
 as they are."""
 
 
 @contextmanager
-def unseen(model: nn.Module) -> Iterator[list[str]]:
+def unseen(model: nn.Module, inputs: Any) -> Iterator[list[str]]:
     """Inside, what a trace of the model loses is put on the list, each as the end of a sentence."""
     found: list[str] = []
     # What a trace cannot have is seen by comparing before and after.
     drawn = _drawn()
-    counted = numbers_of(model)
-    after = dict(counted)
-
-    def counts(*_: Any) -> None:
-        # Right after forward: torch.export puts attributes back when it is done.
-        after.update(numbers_of(model))
-
     with ExitStack() as patches:
         # In evaluation nobody goes backward, so own gradients do not matter.
         if model.training:
@@ -46,23 +41,17 @@ def unseen(model: nn.Module) -> Iterator[list[str]]:
                 # a forward of its own, not an inherited one, which is replaced where it is defined
                 if "forward" in vars(kind) and not kind.__module__.startswith(TRACING):
                     patches.enter_context(
-                        _replaced(kind, "forward", staticmethod(_noticed(kind, found)))
+                        _replaced(kind, "forward", staticmethod(_noticed(kind, model, found)))
                     )
-            patches.enter_context(_replaced(Tensor, "register_hook", _hooked(found)))
-        patches.callback(model.register_forward_hook(counts).remove)
+            patches.enter_context(_replaced(Tensor, "register_hook", _hooked(model, found)))
         yield found
-    if _drawn() != drawn:
+    now = _drawn()
+    if now != drawn:
+        # Once more, on the inputs themselves, to say where.
+        place = place_where(lambda: _drawn() != now, lambda: model(inputs), model)
         found.append(
-            "it draws random numbers from Python or numpy, which a trace would repeat; draw them "
-            "from torch"
-        )
-    # A number that was nan has not changed, though it does not equal itself.
-    known = [name for name, value in counted.items() if value == value]
-    changed = [name for name in known if after[name] != counted[name]]
-    if changed:
-        found.append(
-            f"its forward changes the number {changed[0]}, which a trace does once; make it a "
-            "buffer, a tensor"
+            f"it draws random numbers from Python or numpy ({place}), which a trace would repeat; "
+            "draw them from torch"
         )
 
 
@@ -83,27 +72,30 @@ def _kinds(of: type[Function]) -> Iterator[type[Function]]:
         yield from _kinds(kind)
 
 
-def _noticed(kind: type[Function], found: list[str]) -> Callable[..., Any]:
+def _noticed(kind: type[Function], model: nn.Module, found: list[str]) -> Callable[..., Any]:
     forward: Callable[..., Any] = kind.forward
 
     def noticed(*arguments: Any, **named: Any) -> Any:
         given = (*arguments, *named.values())
         if any(isinstance(each, Tensor) and each.requires_grad for each in given):
             found.append(
-                f"it calls {kind.__name__}, a torch.autograd.Function, whose backward a trace does "
-                "not have; write it with operations alone, such as x + (y - x).detach() for the "
-                "value of y with the gradient of x"
+                f"it calls {kind.__name__}, a torch.autograd.Function{_here(model)}, whose "
+                "backward a trace does not have; write it with operations alone, such as "
+                "x + (y - x).detach() for the value of y with the gradient of x"
             )
         return forward(*arguments, **named)
 
     return noticed
 
 
-def _hooked(found: list[str]) -> Callable[..., Any]:
+def _hooked(model: nn.Module, found: list[str]) -> Callable[..., Any]:
     register: Callable[..., Any] = Tensor.register_hook
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
-        found.append("it registers a hook on a tensor, which a trace does not have; do without it")
+        found.append(
+            f"it registers a hook on a tensor{_here(model)}, which a trace does not have; do "
+            "without it"
+        )
         return register(tensor, hook)
 
     return hooked
@@ -115,11 +107,6 @@ def _drawn() -> tuple[object, ...]:
     return random.getstate(), state[1].tobytes(), *state[2:]
 
 
-def numbers_of(model: nn.Module) -> dict[str, float]:
-    """The attributes of a model's modules that are numbers, by name."""
-    numbers: dict[str, float] = {}
-    for name, module in model.named_modules():
-        for own, value in vars(module).items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers[f"{name}.{own}" if name else own] = value
-    return numbers
+def _here(model: nn.Module) -> str:
+    place = place_here(model)
+    return f" ({place})" if place else ""

@@ -1,6 +1,7 @@
 """Tensor parallelism: the matrices of one model divided over ranks that compute together.
 
     model = dure.models.Transformer(...)          # the same on all ranks
+    prove_plan(model, plan_for(model), inputs, lambda outputs: loss(outputs, targets), group)
     parallelize(model, plan_for(model), group)    # now every rank holds and computes an N-th part
     loss(model(inputs), targets).backward()       # the same inputs on all ranks
     clip_gradients(model, 1.0, group)
@@ -15,6 +16,7 @@
     vocabulary  embedding, output layer and cross-entropy divided by symbols
     plan        what a plan can say of a module
     dividing    a model is divided from outside, by a plan
+    proof       a plan is tried beside the undivided model
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient
 
@@ -41,6 +43,7 @@ from dure.parallel.tensor.plan import (
     Row,
     Vocabulary,
 )
+from dure.parallel.tensor.proof import prove_plan
 from dure.parallel.tensor.ready import plan_for
 from dure.parallel.tensor.state import (
     clip_gradients,
@@ -79,6 +82,7 @@ __all__ = [
     "own_draws",
     "parallelize",
     "plan_for",
+    "prove_plan",
     "replicated_parameters",
     "vocabulary_parallel_cross_entropy",
     "whole_state_dict",

@@ -49,10 +49,20 @@ def parallelize(
     """
     group = Group.of(process_group)
     found = _found(model, plan)
+    share_weights(model, group)
+    _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
+
+
+def share_weights(model: nn.Module, group: Group) -> None:
+    """Rank 0's weights and buffers become everybody's."""
     # One message a tensor, so that no second copy of the whole model is needed.
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
-    _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
+
+
+def divide(model: nn.Module, plan: Plan, group: Group) -> None:
+    """As `parallelize`, of a model that is the same on all ranks already."""
+    _divide(model, _found(model, plan), At(group, None, Draws(group, _device_of(model))))
 
 
 def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None:
@@ -127,6 +137,9 @@ def _made(
     said: dict[int, Replacement] = {}
     # By module, so that one that has several names is changed once.
     changes: dict[tuple[int, Change], Callable[[], None]] = {}
+    replaced = {
+        id(model.get_submodule(name)) for name, kind in found if isinstance(kind, Replacement)
+    }
     for name, kind in found:
         module = model.get_submodule(name)
         if isinstance(kind, Replacement):
@@ -139,8 +152,13 @@ def _made(
                 raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
             if id(module) not in layers:
                 layers[id(module)] = kind.make(name, module, at)
-        else:
+        elif id(module) not in replaced:
             changes.setdefault((id(module), kind), kind.change(name, module, at))
+    for name, kind in found:
+        module = model.get_submodule(name)
+        # What is said of a layer that is divided as well is done to what takes its place.
+        if not isinstance(kind, Replacement) and id(module) in replaced:
+            changes.setdefault((id(module), kind), kind.change(name, layers[id(module)], at))
     _share(model, layers)
     return layers, list(changes.values())
 

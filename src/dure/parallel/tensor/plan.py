@@ -313,16 +313,16 @@ class OnShards:
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
         group = at.group
 
-        def over_ranks(gradient: Tensor) -> Tensor:
-            return summed(gradient, group)
-
         def watch(module: nn.Module, inputs: Any = None) -> None:
             # A tracer puts its own tensors in the place of parameters: hooks would be put on those.
             for parameter in () if is_tracing() else module.parameters():
                 hooks: Any = parameter._backward_hooks or {}
-                # once for each parameter, though this runs at every call
-                if parameter.requires_grad and over_ranks not in hooks.values():
-                    parameter.register_hook(over_ranks)  # type: ignore[no-untyped-call]
+                # Once for each parameter: this runs at every call, and in every module on shards
+                # that has the parameter, inside of another one or tied to it.
+                if parameter.requires_grad and not any(
+                    isinstance(hook, _OverRanks) for hook in hooks.values()
+                ):
+                    parameter.register_hook(_OverRanks(group))  # type: ignore[no-untyped-call]
 
         def install() -> None:
             if group.size > 1:
@@ -332,6 +332,16 @@ class OnShards:
                 module.register_forward_pre_hook(watch)
 
         return install
+
+
+@dataclass(frozen=True)
+class _OverRanks:
+    """The hook of `OnShards` on a parameter."""
+
+    group: Group
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return summed(gradient, self.group)
 
 
 @dataclass(frozen=True)

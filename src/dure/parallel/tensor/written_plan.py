@@ -83,7 +83,7 @@ class TensorPlan:
         return ", own plan" if self.entries else ""
 
     def __str__(self) -> str:
-        texts = (f"{pattern}={'+'.join(map(_written, kinds))}" for pattern, kinds in self.entries)
+        texts = (f"{pattern}={'+'.join(map(written, kinds))}" for pattern, kinds in self.entries)
         return "; ".join(texts) or READY
 
 
@@ -108,7 +108,7 @@ def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
     return each
 
 
-def _written(kind: Any) -> str:
+def written(kind: Any) -> str:
     """As Python writes the call that makes it, without what is default."""
     name = type(kind).__name__
     values = {

@@ -23,6 +23,8 @@ and once more in backward, its parameters are gathered, and freed after it.
     dividing    a model's parameters become shares
     wire        reduce-scatters and all-gathers, alongside the program or not
     away        parameters that are not here
+    changes     who changes parameters that are only lent
+    structure   what was frozen, added or replaced since the model was divided
     gathering   units gathered and freed; what autograd saves of them
     in_place    units in memory that all ranks read, where nothing is gathered
     rows        gradients of a block as rows, one a rank
@@ -32,6 +34,7 @@ and once more in backward, its parameters are gathered, and freed after it.
     optimizer   an optimizer over pieces, and its whole state
     whole       the whole model, to look at, to save and to load
     checks      which settings, models and optimizers it takes
+    agreement   what one rank refuses, all refuse
     checkpoint  checkpoints of which each rank writes its part
     redundancy  `ZeroRedundancy`, for any training loop
     strategy    `ZeRO`, for `dure.train`

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,11 @@ _HARMLESS = {
 }
 # Of properties it is the other way round: these few need elements, all others do not.
 _NEEDS_ELEMENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-# The original property: `Divided.grad` hides it.
+# Properties that may be set though there are no elements.
+_HARMLESS_TO_SET = {"requires_grad"}
+# The original properties: those of `Divided` hide them.
 _GRADIENT: Any = Tensor.grad
+_ELEMENTS: Any = Tensor.data
 _bare = torch._C.DisableTorchFunctionSubclass
 
 
@@ -61,6 +64,22 @@ class Divided(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_gradient(self, value)
 
+    @property
+    def data(self) -> Tensor:
+        # of one that is away this fetches the elements first (`Away.__torch_function__`)
+        found: Tensor = _ELEMENTS.__get__(self)
+        watch = self.__dict__.get("_watch")
+        if watch is not None:
+            watch.read(self)
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _ELEMENTS.__set__(self, value)
+        watch = self.__dict__.get("_watch")
+        if watch is not None:
+            watch.replaced(self)
+
 
 class Away(Divided):
     """The class that a parameter has while it is away."""
@@ -70,8 +89,9 @@ class Away(Divided):
         name = getattr(func, "__name__", "")
         # A property comes here as its getter, `Tensor.shape.__get__`; its own name is that of the
         # object which the getter belongs to.
-        is_property = (
-            name == "__get__" and getattr(func.__self__, "__name__", "") not in _NEEDS_ELEMENTS
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_property = (name == "__get__" and attribute not in _NEEDS_ELEMENTS) or (
+            name == "__set__" and attribute in _HARMLESS_TO_SET
         )
         if not is_property and name not in _HARMLESS:
             # After this they are of their own class, and the function sees elements.
@@ -87,6 +107,35 @@ class Away(Divided):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _bare():
             return f"Parameter divided over ranks: {tuple(self.shape)}, {self.dtype}"
+
+
+class Watch(Protocol):
+    """Told of what torch does not count as a change of a parameter."""
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Somebody has read `parameter.data`, and may write there."""
+
+    def replaced(self, parameter: nn.Parameter) -> None:
+        """Somebody has assigned to `parameter.data`."""
+
+
+def elements_of(parameter: Tensor) -> Tensor:
+    """The elements of a parameter, past all checks."""
+    with _bare():
+        found: Tensor = _ELEMENTS.__get__(parameter)
+        return found
+
+
+def versions_of(parameters: Iterable[Tensor]) -> list[int]:
+    """How often torch has counted a change of each, past all checks."""
+    with _bare():
+        return [parameter._version for parameter in parameters]
+
+
+def set_elements(parameter: Tensor, elements: Tensor) -> None:
+    """Gives a parameter its elements, past all checks."""
+    with _bare():
+        _ELEMENTS.__set__(parameter, elements)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -130,11 +179,23 @@ def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
 
     It may raise.
     """
+    if _become_divided(parameter):
+        parameter.__dict__["_before_grad"] = check
+
+
+def watch_data(parameter: nn.Parameter, watch: Watch) -> None:
+    """From now on `watch` is told of who reads `parameter.data`, or assigns to it."""
+    if _become_divided(parameter):
+        parameter.__dict__["_watch"] = watch
+
+
+def _become_divided(parameter: nn.Parameter) -> bool:
+    """Returns whether it is `Divided` now: one of a class of its own stays what it is."""
     # A class is exchanged in place: the parameter stays the same object, which optimizers, hooks
     # and users hold.
-    if type(parameter) is nn.Parameter:  # kinds of others stay what they are
+    if type(parameter) is nn.Parameter:
         parameter.__class__ = Divided
-        parameter.__dict__["_before_grad"] = check
+    return type(parameter) is Divided
 
 
 @contextmanager
@@ -162,9 +223,8 @@ def send_away(
     """
     if not stays:
         # One element, expanded: the shape is right, and no memory is held.
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
-            parameter.shape
-        )
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        set_elements(parameter, nothing.expand(parameter.shape))
     parameter.__class__ = Away
     parameter.__dict__["_fetch"] = fetch
 
@@ -173,7 +233,7 @@ def bring_back(parameter: nn.Parameter, kind: type[nn.Parameter], elements: Tens
     """Gives a parameter that is away its class, and its elements unless they have stayed."""
     parameter.__class__ = kind
     if elements is not None:
-        parameter.data = elements
+        set_elements(parameter, elements)
 
 
 def _away_among(node: Any) -> list[nn.Parameter]:

@@ -13,20 +13,22 @@ its share.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.errors import RunFolderError
+from dure.parallel.zero.agreement import agreed
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
-from dure.record.checkpoint import pack_tree, unpack_tree, write_atomically
+from dure.record.checkpoint import pack_tree, unpack_tree
+from dure.record.disk import write_atomically
 from dure.record.weights import pairs_in, weights_from_bytes, weights_to_bytes
 
 VERSION = 2
@@ -47,16 +49,17 @@ def save(
     """Writes this rank's part; all ranks call it, on a folder that all of them see.
 
     A checkpoint that is there already stays whole until all parts of the new one are written; only
-    while these take the places of the older ones there is none.
+    while these take the places of the older ones there is none. What one rank cannot write, all
+    ranks raise an error about.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
     # Rank 0 may name the parts in an index only when all of them are there.
-    group.all_gather_values([0.0], "waiting for all parts of a checkpoint")
-    if group.rank == 0:
-        _write_index(folder, model, shares, division, ranks=group.size)
+    with agreed(group, "waiting for all parts of a checkpoint"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
     # Nobody goes on, to end or to write the next one, before this one is whole.
-    group.all_gather_values([0.0], "waiting for the index of a checkpoint")
+    with agreed(group, "waiting for the index of a checkpoint"):
+        if group.rank == 0:
+            _write_index(folder, model, shares, division, ranks=group.size)
 
 
 def _new(folder: Path, name: str) -> Path:
@@ -164,34 +167,48 @@ def _check_version(index: Mapping[str, Any], folder: Path) -> None:
         )
 
 
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading raises of files that are missing, or hold something else; and SafetensorError."""
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Inside, what shows that the files are no whole checkpoint becomes a RunFolderError."""
+    try:
+        yield
+    except (*_DAMAGE, SafetensorError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RunFolderError(f"{folder} holds no whole checkpoint of ZeRO: {said}") from error
+
+
 class Checkpoint:
     """A checkpoint to read from, as a context.
 
-    Raises RunFolderError if there is none, or a part of it is missing.
+    Raises RunFolderError if there is none, or a part of it is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         # If one file cannot be opened, those that were are closed again.
-        with ExitStack() as stack:
-            try:
-                index = json.loads((folder / "index.json").read_bytes())
-                _check_version(index, folder)
-                rest = weights_from_bytes((folder / _REST).read_bytes())
-                names = [
-                    str(folder / file_of(rank, index["ranks"])) for rank in range(index["ranks"])
-                ]
-                self._files = [
-                    stack.enter_context(safe_open(name, framework="pt")) for name in names
-                ]
-            except (OSError, ValueError) as error:
-                raise RunFolderError(
-                    f"{folder} holds no whole checkpoint of ZeRO: {error}"
-                ) from error
-            # All are open: they stay so until `__exit__`.
+        with _whole(folder), ExitStack() as stack:
+            index = json.loads((folder / "index.json").read_bytes())
+            _check_version(index, folder)
+            rest = weights_from_bytes((folder / _REST).read_bytes())
+            self._files: list[Any] = []
+            for rank in range(index["ranks"]):
+                name = str(folder / file_of(rank, index["ranks"]))
+                self._files.append(stack.enter_context(safe_open(name, framework="pt")))
+            self._read_index(index, rest)
+            self._read_headers()
+            # All are open and read: they stay so until `__exit__`.
             self._open = stack.pop_all()
-        self.names: dict[str, str] = index["names"]
-        self.order: list[str | None] = index["order"]
-        self.shapes = {name: tuple(shape) for name, shape in index["shapes"].items()}
+
+    def _read_index(self, index: Mapping[str, Any], rest: Mapping[str, Tensor]) -> None:
+        self.names: dict[str, str] = dict(index["names"])
+        self.order: list[str | None] = list(index["order"])
+        self.shapes = {name: tuple(map(int, shape)) for name, shape in index["shapes"].items()}
+        for name in self.names.values():
+            self.shapes[name]  # raises KeyError
         self.rest = {name: value for name, value in rest.items() if not name.startswith(_SETTINGS)}
         tensors = {
             name.removeprefix(_SETTINGS): value
@@ -199,6 +216,8 @@ class Checkpoint:
             if name.startswith(_SETTINGS)
         }
         self.groups: list[dict[str, Any]] = unpack_tree(index["settings"], tensors)
+
+    def _read_headers(self) -> None:
         self._has = [set(file.keys()) for file in self._files]
         self._runs = [_runs_of(json.loads(file.metadata()["runs"])) for file in self._files]
         self._pairs = {key for file in self._files for key in pairs_in(file.metadata())}
@@ -222,8 +241,12 @@ class Checkpoint:
     def read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
         """The elements [start, stop) of `key` of a parameter; None if there are none.
 
-        A single number comes as it is.
+        A single number comes as it is. Raises RunFolderError if some of them are missing.
         """
+        with _whole(self.folder):
+            return self._read(key, name, start, stop)
+
+    def _read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
             # What this file has of the parameter, and what is wanted of it.
@@ -241,17 +264,41 @@ class Checkpoint:
             return None
         # Files are in order of rank, and so are the pieces of a parameter.
         whole = torch.cat(parts)
+        if len(whole) != stop - start:
+            raise ValueError(f"{key}/{name} has {len(whole)} of the elements {start} to {stop}")
         # safetensors has no complex numbers: they are written as pairs
         return torch.view_as_complex(whole) if f"{key}/{name}" in self._pairs else whole
 
     def weights(self, name: str, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of a parameter."""
-        # a frozen parameter, which was not divided when this was written
-        if name not in self.shapes:
-            return self.rest[name].reshape(-1)[start:stop]
-        found = self.read("weights", name, start, stop)
-        assert found is not None, "the parts of a checkpoint have all elements"
-        return found
+        with _whole(self.folder):
+            # a frozen parameter, which was not divided when this was written
+            if name not in self.shapes:
+                return self.rest[name].reshape(-1)[start:stop]
+            found = self._read("weights", name, start, stop)
+            if found is None:
+                raise ValueError(f"no part has weights/{name}")
+            return found
+
+    def check_covers(self, name: str, start: int, stop: int) -> None:
+        """Raises RunFolderError unless the files have the elements [start, stop) of a parameter.
+
+        Nothing is read but what the files say of themselves.
+        """
+        with _whole(self.folder):
+            if name not in self.shapes:
+                there = self.rest[name].numel()
+            else:
+                there = 0
+                for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
+                    first, last = runs.get(name, _NOTHING)
+                    if f"weights/{name}" not in has or first >= last:
+                        continue
+                    if file.get_slice(f"weights/{name}").get_shape()[0] != last - first:
+                        raise ValueError(f"weights/{name} is not of the length of its run")
+                    there += max(0, min(stop, last) - max(start, first))
+            if there < stop - start:
+                raise ValueError(f"the parts have {there} of the {stop - start} weights of {name}")
 
     def state_of(self, name: str, start: int, stop: int) -> dict[str, Any]:
         """The optimizer's state of a run of elements; empty if there is none."""
@@ -266,20 +313,27 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Division) -> None:
+def load(
+    folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group
+) -> None:
     """Takes this rank's pieces out of a checkpoint of the same model. Every rank calls it.
 
     Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or
-    optimizer.
+    optimizer: on all ranks, if any of them finds so, and before anything changes.
     """
-    with Checkpoint(folder) as checkpoint:
-        _check_model(model, checkpoint, folder)
-        # The optimizer first: it may refuse, and then nothing has changed yet.
-        states: dict[int, dict[str, Any]] = {}
-        for share in shares:
-            for held in share.held:
-                name = share.block.names[held.place]
-                states[id(held.part)] = checkpoint.state_of(name, held.piece.start, held.piece.stop)
+    with ExitStack() as stack:
+        with agreed(group, "reading a checkpoint"):
+            checkpoint = stack.enter_context(Checkpoint(folder))
+            _check_model(model, checkpoint, folder)
+            division.check_groups(checkpoint.groups)
+            states: dict[int, dict[str, Any]] = {}
+            for share in shares:
+                for held in share.held:
+                    name = share.block.names[held.place]
+                    states[id(held.part)] = checkpoint.state_of(
+                        name, held.piece.start, held.piece.stop
+                    )
+            _check_weights(model, shares, checkpoint)
         division.load_parts(states, checkpoint.groups)
         for share in shares:
             share.fill(checkpoint.weights)
@@ -293,6 +347,22 @@ def load(folder: Path, model: nn.Module, shares: Sequence[Share], division: Divi
         model.load_state_dict(
             {name: v for name, v in checkpoint.rest.items() if name in buffers}, strict=False
         )
+
+
+def _check_weights(model: nn.Module, shares: Sequence[Share], checkpoint: Checkpoint) -> None:
+    """Raises RunFolderError unless all is there that this rank will take."""
+    divided = {id(parameter) for share in shares for parameter in share.parameters}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in divided:
+            checkpoint.check_covers(name, 0, parameter.numel())
+    for share in shares:
+        is_whole_here = share.whole is not None and not share.common
+        for index, name in enumerate(share.block.names):
+            piece = share.block.piece(index, share.rank)
+            if is_whole_here:
+                checkpoint.check_covers(name, 0, share.block.lengths[index])
+            elif piece is not None:
+                checkpoint.check_covers(name, piece.start, piece.stop)
 
 
 def _check_model(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.collectives.handle import Handle
 from dure.parallel.zero.away import bring_back, send_away
+from dure.parallel.zero.changes import Changes
 from dure.parallel.zero.shares import Pool, Share
 from dure.parallel.zero.wire import Wire
 
@@ -49,6 +50,12 @@ class Unit:
         self.comes_again = False
         self.whole: list[Tensor] | None = None
         self.handles: list[Handle[None]] | None = None
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of all its shares."""
+        for share in self.shares:
+            yield from share.parameters
 
     def give(self, share: int, elements: Sequence[Tensor]) -> None:
         """Gives the parameters of a share their elements."""
@@ -105,6 +112,7 @@ class Gathering:
     """All units of a model on one rank, gathered and freed.
 
     need: called with a unit that a module needs; set by whoever decides when units are gathered.
+    changes: tells whether a pass has changed what it was lent.
 
     here: whether all parameters are, so that nothing has to be asked
     (`dure.parallel.zero.in_place`).
@@ -113,10 +121,11 @@ class Gathering:
     in_place = False
     here = False
 
-    def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
+    def __init__(self, units: list[Unit], wire: Wire, pool: Pool, changes: Changes) -> None:
         self.units = units
         self.wire = wire
         self.pool = pool
+        self.changes = changes
         self.in_backward = False
         # by address of a buffer's storage: the unit and share that lie in it
         self._where: dict[int, tuple[Unit, int]] = {}
@@ -163,6 +172,7 @@ class Gathering:
                 self.wire.wait(handle, "parameters")
             unit.handles = None
         else:
+            self.changes.compare(unit.parameters)
             self.send_away(unit)
         for whole in unit.whole:
             self._where.pop(whole.untyped_storage().data_ptr(), None)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from dure.parallel.zero.away import Away
+from dure.parallel.zero.changes import Changes
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.shares import Pool
 from dure.parallel.zero.wire import Wire
@@ -24,13 +25,13 @@ class InPlace(Gathering):
 
     in_place = True
 
-    def __init__(self, units: list[Unit], wire: Wire, pool: Pool) -> None:
+    def __init__(self, units: list[Unit], wire: Wire, pool: Pool, changes: Changes) -> None:
         # Before the parent sends the parameters away: from then on their memory stays, and only
         # their class changes.
         for unit in units:
             for share in unit.shares:
                 share.install()
-        super().__init__(units, wire, pool)
+        super().__init__(units, wire, pool, changes)
         # a flat list, since `bring` and `free_all` go over it in every pass
         self._kinds: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         for unit in units:
@@ -47,6 +48,7 @@ class InPlace(Gathering):
     def free_all(self) -> None:
         """Nothing is freed: parameters are only kept from being used, until the next pass."""
         if self.here:
+            self.changes.compare()
             self.here = False
             for parameter, _ in self._kinds:
                 parameter.__class__ = Away

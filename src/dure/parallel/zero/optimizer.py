@@ -127,11 +127,7 @@ class Division:
 
         Raises ValueError if there are not as many groups.
         """
-        if len(groups) != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"this state has {len(groups)} parameter groups, the optimizer "
-                f"{len(self.optimizer.param_groups)}"
-            )
+        self.check_groups(groups)
         # torch's load_state_dict knows parameters by their number through all groups: pieces are
         # numbered in the same way.
         mine: dict[int, Any] = {}
@@ -145,6 +141,14 @@ class Division:
             settings.append({**{k: v for k, v in given.items() if k != "params"}, "params": here})
             first += len(here)
         self.optimizer.load_state_dict({"state": mine, "param_groups": settings})
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError if a state of so many groups is not the optimizer's."""
+        if len(groups) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"this state has {len(groups)} parameter groups, the optimizer "
+                f"{len(self.optimizer.param_groups)}"
+            )
 
 
 def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict[str, Any]:

@@ -163,6 +163,8 @@ class Passes:
         if gathering is not None:
             gathering.need = self.need
             self._watch_modules(gathering)
+        elif hurried:
+            model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._look_at)
         if hurried:
             self._watch_gradients()
@@ -191,6 +193,11 @@ class Passes:
             # the scope always ends.
             module.register_forward_pre_hook(self._before(own, gathering), prepend=True)
             module.register_forward_hook(self._after(own, gathering), always_call=True)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Stage 2: a forward pass of its own begins, or a part of one is computed anew."""
+        if not self.in_backward():
+            self.abandon()
 
     def _before(self, units: list[Unit], gathering: Gathering) -> Callable[..., None]:
         def before(module: nn.Module, inputs: Any) -> None:
@@ -319,6 +326,8 @@ class Passes:
         self.gathering.free_all()
         for unit in self.gathering.units:
             unit.calls = 0
+        if not failed:
+            self.gathering.changes.check()
 
     def _gather(self, number: int) -> None:
         assert self.gathering is not None
@@ -407,6 +416,9 @@ class Passes:
             if self.hurried and not self.orders.learned and self.group.size > 1:
                 self.orders.learn(self.group, self._needed, self._events, self.reducing.carrier)
                 self._set_carrier()
+        # last, when the ranks have ended the pass together
+        if self.gathering is not None:
+            self.gathering.changes.check()
 
     def reduce(self) -> None:
         """Sends all gradients that are here, in a pass of its own."""
@@ -418,8 +430,8 @@ class Passes:
 
         backward: whether a backward pass follows their forward pass.
         """
+        self.abandon()
         if self.gathering is not None:
-            self.abandon()
             self.gathering.count()
             if not self.gathering.in_place:
                 # The others gather each unit once: this rank sends its chunks, and frees what it
@@ -430,10 +442,19 @@ class Passes:
             self.reduce()
 
     def abandon(self) -> None:
-        """Forgets a pass that an error has ended."""
-        if self.backward is None or self.gathering is None:
-            self.backward = None
+        """Forgets a backward pass that an error has ended; called when none is under way.
+
+        Raises RuntimeError if some of its gradients had left: messages that the other ranks count,
+        or wait for, cannot be taken back.
+        """
+        if self.backward is None:
             return
+        if self.gathering is not None:
+            self.gathering.in_backward = False
+            self.gathering.free_all()
+        if self.reducing.has_sent:
+            raise RuntimeError(
+                "the last backward pass ended in the middle, when some of its gradients had left: "
+                "the ranks are no longer in step. End the program, and go on from a checkpoint"
+            )
         self.backward = None
-        self.gathering.in_backward = False
-        self.gathering.free_all()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from dure.collectives.handle import Handle
 from dure.collectives.tail import Field, Numbers, Tail, summed
+from dure.errors import DureError
 from dure.parallel.zero.away import drop_gradients, gradients_of, take_gradients
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.rows import Rows
@@ -110,6 +112,7 @@ class Reducing:
         self._kept: list[tuple[Tensor, Handle[None]]] = []
         # messages that have ended here, and that other ranks may still read
         self._unread: list[tuple[Tensor, Handle[None]]] = []
+        self._sent: deque[_Sent] = deque()
         self.begin()
 
     def _tail_with(self, fields: Sequence[Field]) -> Tail:
@@ -135,14 +138,29 @@ class Reducing:
 
     def begin(self) -> None:
         """A pass begins."""
+        self._end_what_is_left()
         # by block: parameters whose gradient autograd has finished; those whose gradient has been
         # sent
         self._arrived: list[set[int]] = [set() for _ in self.shares]
         self._used: list[set[int]] = [set() for _ in self.shares]
         self._issued = [False] * len(self.shares)
         self._adds = [share.accumulates() for share in self.shares]
-        self._sent: deque[_Sent] = deque()
         self._numbers: Tensor | None = None
+
+    def _end_what_is_left(self) -> None:
+        """Ends the messages of a pass that has failed, and has raised its error already."""
+        while self._sent:
+            sent = self._sent.popleft()
+            with suppress(DureError, RuntimeError):
+                self.wire.wait(sent.handle, "gradients")
+            # Other ranks may read it for as long as they like: it is not used again.
+            if sent.pooled:
+                self.pool.leave(sent.message)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether some gradients of this pass have left."""
+        return any(self._issued)
 
     def arrived(self, number: int, index: int) -> bool:
         """Parameter `index` of a block has its gradient of this pass.

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
+from dure.parallel.alike import Alike
 from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.divisible import check_element_wise
 from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.arriving import Arriving, check_reads
 from dure.parallel.zero.away import watch_gradient
+from dure.parallel.zero.changes import Changes
 from dure.parallel.zero.checks import check_model, check_settings, prefetch_of
 from dure.parallel.zero.dividing import Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
@@ -31,6 +33,7 @@ from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.passes import Orders, Passes
 from dure.parallel.zero.reducing import Reducing, Rider
 from dure.parallel.zero.shares import Pool
+from dure.parallel.zero.structure import Structure
 from dure.parallel.zero.units import Units
 from dure.parallel.zero.whole import Whole
 from dure.parallel.zero.wire import Algorithm, Wire
@@ -143,7 +146,10 @@ class ZeroRedundancy:
         for share in self.trained:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
+        # before the units are made, which note the classes of parameters
+        self._changes = Changes(self._lent())
         self.passes = self._passes(cuts, prefetch)
+        self._changes.rests = lambda: self.passes.rests
         self.arriving = Arriving(model, self.trained, self.wire)
         if precision == "bf16":
             shorten_numbers(model, lambda: self.passes.rests)
@@ -152,10 +158,47 @@ class ZeroRedundancy:
         self._quiet.meter = Meter(self.group.meter.name)
         self._whole = Whole(model, self.shares, self.passes, group=self._quiet, algorithm=algorithm)
         self._whole.meet()
-        # whether stage 1 has sent the gradients of this step; passes that the last step has used
+        # whether stage 1 has sent the gradients of this step; whether this rank has taken part in
+        # it without examples; passes that the last step has used
         self._reduced = False
+        self._took_part = False
         self._stepped = 0
+        trained = [parameter for share in self.trained for parameter in share.parameters]
+        self._structure = Structure(model, self.optimizer, trained, self._parts())
+        # in stage 3 no rank holds a parameter whole
+        self._alike = Alike(model.named_parameters() if stage < 3 else (), self._quiet)
+        self._accept()
         self._stand_by_the_loop()
+
+    def _lent(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are not to be changed where the model has them, with their names."""
+        alone = self.group.size == 1
+        lent: list[tuple[str, nn.Parameter]] = []
+        for share in self.shares:
+            # on one rank the memory of a pass is that of the optimizer, unless that has more digits
+            apart = share.master is not share.own
+            if apart or (self.stage == 3 and not (alone and share.common)):
+                lent += zip(share.block.names, share.parameters, strict=True)
+        return lent
+
+    def _accept(self) -> None:
+        """What the parameters and the optimizer's pieces are now is as it should be."""
+        self._changes.accept()
+        # A piece has the version of the master that it lies in.
+        self._versions = [share.master._version for share in self.trained]
+
+    def _check_unchanged(self) -> None:
+        """Raises ValueError or RuntimeError for what was changed where nobody would see it."""
+        self._changes.compare()
+        self._changes.check()
+        # What arrives after a step, by a plan, may count as a change.
+        versions = [share.master._version for share in self.trained]
+        if versions != self._versions and not self.wire.planned:
+            self._accept()  # so that it is said once
+            raise RuntimeError(
+                "the optimizer's pieces (zero.parts()) were changed outside of step(), which other "
+                "ranks do not see: change parameters inside gathered(), on all ranks alike"
+            )
 
     def _begin_alike(self) -> None:
         """Gives all ranks the parameters and buffers of rank 0."""
@@ -179,7 +222,7 @@ class ZeroRedundancy:
             # All or none: the shares lie in one piece of common memory.
             in_place = all(share.common for share in self.shares)
             kind = InPlace if in_place else Gathering
-            gathering = kind(self._units(cuts), self.wire, self._pool)
+            gathering = kind(self._units(cuts), self.wire, self._pool, self._changes)
         else:
             for share in self.shares:
                 share.install()
@@ -303,6 +346,7 @@ class ZeroRedundancy:
         this rank cannot know: for such a model compute any example, and multiply its loss by 0.
         backward: False for a forward pass alone, such as in an evaluation.
         """
+        self._took_part = self._took_part or backward
         self.passes.take_part(backward)
 
     def reduce(self) -> None:
@@ -316,21 +360,32 @@ class ZeroRedundancy:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients; `optimizer.zero_grad` and `model.zero_grad` are this."""
+        if not self.passes.in_backward():
+            self.passes.abandon()
         # by the class, since the instance's own has been replaced by this method
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
-        for part in self.parts():  # also what the optimizer was not given
+        for part in self._parts():  # also what the optimizer was not given
             if set_to_none:
                 part.grad = None
             elif part.grad is not None:
                 part.grad.zero_()
         self.reducing.drop()
         self._reduced = False
+        self._took_part = False
 
     def parts(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank.
 
-        These are runs of elements of the parameters, with their gradients.
+        These are runs of elements of the parameters, with their gradients. After a backward pass
+        all ranks call it, since in stage 1 it calls `reduce`. What is done to gradients must be
+        done to each element for itself: a norm over parts is that of this rank alone
+        (`clip_grad_norm_`). Their values are changed inside `gathered`, and not here.
         """
+        if self._took_part or self.reducing.local():
+            self.reduce()
+        return self._parts()
+
+    def _parts(self) -> list[nn.Parameter]:
         return [held.part for share in self.trained for held in share.held]
 
     def clip_grad_norm_(
@@ -342,7 +397,7 @@ class ZeroRedundancy:
         are. A rank sends one float64 to each other rank.
         """
         self.reduce()
-        gradients = [part.grad for part in self.parts() if part.grad is not None]
+        gradients = [part.grad for part in self._parts() if part.grad is not None]
         total = self._norm(gradients, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
@@ -371,6 +426,8 @@ class ZeroRedundancy:
             raise ValueError("ZeRO takes no closure: call forward and backward, then step()")
         if self.passes.rests:
             raise RuntimeError("step() inside gathered(), where nothing is divided; leave it first")
+        self.passes.abandon()
+        self._structure.check()
         if self._reduced and self.reducing.local():
             raise RuntimeError(
                 "a backward pass came after the gradients were reduced; call step() or zero_grad() "
@@ -388,18 +445,22 @@ class ZeroRedundancy:
                 "take_part())"
             )
         self.settle()
+        if self.stage < 3:
+            self._check_home()
+        self._check_unchanged()
+        self._alike.passed()
         self._whole.meet()  # others may still compute with what is updated now
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = self.reducing.passes
         self._reduced = False
+        self._took_part = False
         self.reducing.some_used = False
         for share in self.trained:
             share.round()
         # In common memory the next forward pass reads what other ranks have just updated.
         self._whole.meet()
         if self.stage < 3:
-            self._check_home()
             # Backward's order reversed is about the order in which forward needs the blocks.
             order = [
                 action.number
@@ -407,16 +468,20 @@ class ZeroRedundancy:
                 if action.kind == "reduce"
             ]
             self.arriving.begin(self.trained[number] for number in order)
+        self._accept()
 
     def _check_home(self) -> None:
-        for share in self.trained:
+        for share in self.shares:
             assert share.whole is not None
-            for parameter, start in zip(share.parameters, share.block.starts, strict=True):
-                # `model.to(...)` gives parameters other memory, and updates would go where nobody
-                # looks.
-                if parameter.data_ptr() != share.whole.data_ptr() + start * share.whole.itemsize:
+            home = share.whole.data_ptr()
+            for place, parameter in enumerate(share.parameters):
+                # `model.to(...)` and assignments to `data` give parameters other memory, and
+                # updates would go where nobody looks.
+                if parameter.data_ptr() != home + share.block.starts[place] * share.whole.itemsize:
                     raise RuntimeError(
-                        "the model was moved or converted after it was divided; do that before"
+                        f"the model was moved or converted after it was divided, or somebody has "
+                        f"assigned to the data of {share.block.names[place]}: move and convert "
+                        f"before, and write into parameters in place"
                     )
 
     def _gradients_are_divided(self) -> None:
@@ -442,8 +507,12 @@ class ZeroRedundancy:
         Needs memory for the whole model.
         """
         self.settle()
-        with self._whole.gathered():
-            yield
+        self._check_unchanged()
+        try:
+            with self._whole.gathered():
+                yield
+        finally:
+            self._accept()
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
         """The model's whole state_dict, on rank 0; elsewhere it is empty.
@@ -452,6 +521,7 @@ class ZeroRedundancy:
         at a time.
         """
         self.settle()
+        self._check_unchanged()
         return self._whole.state_dict(everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -461,6 +531,7 @@ class ZeroRedundancy:
         """
         self.settle()
         self._whole.load_state_dict(state)
+        self._accept()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0.
@@ -492,7 +563,8 @@ class ZeroRedundancy:
         """
         self.settle()
         self._whole.meet()
-        checkpoint.load(Path(folder), self.model, self.shares, self.division)
+        checkpoint.load(Path(folder), self.model, self.shares, self.division, group=self._quiet)
+        self._accept()
         self._whole.meet()
 
 

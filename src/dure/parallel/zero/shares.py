@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.shared_memory.pool import empty_shared
+from dure.parallel.zero.away import elements_of, set_elements
 from dure.parallel.zero.division import Block, Piece
 
 
@@ -63,7 +64,7 @@ class Share:
         # updates.
         mixed = block.dtype != block.master
         self.master = torch.empty_like(self.own, dtype=block.master) if mixed else self.own
-        self.take([parameter.data for parameter in parameters])
+        self.take([elements_of(parameter) for parameter in parameters])
         self.held: list[Held] = []
         if block.trained:
             for index in range(len(parameters)):
@@ -91,7 +92,7 @@ class Share:
         """Makes the parameters views of `whole`."""
         assert self.whole is not None
         for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
-            parameter.data = view
+            set_elements(parameter, view)
 
     def take(self, values: Sequence[Tensor]) -> None:
         """Sets the share to that of these values of the parameters, which all ranks give."""

@@ -6,6 +6,7 @@ path of one worker. What all ranks have to agree on travels in the tail of a ste
 
     wish      of rank 0       to stop, or to write a checkpoint
     loss      of each rank    its share of the mean loss
+    count     of all ranks    what the loss has counted, where it tells that only when computed
     arrival   of each rank    when it came to the last message; until all have come, a rank is idle
     changed   of each buffer  whether rank 0's forward pass has changed it; a broadcast follows
 
@@ -39,8 +40,9 @@ from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
+from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
-from dure.tasks.loss_shares import loss_of
+from dure.tasks.loss_shares import NOTHING, Share
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
 
 
@@ -93,6 +95,7 @@ class ZeRO(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
+        check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ZeROLearner(task, place, seed, self)
@@ -107,7 +110,7 @@ class ZeROLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
-        # Counted before the model is divided: afterwards its parameters are away.
+        # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
         # gradients are summed, and not averaged, since each is multiplied with its share of the
         # batch
@@ -126,6 +129,7 @@ class ZeROLearner(SingleLearner):
                 [
                     summed("wish"),
                     each("loss"),
+                    summed("count", int(self.losses.is_late)),
                     times("arrival"),
                     summed("changed", len(list(self.model.buffers()))),
                 ],
@@ -136,6 +140,7 @@ class ZeROLearner(SingleLearner):
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
         self._loss = 0.0
+        self._counted = 0.0
 
     def flops_per_step(self) -> float:
         return self._flops
@@ -147,16 +152,17 @@ class ZeROLearner(SingleLearner):
         """
         self._wish = wish
         self._loss = 0.0
+        self._counted = 0.0
         self.zero.zero_grad()
         # The first ranks have one example more where the batch does not divide; some may have none.
         part = indices.tensor_split(self.group.size)[self.group.rank]
         # Empty pieces too: every rank goes through as many passes.
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
-                self.backward(piece, self.shares.of(piece, indices))
+                self.backward(piece, self.losses.share(piece, indices))
             elif self.strategy.stage == 3:
                 # all gather the same units in the same order, whatever the model does
-                self.backward(indices[:1], 0.0)
+                self.backward(indices[:1], NOTHING)
             else:
                 self.zero.take_part()
         started = time.perf_counter()
@@ -172,28 +178,28 @@ class ZeROLearner(SingleLearner):
                 )
         if any(heard["changed"]):
             self._take_buffers(heard["changed"])
+        gradients = (part.grad for part in self.zero.parts() if part.grad is not None)
+        mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
         if self.strategy.clip_norm is not None:
             self.zero.clip_grad_norm_(self.strategy.clip_norm)
-        return Progress(sum(heard["loss"]), len(indices), int(heard["wish"][0]))
+        return Progress(mean, len(indices), int(heard["wish"][0]))
 
-    def backward(self, indices: Tensor, share: float) -> float:
-        """Forward and backward over `indices`; returns the mean loss.
+    def backward(self, piece: Tensor, share: Share) -> None:
+        """Forward and backward over a piece of the joint batch, as this share of it.
 
         The loss is said in the tail of the last message, and so before backward ends.
         """
-        inputs, targets = self.read(indices)
+        inputs, targets = self.read(piece)
         started = time.perf_counter()
-        loss = loss_of(self.task.loss, self.model(inputs), targets, share)
-        value = float(loss.item())
-        self._loss += share * value
+        # summed over pieces and ranks: the loss of the joint batch, and its gradient
+        loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
+        self._loss += float(loss.item())
+        self._counted += count
         forwarded = time.perf_counter()
-        # a mean loss times this piece's share: summed over pieces and ranks, that of the joint
-        # batch
-        (loss * share).backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter
         meter.compute("forward", started, forwarded, self.step + 1)
         meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
-        return value
 
     def _say(self) -> Numbers:
         """What this rank says in the tail."""
@@ -201,6 +207,8 @@ class ZeROLearner(SingleLearner):
             "loss": [self._loss],
             "arrival": [time.perf_counter() - self.started],
         }
+        if self.losses.is_late:
+            said["count"] = [self._counted]
         # The other ranks leave these zeros, so that the sum is what rank 0 says.
         if self.group.rank == 0:
             said["wish"] = [float(self._wish)]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.parallel.zero.agreement import agreed
+from dure.parallel.zero.away import elements_of, set_elements
 from dure.parallel.zero.passes import Passes
 from dure.parallel.zero.shares import Share
 from dure.parallel.zero.wire import Algorithm, Wire
@@ -79,7 +81,7 @@ class Whole:
             return
         for share in self.shares:
             for parameter, value in zip(share.parameters, values[id(share)], strict=True):
-                parameter.data = value
+                set_elements(parameter, value)
 
     def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
         # Others may still read what this rank is about to write.
@@ -87,7 +89,7 @@ class Whole:
         for share in self.shares:
             # In stages 1 and 2 the user has changed the share itself, unless the master is apart.
             if share.whole is None or share.common or share.master is not share.own:
-                share.take([parameter.data for parameter in share.parameters])
+                share.take([elements_of(parameter) for parameter in share.parameters])
             if share.whole is not None:
                 share.install()
         if self.passes.gathering is not None:
@@ -131,25 +133,14 @@ class Whole:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a whole state_dict, which every rank gives.
 
-        Raises ValueError, before anything is changed, if names or shapes are not the model's.
+        Raises ValueError, on all ranks and before anything is changed, if names or shapes are not
+        the model's on any of them.
         """
         known: dict[str, Any] = self.model.state_dict(keep_vars=True)
-        missing = sorted(known.keys() - state.keys())
-        unknown = sorted(state.keys() - known.keys())
-        if missing or unknown:
-            raise ValueError(
-                f"this state_dict is not the model's: missing {missing}, unknown {unknown}"
-            )
+        with agreed(self.wire.group, "comparison of a state_dict with the model"):
+            _check_fits(state, known)
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
-        values: dict[int, Tensor] = {}
-        for name, own in known.items():
-            if id(own) in divided:
-                if tuple(state[name].shape) != tuple(own.shape):
-                    raise ValueError(
-                        f"{name} has the shape {tuple(state[name].shape)} here, {tuple(own.shape)} "
-                        f"in the model"
-                    )
-                values[id(own)] = state[name]
+        values = {id(own): state[name] for name, own in known.items() if id(own) in divided}
         self.meet()
         for share in self.shares:
             share.take([values[id(parameter)] for parameter in share.parameters])
@@ -157,3 +148,23 @@ class Whole:
         rest = {name: value for name, value in state.items() if id(known[name]) not in divided}
         self.model.load_state_dict(rest, strict=False)
         self.meet()
+
+
+def _check_fits(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ValueError if a state_dict has other names or shapes than the model's `known` one."""
+    missing = sorted(known.keys() - state.keys())
+    unknown = sorted(state.keys() - known.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"this state_dict is not the model's: missing {missing}, unknown {unknown}"
+        )
+    for name, own in known.items():
+        if not isinstance(own, Tensor):  # a module's extra state, which is its own matter
+            continue
+        there = state[name]
+        if not isinstance(there, Tensor):
+            raise ValueError(f"{name} is a {type(there).__name__} here, a tensor in the model")
+        if tuple(there.shape) != tuple(own.shape):
+            raise ValueError(
+                f"{name} has the shape {tuple(there.shape)} here, {tuple(own.shape)} in the model"
+            )

@@ -138,6 +138,7 @@ struct interpreter {
     void (*PyErr_Fetch)(void **type, void **value, void **traceback);
     void (*PyGILState_Release)(int);
     void *kind, *value, *traceback;
+    int goes_on; /* the answer of `tick`: what it returns is undefined when a handler raises in it */
 };
 
 struct part { /* of an input: a range of private memory */

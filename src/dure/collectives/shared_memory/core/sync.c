@@ -57,6 +57,15 @@ static int handler_raised(struct interpreter *python) {
     return raised;
 }
 
+/* Asks `tick` whether to wait on. */
+static int goes_on(struct core *core, double waited) {
+    struct interpreter *python = core->interpreter;
+    if (python == NULL) return core->tick(waited);
+    python->goes_on = 0;
+    core->tick(waited);
+    return python->goes_on;
+}
+
 static int sleep_until_arrived(struct core *core) {
     struct header *header = core->header;
     uint64_t start = now_ns();
@@ -78,7 +87,7 @@ static int sleep_until_arrived(struct core *core) {
         uint64_t waited = now_ns() - start;
         /* Short waits never enter Python; a signal is looked at without delay. */
         if (!interrupted && waited < TICK_MS * 1000000u) continue;
-        if (handler_raised(core->interpreter) || !core->tick((double)waited * 1e-9)) return GAVE_UP;
+        if (handler_raised(core->interpreter) || !goes_on(core, (double)waited * 1e-9)) return GAVE_UP;
     }
 }
 

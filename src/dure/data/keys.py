@@ -1,0 +1,85 @@
+"""Natural owners of examples, by key: what may be one, and what a client is called after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+KINDS = (str, int, bool, float, bytes, tuple)
+"""What a key may be. A tuple is of texts and whole numbers, such as (hospital, ward)."""
+
+
+def keys_of(keys: Any) -> list[Any]:
+    """The keys, one an example, as Python's own values: equal ones are one client.
+
+    keys: a list, an array, a column or a tensor of one dimension.
+
+    Raises ValueError for what does not say which example has which key.
+    """
+    shape = getattr(keys, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise ValueError(
+            f"keys have the shape {tuple(shape)}: give one key an example, of shape (n,)"
+        )
+    if isinstance(keys, (str, bytes, AbstractSet, Mapping)):
+        raise ValueError(f"keys are a {type(keys).__name__}: give a list with one key an example")
+    found: list[Any] = keys.tolist() if hasattr(keys, "tolist") else list(keys)
+    # Numbers of NumPy and torch in a list: tensors are equal only to themselves.
+    if any(issubclass(kind, (Tensor, numpy.generic)) for kind in set(map(type, found))):
+        found = [_own(key) for key in found]
+    return found
+
+
+def owners_of(keys: Sequence[Any]) -> list[Any]:
+    """The keys of the natural clients in order: client k has the k-th.
+
+    Raises ValueError for keys that name nobody (None, NaN), that are not alike in their type, or
+    that are neither texts nor numbers.
+    """
+    _check(keys)
+    return sorted(set(keys))
+
+
+def name_of(key: Any) -> str:
+    """What the client with this key is called."""
+    return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
+
+
+def said(client: int, names: Sequence[str] | None) -> str:
+    """A client for people: client 5 ("porto"), or without names client 5."""
+    return f"client {client}" if names is None else f'client {client} ("{names[client]}")'
+
+
+def _own(key: Any) -> Any:
+    """A number or text of Python's for one of NumPy's or torch's."""
+    one = isinstance(key, numpy.generic) or (isinstance(key, Tensor) and key.numel() == 1)
+    return key.item() if one else key
+
+
+def _check(keys: Sequence[Any]) -> None:
+    types = set(map(type, keys))
+    for number, key in enumerate(keys if not types <= {str, int} else ()):
+        if key is None or (isinstance(key, float) and not math.isfinite(key)):
+            raise ValueError(
+                f"example {number} has the key {key}, which names nobody: give it one, or leave "
+                f"the example out"
+            )
+    if len(types) > 1:
+        kinds = ", ".join(sorted(kind.__name__ for kind in types))
+        raise ValueError(
+            f"keys are of different types ({kinds}), so that one client may have two: make all of "
+            f"them texts"
+        )
+    if types == {tuple}:
+        # Of one form, so that there is an order of them.
+        forms = {tuple(map(type, key)) for key in keys}
+        plain = len(forms) == 1 and all(kind in (str, int) for form in forms for kind in form)
+    else:
+        plain = isinstance(keys[0], KINDS)
+    if not plain:
+        raise ValueError(f"keys are texts or numbers, not {keys[0]!r}: make all of them texts")

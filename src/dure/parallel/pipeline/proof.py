@@ -1,0 +1,374 @@
+"""A cut model tried beside the model itself, before the first step.
+
+A trace is believed to compute what the model computes: forward and backward, in training and in
+evaluation, in the first pass and in all later ones. What a model does apart from operations on
+tensors is not in it: what it keeps in Python, what it does only while it is traced, or not then, a
+gradient of its own. So the model and the stages, one after another in this process, run on the same
+examples with the same random numbers:
+
+    model     a training pass with its gradients, the same pass again, an evaluation pass and the
+              same again, and a training pass on other examples and with other parameters
+    stages    the first of each
+
+The model has to repeat itself: what a pass leaves in Python that the same pass did not leave before
+is state that a trace does not have (`dure.parallel.pipeline.kept`). The stages have to give the
+model's outputs, gradients, parameters and buffers, but for rounding (`dure.parallel.proof`).
+
+Gradients are those of a sum of the outputs with random weights: each output has its part, and the
+task's loss is not called.
+
+Cost: three steps of one worker on a micro-batch (three passes forward and one backward of the
+model, two and one of the stages), and evaluation of two examples; besides, the stages are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+)
+
+from dure.parallel.pipeline.apart import Remaining, now
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.foreign import first_foreign
+from dure.parallel.pipeline.kept import first_change, kept_by
+from dure.parallel.pipeline.place import place_of
+from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.proof import (
+    Difference,
+    first_difference,
+    once_more,
+    same_operations,
+    tolerance_of,
+)
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.loss_shares import Computed, Share
+
+ADVICE = "or trust the trace with check=False (--no-check)"
+
+
+class On(NamedTuple):
+    """What a pass runs on.
+
+    when: in words. examples: how many. draws: a number, from which its random numbers follow.
+    """
+
+    when: str
+    inputs: Any
+    examples: int
+    training: bool
+    draws: int
+
+
+class Given(NamedTuple):
+    """What a pass has given: the leaves of the outputs, what they make up, and gradients."""
+
+    leaves: Sequence[Any]
+    structure: TreeSpec
+    gradients: Mapping[str, Tensor | None]
+
+
+def prove_cut(
+    cut: CutModel,
+    model: nn.Module,
+    others: Any,
+    evaluation: int,
+    parts_gradients: bool,
+    recompute: bool,
+) -> None:
+    """Raises ValueError, in one line, where the stages do not compute what the model computes.
+
+    cut: decided. model: another one like the cut one, which was not used yet; both are used up.
+    others: inputs of a second micro-batch. evaluation: examples of an evaluation; 0 for none.
+    parts_gradients, recompute: as the stages will be run.
+    """
+    count = cut.examples
+    first = On("training", cut.inputs(count, True), count, True, 0)
+    last = On("a later step of training", others, count, True, 2)
+    tests = None
+    if evaluation:
+        tests = On("evaluation", cut.inputs(evaluation, False), evaluation, False, 1)
+    before = generators_state()
+    try:
+        with torch.enable_grad():
+            _prove(_Whole(model, cut), _Stages(cut, parts_gradients, recompute), first, tests, last)
+    finally:
+        restore_generators(before)
+
+
+def _prove(whole: _Whole, stages: _Stages, first: On, tests: On | None, last: On) -> None:
+    # The model first, whose first pass is then really its first; and all of it before the stages,
+    # for these hold the weights of the beginning until they run.
+    passes = [(first, whole.run(first, descends=True))]
+    whole.repeat(*passes[0])
+    if tests is not None:
+        passes.append((tests, whole.run(tests)))
+        whole.repeat(*passes[1])
+    _update(whole.model)
+    passes.append((last, whole.run(last)))
+    for on, right in passes:
+        if on is last:
+            _update(stages.cut.model)
+        # In evaluation, without gradients, torch may take one operation for several.
+        outputs = same_operations if on.training else tolerance_of
+        tried = stages.run(on, descends=bool(right.gradients))
+        found = _difference(right, tried, outputs)
+        if found is not None:
+            raise whole.refusal(
+                f"in {on.when} the model gives {found} than its trace{whole.foreign(on)}: what it "
+                "does apart from operations on tensors, or only where nothing is traced, is not in "
+                "a trace; write it as operations on tensors and buffers"
+            )
+    found = _state_difference(whole.model, stages.cut.model)
+    if found is not None:
+        raise whole.refusal(f"forward passes leave {found} in the model than in its trace")
+
+
+class _Whole:
+    """The model itself."""
+
+    def __init__(self, model: nn.Module, cut: CutModel) -> None:
+        self.model = model
+        self.cut = cut
+        # Where each buffer lies, for a pass may put another tensor in its place.
+        self._places = [
+            (module, name, tensor)
+            for module in model.modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+        self._known = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        self._untouched = kept_by(model, self._known)
+        _copy_weights(self.cut.model, model)
+
+    def run(self, on: On, descends: bool = False) -> Given:
+        """One pass; with gradients of the parameters if it `descends`.
+
+        Afterwards the buffers are noted as they were before, and what is kept in Python as it is.
+        """
+        self._before = [module._buffers[name].clone() for module, name, _ in self._places]  # type: ignore[union-attr]
+        self.model.train(on.training)
+        with torch.set_grad_enabled(on.training):
+            leaves, structure = self._outputs(on)
+            if descends and (end := _weighed(leaves)) is not None:
+                end.backward()  # type: ignore[no-untyped-call]
+        gradients = _taken_gradients(self.model) if descends else {}
+        self.kept = kept_by(self.model, self._known)
+        return Given([_detached(leaf) for leaf in leaves], structure, gradients)
+
+    def repeat(self, on: On, before: Given) -> None:
+        """Raises ValueError where the pass before, run again, gives or leaves something else."""
+        for (module, name, tensor), value in zip(self._places, self._before, strict=True):
+            module._buffers[name] = tensor
+            tensor.data.copy_(value)
+        if on.training:
+            # A pass may have changed parameters; the cut model has not run yet.
+            _copy_weights(self.cut.model, self.model)
+        kept = self.kept
+        again = self.run(on)
+        changed = first_change(kept, self.kept)
+        if changed is not None:
+            raise self.refusal(
+                f"in {on.when} each forward pass changes {changed}, which a trace has as it was "
+                "when it was made; keep it in a buffer, by operations on tensors"
+            )
+        found = _difference(before, again, once_more)
+        if found is not None:
+            keeps = first_change(self._untouched, self.kept)
+            raise self.refusal(
+                f"in {on.when} the model itself gives {found} when a pass is repeated with the "
+                "same examples, buffers and random numbers, so it depends on what passes keep in "
+                f"Python{f', such as {keeps}' if keeps else ', on time or on other draws'}; keep "
+                "such things in buffers"
+            )
+
+    def refusal(self, why: str) -> ValueError:
+        return ValueError(f"a {type(self.model).__name__} cannot be cut, for {why}, {ADVICE}")
+
+    def foreign(self, on: On) -> str:
+        """In which module a pass first computes what its trace does not, after a comma."""
+        _copy_weights(self.cut.model, self.model)
+        self.model.train(on.training)
+        seed_generators(0, "proof", on.draws, everything=True)
+        trace = self.cut.trace(on.examples, on.training)
+        module = first_foreign(self.model, trace, _fresh(on.inputs))
+        return f", first in {module}" if module else ""
+
+    def _outputs(self, on: On) -> tuple[list[Any], TreeSpec]:
+        seed_generators(0, "proof", on.draws, everything=True)
+        try:
+            return tree_flatten(self.model(_fresh(on.inputs)))
+        except Exception as error:
+            place = place_of(error, self.model)
+            said = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"a {type(self.model).__name__} fails in {on.when}"
+                f"{f', in {place}' if place else ''}: {type(error).__name__}: {said}"
+            ) from error
+
+
+WHOLE = Share(1.0, 1.0)
+"""A micro-batch that is its batch."""
+
+
+class _Stages:
+    """The stages, one after another in this process."""
+
+    def __init__(self, cut: CutModel, parts_gradients: bool, recompute: bool) -> None:
+        self.cut = cut
+        self._recompute = recompute
+        # One generator serves the whole model: so the stages draw what the model draws.
+        self._stream = Stream(0, carried=True)
+        self._remaining: Remaining | None = [] if parts_gradients else None
+        self._stages = {training: self._all(training) for training in (True, False)}
+
+    def _all(self, training: bool) -> list[Stage]:
+        return [self._one(number, training) for number in range(self.cut.stages)]
+
+    def _one(self, number: int, training: bool) -> Stage:
+        later = now if self._remaining is None else self._remaining.append
+        return Stage(
+            number,
+            last=number == self.cut.stages - 1,
+            program_for=lambda examples: self.cut.program(
+                number, examples, training, self._stream, later if training else None
+            ),
+            structure_for=lambda examples: self.cut.structure(examples, training),
+            loss=self._end,
+            stream=self._stream,
+            remaining=self._remaining if training else None,
+            recompute=self._recompute,
+            trains=training,
+        )
+
+    def run(self, on: On, descends: bool) -> Given:
+        """One pass; with gradients of the parameters if it `descends`."""
+        self._returns = False
+        stages = self._stages[on.training]
+        batch = Microbatch(on.examples, WHOLE, lambda: (_fresh(on.inputs), None))
+        seed_generators(0, "proof", on.draws, everything=True)
+        values: list[Tensor] = []
+        with torch.set_grad_enabled(on.training):
+            for stage in stages:
+                stage.begin(0)
+                values = stage.forward(0, batch, values)
+            if descends and self._returns:
+                for stage in reversed(stages):
+                    values = stage.backward(0, batch, values)
+        gradients = _taken_gradients(self.cut.model) if descends else {}
+        return Given([_detached(leaf) for leaf in self._leaves], self._structure, gradients)
+
+    def _end(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
+        """The "loss" of the last stage."""
+        self._leaves, self._structure = tree_flatten(outputs)
+        end = _weighed(self._leaves)
+        self._returns = end is not None
+        return Computed(torch.zeros(()) if end is None else end, 1.0)
+
+
+def _weighed(leaves: Sequence[Any]) -> Tensor | None:
+    """The outputs that have a gradient, added up with random weights; None if there are none."""
+    weights = torch.Generator().manual_seed(0)
+    ends = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            # drawn for every leaf, so that each has the same, whichever have a gradient
+            weight = torch.randn(leaf.shape, dtype=leaf.dtype, generator=weights).to(leaf.device)
+            if leaf.requires_grad:
+                total = (leaf * weight).sum()
+                ends.append(total.real if total.is_complex() else total)
+    return torch.stack([end.double() for end in ends]).sum() if ends else None
+
+
+def _taken_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters' gradients, which are taken away."""
+    gradients = {
+        name: None
+        if (gradient := parameter.grad) is None
+        else gradient.to_dense()
+        if gradient.is_sparse
+        else gradient
+        for name, parameter in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _fresh(inputs: Any) -> Any:
+    """Copies: a model may write into what it is given."""
+    return tree_map_only(Tensor, torch.clone, inputs)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, model: nn.Module) -> None:
+    theirs = dict(source.named_parameters())
+    for name, mine in model.named_parameters():
+        # A pass may have made one that was not there.
+        if name in theirs:
+            mine.data.copy_(theirs[name])
+
+
+@torch.no_grad()
+def _update(model: nn.Module) -> None:
+    """Changes the parameters, the same in every model: training will."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            # each element by another factor, of its sign, and none of them by much
+            factors = torch.linspace(0.9, 1.1, parameter.numel(), dtype=parameter.dtype)
+            parameter.data.mul_(factors.to(parameter.device).view_as(parameter))
+
+
+def _difference(right: Given, tried: Given, outputs: Callable[[torch.dtype], float]) -> str | None:
+    """The first thing that differs, in words; None where nothing does.
+
+    outputs: by how much these may differ, by dtype.
+    """
+    if right.structure != tried.structure:
+        return "outputs of another form"
+    paths, _ = tree_flatten_with_path(right.structure.unflatten(list(right.leaves)))
+    for (path, one), other in zip(paths, tried.leaves, strict=True):
+        what = f"another output{' ' if path else ''}{keystr(path)}"
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            found = first_difference({"": one}, {"": other}, tolerance=outputs)
+            if found is not None:
+                return f"{what} ({_by(found)})"
+        elif type(one) is not type(other) or one != other:
+            return what
+    if right.gradients and tried.gradients:
+        found = first_difference(right.gradients, tried.gradients)
+        if found is not None:
+            return f"another gradient of {found.name} ({_by(found)})"
+    return None
+
+
+def _state_difference(model: nn.Module, cut: nn.Module) -> str | None:
+    """The first parameter or buffer that differs after all passes, in words."""
+    for right, tried in (
+        (dict(model.named_parameters()), dict(cut.named_parameters())),
+        (dict(model.named_buffers()), dict(cut.named_buffers())),
+    ):
+        # A buffer that a pass has made is kept by the model alone (`dure.tensors.buffers`).
+        both = [name for name in right if name in tried]
+        found = first_difference(
+            {name: right[name] for name in both}, {name: tried[name] for name in both}
+        )
+        if found is not None:
+            return f"another {found.name} ({_by(found)})"
+    return None
+
+
+def _by(found: Difference) -> str:
+    return f"by {found.share:.0e} of its largest value"

@@ -1,0 +1,405 @@
+"""A plan is tried before it is believed: the divided model beside the undivided one.
+
+    undivided   forward and backward on some examples, forward once more in evaluation
+    divided     the same by a model that the ranks divide by the plan
+    compared    the gradient of every parameter, of each rank its part; the loss; the loss and the
+                outputs of evaluation; buffers; what all ranks have whole, between the ranks; who
+                draws which random numbers; the norm of the gradient
+
+Every rank compares what it holds, and all agree on the outcome: the first parameter in the model's
+order that is wrong on any of them, so also one that is wrong on a single rank.
+
+Random draws give constants meanwhile (`dure.parallel.settled`), because ranks draw for themselves
+where they hold parts. How they draw is compared all the same: what every rank has whole is to be
+drawn alike, and a part by each rank for itself.
+
+The model stays as it is, for copies of it are tried. Beside it a rank needs memory for its part of
+the weights and of the gradients, and for the activations of the undivided model. The meter counts
+nothing.
+
+Cost: a step of one worker, one of the divided model, and a forward pass of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dure.collectives.all_reduce import all_reduce
+from dure.collectives.group import Group
+from dure.errors import DureError, PlanError
+from dure.parallel.proof import SMALL, first_difference, tolerance_of
+from dure.parallel.settled import Drawn
+from dure.parallel.tensor.dividing import divide, fits, share_weights
+from dure.parallel.tensor.plan import Plan, several
+from dure.parallel.tensor.state import divisions, gradient_norm
+from dure.parallel.tensor.trial import (
+    Examples,
+    LossOf,
+    Make,
+    Passed,
+    Twins,
+    generators_kept,
+    outputs_of,
+    passed,
+)
+from dure.parallel.tensor.written_plan import written
+
+ADVICE = "correct the plan, or train by it as it is with check=False (--no-check)"
+
+
+def prove_plan(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    loss: LossOf,
+    process_group: Group | dist.ProcessGroup | None = None,
+    *,
+    divided_loss: LossOf | None = None,
+    evaluates: bool = True,
+    make: Make | None = None,
+    agreeing: Group | None = None,
+) -> None:
+    """Tries whether a model computes the same when the ranks of a group divide it by a plan.
+
+    All ranks call it before `parallelize`, with models of one shape and the same inputs. Rank 0's
+    weights and buffers become everybody's. Else the model stays as it is, and so do generators.
+
+    inputs: of a few examples, as the model takes them, as one argument. loss: of its outputs; it
+    knows the targets. divided_loss: that of the divided model, where the plan leaves its outputs
+    divided, as `Output(gather=False)` does. evaluates: whether evaluation is tried as well. make:
+    makes the same model once more, for models that cannot be copied. agreeing: the ranks that learn
+    of the outcome together, where several groups try the same; None is the group.
+
+    Raises PlanError, which is a ValueError, on all ranks where the two differ: it names the first
+    parameter with another gradient, and what the plan says of it. Raises ValueError as
+    `parallelize` does, and for a model that cannot be copied, without `make`.
+    """
+    group = Group.of(process_group).unmetered()
+    share_weights(model, group)
+    with generators_kept(model):
+        twins = Twins(model, make)
+        examples = Examples(inputs, evaluates)
+        trial = _Trial(twins, plan, examples, loss, divided_loss, group)
+        if twins.put_back():
+            # A forward pass had written into parameters that both models shared.
+            share_weights(model, group)
+            trial = _Trial(twins, plan, examples, loss, divided_loss, group)
+        trial.judge(agreeing or group)
+
+
+class _Wrong(NamedTuple):
+    """What differs on a rank, as numbers that ranks can tell each other; inf is nothing.
+
+    what: a place in `_KINDS`. first, last: places of parameters, or of what else there are several
+    of. share: by how much the first differs, as a share of its largest value.
+    """
+
+    what: float = math.inf
+    first: float = math.inf
+    last: float = -math.inf
+    share: float = 0.0
+
+
+_ALONE, _GRADIENT, _LOSS, _EVALUATION, _BUFFER, _RANKS, _DRAW, _NORM = range(8)
+
+
+class _Trial:
+    """Both passes on this rank, and what they differ in."""
+
+    def __init__(
+        self,
+        twins: Twins,
+        plan: Plan,
+        examples: Examples,
+        loss: LossOf,
+        divided_loss: LossOf | None,
+        group: Group,
+    ) -> None:
+        self.twins = twins
+        self.plan = plan
+        self.inputs = examples.inputs
+        self.group = group
+        # Outputs that are left divided are not those of the undivided model.
+        self.outputs_alike = divided_loss is None
+        divided = twins.one()
+        divide(divided, plan, group)
+        self.parts = divisions(divided)
+        self.squares: dict[str, float] = {}
+        undivided = twins.one()
+        self.right = passed(undivided, examples, loss, self._own_part)
+        self.names = _names(undivided)
+        self.tried = _passed_divided(divided, examples, divided_loss or loss)
+        for name, parameter in divided.named_parameters():
+            parameter.grad = self.tried.gradients[name]
+        self.norm = float(gradient_norm(divided, group))
+
+    def _own_part(self, name: str, gradient: Tensor) -> Tensor:
+        """This rank's part of a whole gradient."""
+        # The square of a sum is not known from its terms, where a gradient comes in several.
+        several = name in self.squares
+        self.squares[name] = math.nan if several else float(gradient.norm()) ** 2
+        if name not in self.parts:
+            return gradient
+        return self.parts[name][0].part(gradient, self.group.rank, self.group.size)
+
+    @property
+    def computed_in(self) -> torch.dtype | None:
+        """The coarsest dtype on the way of either."""
+        found = self.right.settled.computed_in, self.tried.settled.computed_in
+        return max(filter(None, found), key=tolerance_of, default=None)
+
+    def judge(self, agreeing: Group) -> None:
+        """All ranks agree on what is wrong. Raises PlanError if anything is."""
+        # First what ranks tell each other, since all of them have to come.
+        between = self._ranks()
+        mine = self._gradients() or self._loss() or self._evaluation() or self._buffers()
+        mine = mine or self._draws() or self._norm() or _Wrong()
+        if between is not None:
+            mine = min(mine, between)
+        told = [_Wrong(*row) for row in agreeing.all_gather_values(list(mine), "the proof")]
+        first = min(told)[:2]
+        if first == _Wrong()[:2]:
+            return
+        those = [rank for rank, wrong in enumerate(told) if wrong[:2] == first]
+        wrong = _Wrong(
+            *first,
+            last=max(told[rank].last for rank in those),
+            share=max(told[rank].share for rank in those),
+        )
+        where = "" if len(those) == len(told) else f" on rank {', '.join(map(str, those))}"
+        raise PlanError(f"{self._words(wrong, where, agreeing)}: {ADVICE}")
+
+    # What differs.
+
+    def _gradients(self) -> _Wrong | None:
+        right, tried = self.right.gradients, self.tried.gradients
+        found = first_difference(right, tried, self.computed_in)
+        if found is None:
+            return None
+        names = list(right)
+        last = first_difference(dict(reversed(right.items())), tried, self.computed_in)
+        assert last is not None
+        return _Wrong(_GRADIENT, names.index(found.name), names.index(last.name), found.share)
+
+    def _loss(self) -> _Wrong | None:
+        return self._apart(_LOSS, [self.right.loss], [self.tried.loss])
+
+    def _evaluation(self) -> _Wrong | None:
+        right, tried = self.right.evaluated, self.tried.evaluated
+        found = self._apart(_EVALUATION, right[:1], tried[:1])
+        if found is not None or not self.outputs_alike:
+            return found
+        if len(right) != len(tried):
+            return _Wrong(_EVALUATION, 1)
+        # Some outputs may be a rank's own, as keys and values of its heads that wait for the next
+        # symbol. What the loss uses of them is right.
+        alike = [mine.shape == theirs.shape for mine, theirs in zip(tried, right, strict=True)]
+        right = [one if same else one.new_empty(0) for one, same in zip(right, alike, strict=True)]
+        tried = [one if same else one.new_empty(0) for one, same in zip(tried, alike, strict=True)]
+        return self._apart(_EVALUATION, right, tried)
+
+    def _apart(self, what: int, right: Sequence[Tensor], tried: Sequence[Tensor]) -> _Wrong | None:
+        found = first_difference(
+            {str(place): one for place, one in enumerate(right)},
+            {str(place): one for place, one in enumerate(tried)},
+            self.computed_in,
+        )
+        return None if found is None else _Wrong(what, int(found.name), share=found.share)
+
+    def _buffers(self) -> _Wrong | None:
+        right, tried = self.right.buffers, self.tried.buffers
+        # One of another shape is a rank's own, as of a mask for its heads.
+        tried = {name: one for name, one in tried.items() if _alike(one, right.get(name))}
+        found = first_difference({name: right[name] for name in tried}, tried, self.computed_in)
+        if found is None:
+            return None
+        return _Wrong(_BUFFER, list(self.right.buffers).index(found.name), share=found.share)
+
+    def _ranks(self) -> _Wrong | None:
+        """What every rank has whole: the undivided model's loss, and gradients, by their norms."""
+        whole = [name for name in self.right.gradients if name not in self.parts]
+        norms = [float(self.right.loss)]
+        for name in whole:
+            gradient = self.tried.gradients[name]
+            norms.append(0.0 if gradient is None else float(gradient.norm()))
+        rows = self.group.all_gather_values(norms, "the proof")
+        loss, *others = zip(*rows, strict=True)
+        allowed = tolerance_of(self.computed_in or self.right.loss.dtype)
+        if max(loss) - min(loss) > allowed * max(map(abs, loss)):
+            return _Wrong(_ALONE, 0)
+        floor = SMALL * max(map(max, others), default=0.0)
+        places = {name: place for place, name in enumerate(self.right.gradients)}
+        for name, values in zip(whole, others, strict=True):
+            if max(values) - min(values) > allowed * max(*values, floor):
+                return _Wrong(_RANKS, places[name])
+        return None
+
+    def _draws(self) -> _Wrong | None:
+        right, tried = self.right.settled.drawn, self.tried.settled.drawn
+        if self.group.size == 1 or len(right) != len(tried):
+            return None
+        for place, (whole, mine) in enumerate(zip(right, tried, strict=True)):
+            # A rank that draws for itself has seeded the generator anew.
+            if (whole.shape == mine.shape) != (whole.seed == mine.seed):
+                return _Wrong(_DRAW, place)
+        return None
+
+    def _norm(self) -> _Wrong | None:
+        right = math.sqrt(sum(self.squares.values()))
+        allowed = tolerance_of(self.computed_in or self.right.loss.dtype) * right
+        # One that is not known, or not finite, is not compared.
+        return _Wrong(_NORM, 0) if abs(self.norm - right) > allowed else None
+
+    # In words.
+
+    def _words(self, wrong: _Wrong, where: str, agreeing: Group) -> str:
+        place = int(wrong.first)
+        if wrong.what == _ALONE:
+            return (
+                "undivided, the model's loss is not the same on all ranks, which divide one model: "
+                "give all of them the same inputs"
+            )
+        if wrong.what == _GRADIENT:
+            return self._of_gradient(wrong, where, agreeing)
+        if wrong.what == _RANKS:
+            name = list(self.right.gradients)[place]
+            return (
+                f"{self._said(name)}; its gradient is not the same on all ranks, which all have it"
+            )
+        if wrong.what == _DRAW:
+            return self._of_draw(place)
+        if wrong.what == _LOSS:
+            what = f"loss{where}, {self._losses()}"
+        elif wrong.what == _EVALUATION:
+            what = f"{f'output {place}' if place else 'loss'} in evaluation{where}"
+        elif wrong.what == _BUFFER:
+            what = f"buffer {list(self.right.buffers)[place]} after a pass{where}"
+        else:
+            what = f"norm of the gradient, {self.norm:.6g}"
+        return f"divided by the plan, the model has another {what}{self._where(agreeing)}"
+
+    def _of_gradient(self, wrong: _Wrong, where: str, agreeing: Group) -> str:
+        names = list(self.right.gradients)
+        name = names[int(wrong.first)]
+        by = (
+            f"by {wrong.share:.2g} of its largest value" if math.isfinite(wrong.share) else "wholly"
+        )
+        words = f"{self._said(name)}; its gradient differs {by}{where}{self._hint(name, agreeing)}"
+        if wrong.last > wrong.first:
+            words += f"; the last that differs is that of {names[int(wrong.last)]}"
+        if self._loss() is not None:
+            words += f"; the loss differs as well, {self._losses()}"
+        return words + self._where(agreeing)
+
+    def _said(self, name: str) -> str:
+        return f"{name}: {said(self.plan, self.names[name])}"
+
+    def _where(self, agreeing: Group) -> str:
+        """The first module that gives something else; all ranks look for it together."""
+        right = outputs_of(self.twins.one(), self.inputs)
+        divided = self.twins.one()
+        divide(divided, self.plan, self.group)
+        tried = outputs_of(divided, self.inputs)
+        # What has another shape is a part.
+        right = {key: one for key, one in right.items() if _alike(one, tried.get(key))}
+        found = first_difference(right, tried, self.computed_in)
+        # By their places among all of the divided model, which are the same on all ranks.
+        keys = list(tried)
+        mine = math.inf if found is None else keys.index(found.name)
+        first = min(row[0] for row in agreeing.all_gather_values([float(mine)], "the proof"))
+        if first == math.inf:
+            return ""
+        key = keys[int(first)]
+        name = key.partition(",")[0]
+        return f"; the first output that differs is that of {key} ({said(self.plan, [f'{name}.'])})"
+
+    def _losses(self) -> str:
+        return f"{float(self.tried.loss):.6g} in the place of {float(self.right.loss):.6g}"
+
+    def _hint(self, name: str, agreeing: Group) -> str:
+        """What would make the gradient right; all ranks try it together."""
+        right = self.right.gradients[name]
+        if right is None or name in self.parts or self.group.size == 1:
+            return ""
+        tried = self.tried.gradients[name]
+        tried = torch.zeros_like(right) if tried is None else tried.contiguous()
+        total = all_reduce(tried.clone(), self.group, "native")
+
+        def is_right(gradient: Tensor) -> bool:
+            return first_difference({name: right}, {name: gradient}, self.computed_in) is None
+
+        summed = is_right(total)
+        too_often = is_right(tried / self.group.size)
+        rows = agreeing.all_gather_values([float(summed), float(too_often)], "the proof")
+        if all(row[0] for row in rows):
+            return " (the sum over the ranks is right, as OnShards() of its module makes it)"
+        if all(row[1] for row in rows):
+            return f" (it is {self.group.size} times too large: it is summed once too often)"
+        return ""
+
+    def _of_draw(self, place: int) -> str:
+        whole: Drawn = self.right.settled.drawn[place]
+        mine = self.tried.settled.drawn[place]
+        if whole.shape == mine.shape:
+            return (
+                f"random numbers of the shape {list(whole.shape)}, in {mine.by}, are for what all "
+                "ranks have whole, but by the plan each rank draws others"
+            )
+        return (
+            f"random numbers of the shape {list(mine.shape)}, in {mine.by}, are for a part of "
+            f"{list(whole.shape)}, but by the plan all ranks draw the same (OwnDraws)"
+        )
+
+
+def _passed_divided(model: nn.Module, examples: Examples, loss: LossOf) -> Passed:
+    try:
+        return passed(model, examples, loss)
+    except DureError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"divided by the plan, the model fails, which it does not undivided: "
+            f"{type(error).__name__}: {error}: {ADVICE}"
+        ) from error
+
+
+def _alike(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and one.dtype == other.dtype
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by its first."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def said(plan: Plan, names: Sequence[str]) -> str:
+    """What a plan says of a parameter, or of the module nearest around it.
+
+    names: all that the parameter has.
+    """
+    # Of its own module, then of those around that.
+    modules = [name.rpartition(".")[0] for name in names]
+    own = True
+    while modules:
+        for module in modules:
+            kinds = [
+                written(kind)
+                for pattern, each in plan.items()
+                if fits(module, pattern)
+                for kind in several(each)
+            ]
+            if kinds:
+                of = "" if own else f" of {module or 'the model'}, and nothing of it"
+                return f"the plan says {' and '.join(kinds)}{of}"
+        modules = [module.rpartition(".")[0] for module in modules if module]
+        own = False
+    return "the plan says nothing of it"

@@ -1,0 +1,238 @@
+"""One pass of a model for a proof: forward and backward, and forward in evaluation.
+
+It is made by a copy of the model, so that the model stays as it is: `Twins`. Random draws give
+constants (`dure.parallel.settled`), and whole gradients are cut as they come.
+
+A weight of zeros, as some models begin with, keeps gradients from all that comes before it, right
+or wrong. So parameters that are all one number are shaken a little in the copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from dure.parallel.gradients import as_dense
+from dure.parallel.settled import Settled
+from dure.randomness.seeds import (
+    generator,
+    generators_state,
+    restore_generators,
+    seed_generators,
+)
+from dure.tensors.copies import copy_of
+
+LossOf = Callable[[Any], Tensor]
+"""The loss of a model's outputs."""
+
+Gradients = dict[str, Tensor | None]
+"""By the names of the parameters, in the model's order; None where none has come."""
+
+SHAKEN = 0.02
+"""The deviation by which parameters of one number are shaken, as transformers draw weights."""
+
+Make = Callable[[], nn.Module]
+"""Makes the same model once more."""
+
+
+class Examples(NamedTuple):
+    """What is computed.
+
+    inputs: as the model takes them, as one argument. evaluates: whether in evaluation as well.
+    """
+
+    inputs: Any
+    evaluates: bool
+
+
+class Passed(NamedTuple):
+    """What came of it.
+
+    evaluated: the loss in evaluation, then the outputs. buffers: as the passes have left them.
+    """
+
+    loss: Tensor
+    gradients: Gradients
+    evaluated: list[Tensor]
+    buffers: dict[str, Tensor]
+    settled: Settled
+
+
+def passed(
+    model: nn.Module,
+    examples: Examples,
+    loss: LossOf,
+    keep: Callable[[str, Tensor], Tensor] = lambda name, gradient: gradient,
+) -> Passed:
+    """What a model makes of the examples; it is of no use after that.
+
+    keep: what is kept of a gradient, by the name of its parameter.
+    """
+    gradients: Gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = None
+        if parameter.requires_grad:
+            keeper = _keeper(name, gradients, keep)
+            parameter.register_post_accumulate_grad_hook(keeper)  # type: ignore[no-untyped-call]
+    seed_generators(0, "proof", everything=True)
+    evaluated: list[Tensor] = []
+    with Settled() as settled:
+        result = loss(model.train()(examples.inputs))
+        result.backward()  # type: ignore[no-untyped-call]
+        if examples.evaluates:
+            with torch.no_grad():
+                outputs = model.eval()(examples.inputs)
+                evaluated = [loss(outputs), *_tensors(outputs)]
+    return Passed(result.detach(), gradients, evaluated, dict(model.named_buffers()), settled)
+
+
+def _keeper(
+    name: str, gradients: Gradients, keep: Callable[[str, Tensor], Tensor]
+) -> Callable[[Tensor], None]:
+    def kept(parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        own = keep(name, as_dense(parameter.grad))
+        parameter.grad = None
+        # A checkpointed part of a model may have a backward pass of its own, and give its share.
+        before = gradients[name]
+        gradients[name] = own if before is None else before + own
+
+    return kept
+
+
+def outputs_of(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """What each module of a model gives in training, in the order in which they are done.
+
+    By name, and of one that is called again by its name and how often. The model is of no use after
+    that.
+    """
+    found: dict[str, Tensor] = {}
+    times: Counter[str] = Counter()
+
+    def note(name: str, output: Any) -> None:
+        times[name] += 1
+        own = _tensors(output)
+        if own:
+            key = name if times[name] == 1 else f"{name}, time {times[name]}"
+            found[key] = own[0].detach().clone()
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(
+                lambda module, inputs, output, name=name: note(name, output)
+            )
+    seed_generators(0, "proof", everything=True)
+    with Settled(), torch.no_grad():
+        model.train()(inputs)
+    return found
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
+
+
+class Twins:
+    """Copies of a model, each for one use.
+
+    They lie in the memory of the model's parameters, if `make` makes the same model once more: for
+    a forward pass may write into parameters, which then have to be put back.
+    """
+
+    def __init__(self, model: nn.Module, make: Make | None) -> None:
+        self._model = model
+        self._make = make
+        self._share = make is not None
+        self._before = _bits(model) if self._share else []
+        self._one_number = _names_of_one_number(model)
+
+    def one(self) -> nn.Module:
+        """One more. Raises ValueError where the model can neither be copied nor made."""
+        twin = copy_of(self._model, same_parameters=self._share)
+        if twin is None:
+            twin = self._another()
+        for name, parameter in twin.named_parameters():
+            if name in self._one_number:
+                parameter.data = _shaken(parameter.data, name)
+        return twin
+
+    def _another(self) -> nn.Module:
+        if self._make is None:
+            raise ValueError(
+                f"this {type(self._model).__name__} cannot be copied, for a copy would share what "
+                "it holds, such as a function that was made inside of it: give make=, which makes "
+                "the same model once more"
+            )
+        made = self._make()
+        _write(self._model, made)
+        return made
+
+    def put_back(self) -> bool:
+        """Makes the model's parameters those of before; returns whether they were others.
+
+        From then on twins have parameters of their own.
+        """
+        if self._make is None or not self._share or _bits(self._model) == self._before:
+            return False
+        _write(self._make(), self._model)
+        self._share = False
+        return True
+
+
+@torch.no_grad()
+def _names_of_one_number(model: nn.Module) -> set[str]:
+    """The parameters that are trained and whose elements are all the same."""
+    found = set()
+    for name, parameter in model.named_parameters():
+        if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
+            continue
+        flat = parameter.detach().flatten()
+        # The first ones tell of nearly all parameters.
+        if all(bool((some == flat[0]).all()) for some in (flat[:16], flat)):
+            found.add(name)
+    return found
+
+
+def _shaken(tensor: Tensor, name: str) -> Tensor:
+    """A little more or less in each element, of a random sign: in memory of its own."""
+    # On the CPU, so that every rank and every copy has the same.
+    noise = torch.randn(tensor.shape, generator=generator(0, f"shaken {name}"))
+    scale = SHAKEN * max(1.0, float(tensor.flatten()[0].abs()))
+    return tensor + scale * noise.to(tensor.device, tensor.dtype)
+
+
+@torch.no_grad()
+def _write(source: nn.Module, target: nn.Module) -> None:
+    theirs = (*source.parameters(), *source.buffers())
+    for mine, other in zip((*target.parameters(), *target.buffers()), theirs, strict=True):
+        mine.copy_(other)
+
+
+@torch.no_grad()
+def _bits(model: nn.Module) -> list[int]:
+    """A number for each parameter, which is another one once an element has changed."""
+    numbers = []
+    for parameter in model.parameters():
+        flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        # Whole numbers are added without rounding, and the widest in the least time.
+        wide = {0: torch.int64, 4: torch.int32}.get(len(flat) % 8, torch.uint8)
+        numbers.append(int(flat.view(wide).sum(dtype=torch.int64)))
+    return numbers
+
+
+@contextmanager
+def generators_kept(model: nn.Module) -> Iterator[None]:
+    """After it all generators are as they were."""
+    before = generators_state()
+    cuda = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=list(cuda)):
+            yield
+    finally:
+        restore_generators(before)

@@ -1,0 +1,96 @@
+"""Who changes parameters that are only lent.
+
+In stage 3 a pass computes with parameters that it only borrows. In memory that all ranks read every
+rank would apply the same change once more; elsewhere the change would go with the buffer in which
+the unit was gathered. With masters in more digits (`precision="bf16"`) the next update would
+overwrite it, in every stage. So it is refused, at the end of the pass or before the next update.
+
+Torch counts most changes (`Tensor._version`), and comparing the counters costs next to nothing. It
+does not count what is written through `parameter.data`. Whoever reads that is given it, and a copy
+is kept; when the pass ends, or the unit is freed, the two are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dure.parallel.zero.away import elements_of, versions_of, watch_data
+
+
+class Changes:
+    """Parameters, by name, and what was done to them since they were last as they should be.
+
+    rests: whether the model is whole now, so that whoever changes it may; set by whoever knows.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        for name, parameter in named:
+            self._names.append(name)
+            self._parameters.append(parameter)
+            watch_data(parameter, self)
+        self._name_of = dict(zip(map(id, self._parameters), self._names, strict=True))
+        # by id: copies of what was read as `data`
+        self._read: dict[int, Tensor] = {}
+        self.rests: Callable[[], bool] = lambda: False
+        self._found: str | None = None
+        self.accept()
+
+    def accept(self) -> None:
+        """What there is now is as it should be."""
+        self._versions = versions_of(self._parameters)
+        self._read.clear()
+        self._found = None
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Somebody has read `parameter.data`, and may be about to write there."""
+        if id(parameter) not in self._read and not self.rests():
+            with torch.inference_mode(False), torch.no_grad():
+                self._read[id(parameter)] = elements_of(parameter).clone()
+
+    def replaced(self, parameter: nn.Parameter) -> None:
+        """Somebody has assigned to `parameter.data`."""
+        if not self.rests():
+            self._found = self._name_of[id(parameter)]
+
+    def compare(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Compares what was read of them, or of all, with what is there now.
+
+        Before they go away.
+        """
+        if not self._read:
+            return
+        if parameters is None:
+            parameters = self._parameters
+        for parameter in parameters:
+            before = self._read.pop(id(parameter), None)
+            if before is not None and _differ(before, elements_of(parameter)):
+                self._found = self._found or self._name_of[id(parameter)]
+
+    def check(self) -> None:
+        """Raises ValueError if a parameter has changed since the last `accept`."""
+        now = versions_of(self._parameters)
+        if now != self._versions:
+            moved = [one != other for one, other in zip(now, self._versions, strict=True)]
+            self._found = self._names[moved.index(True)]
+        if self._found is None:
+            return
+        name = self._found
+        self.accept()  # so that it is said once
+        raise ValueError(
+            f"the parameter {name} was changed, in a forward or backward pass or between steps, "
+            f"where ZeRO only lends it (stage 3, and bf16 in any stage): change it after step(), "
+            f"inside gathered(); or make it a buffer, or take stage 1 or 2 in full precision. What "
+            f"initialises from data belongs before ZeRO. The weights may be wrong now: go on from "
+            f"a checkpoint"
+        )
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether any bit does; by value NaN would differ from itself."""
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return not torch.equal(*bits)

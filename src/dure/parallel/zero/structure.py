@@ -1,0 +1,89 @@
+"""The model and the optimizer as they were divided: what was put there later is refused by name.
+
+Which parameters there are, and which are trained, is decided when the model is divided. A parameter
+that is unfrozen, added or put in another's place afterwards has no part in any message or update,
+and would stay as it is on every rank, or go its own way on each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Structure:
+    """How they were.
+
+    trained: the model's parameters that are divided with their gradients. parts: what the optimizer
+    updates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        trained: Iterable[nn.Parameter],
+        parts: Iterable[nn.Parameter],
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._parts = set(map(id, parts))
+        known = set(map(id, trained))
+        self._known = {id(parameter): parameter for parameter in model.parameters()}
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            # one without elements has nothing to train
+            if id(parameter) not in known and parameter.numel()
+        ]
+        self._note()
+
+    def _note(self) -> None:
+        """Notes what each module holds: to compare that is quicker than to walk through them."""
+        held = [
+            within
+            for module in self.model.modules()
+            for within in (module._parameters, module._modules)
+        ]
+        self._held = [(within, list(within.values())) for within in held if within]
+
+    def check(self) -> None:
+        """Raises RuntimeError for what would not be trained as in one process."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when ZeroRedundancy divided the model, and would not be "
+                    f"trained now: let it require a gradient there, and freeze it after that by "
+                    f"requires_grad_(False)"
+                )
+        if not all(_holds(within, values) for within, values in self._held):
+            self._check_parameters()
+            self._note()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._parts:
+                    raise RuntimeError(
+                        f"the optimizer was given {self._name_of(parameter)} after ZeroRedundancy "
+                        f"had divided it: give it all parameters before"
+                    )
+
+    def _check_parameters(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"{name} was put into the model after ZeroRedundancy had divided it, and would "
+                    f"not be trained: put it there before; to change a parameter's value, write "
+                    f"into it inside gathered(), or call load_state_dict"
+                )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = {id(one): name for name, one in self.model.named_parameters()}
+        return names.get(id(parameter), "a parameter that is not the model's")
+
+
+def _holds(within: Mapping[str, object], values: Sequence[object]) -> bool:
+    """Whether a module holds the very same; equality would compare tensors by value."""
+    return len(within) == len(values) and all(map(operator.is_, within.values(), values))

@@ -1,0 +1,145 @@
+"""Files that survive a kill, a full disk and a power failure.
+
+The order is: the content, then the folder that names it, then what refers to it. An error of the
+disk says which file could not be written.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dure.errors import RunFolderWriteError
+from dure.record.seal import checksum
+
+MOMENT = 2.0
+"""Seconds for which a disk may be full before the run fails."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new one, even across a kill.
+
+    Raises RunFolderWriteError, and leaves the old content, if it cannot be written.
+    """
+    # The number of the process: two that write the same file do not write into each other's.
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with told(path):
+        try:
+            write_synced(beside, content)
+            os.replace(beside, path)
+        except OSError:
+            # On a full disk, what was written of it takes room that others need.
+            with suppress(OSError):
+                beside.unlink()
+            raise
+        sync_folder(path.parent)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a file whose content is on the disk when this returns. Raises OSError."""
+    with open(path, "wb", opener=_itself) as file:
+        file.write(content)
+        file.flush()
+        # Else the name could be on the disk before the content, when the power fails.
+        os.fsync(file.fileno())
+
+
+def cut(path: Path, length: int) -> None:
+    """Removes what a file holds after so many bytes. Raises RunFolderWriteError."""
+    with told(path), open(path, "r+b", opener=_itself) as file:
+        file.truncate(length)
+
+
+def _itself(path: str, flags: int) -> int:
+    # Not what a link leads to: a folder that somebody sent may have one to a file of the user's.
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def sync_folder(path: Path) -> None:
+    """The names in a folder are on the disk when this returns, where the system can say so."""
+    # Not every file system has it, and then there is nothing better to do.
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """An error of the disk is told with the name of the file, and so of its folder."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunFolderWriteError(f"cannot write {path}: {reason}") from error
+
+
+def patiently(write: Callable[[], object]) -> None:
+    """Does `write` again while the disk does not take it, for `MOMENT` seconds."""
+    until = time.monotonic() + MOMENT
+    while True:
+        try:
+            write()
+            return
+        except RunFolderWriteError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.02)
+
+
+class Lines:
+    """A file that grows by whole lines.
+
+    length, checksum: of what it holds, up to the last line that is whole. What a kill cut off at
+    its end is removed when it is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rest = b""
+        """Not written yet."""
+        self._uncounted = b""
+        """Not in `length` and `checksum` yet: `_rest`, and what was written before it."""
+        with told(path):
+            # Unbuffered, one write a call: a kill cuts off no more than the end.
+            self._file = open(path, "ab", buffering=0, opener=_itself)  # noqa: SIM115, see close()
+            content = path.read_bytes()
+            self.length = content.rfind(b"\n") + 1
+            self.checksum = checksum(content[: self.length])
+            self._cut()
+
+    def add(self, lines: bytes) -> None:
+        """Writes them, after what the disk did not take before.
+
+        Raises RunFolderWriteError where it does not take all of them; the rest is written by the
+        next call, which may be one without lines.
+        """
+        self._rest += lines
+        self._uncounted += lines
+        with told(self.path):
+            while self._rest:
+                # On a disk that is almost full, a write takes a part, and the next one raises.
+                self._rest = self._rest[os.write(self._file.fileno(), self._rest) :]
+        self.length += len(self._uncounted)
+        self.checksum = checksum(self._uncounted, self.checksum)
+        self._uncounted = b""
+
+    def sync(self) -> None:
+        """What was added is on the disk when this returns."""
+        with told(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """No more lines come from here; of one that was written in part, nothing is left."""
+        with suppress(OSError):
+            self._cut()
+        self._file.close()
+
+    def _cut(self) -> None:
+        if os.fstat(self._file.fileno()).st_size > self.length:
+            os.ftruncate(self._file.fileno(), self.length)

@@ -1,0 +1,203 @@
+"""What one metric has seen of the batches of one rank.
+
+A metric is added over batches (a pair, a `SumMetric`), or waits for all outputs and targets. Its
+first batch tells which. A function that fails there, as AUC does on a batch of one class alone,
+waits: only if it fails on everything is that an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from dure.contracts.metric import Metric, SumMetric, as_number, as_sum, ratio
+from dure.errors import DureError
+from dure.tasks.libraries import is_of_a_library, of_all
+
+UNSEEN = -1
+"""Instead of a number of sums: no batch has told yet."""
+
+
+class Tally:
+    """One metric.
+
+    waits: whether it needs everything at once; None before the first batch. failure: why it could
+    not tell then.
+    """
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self.name = name
+        self.metric = metric
+        # Nothing of a library is a pair, also where it gives two numbers.
+        self.waits: bool | None = is_of_a_library(metric) or None
+        self.failure: Exception | None = None
+        self._first: float | None = None
+        # A pair is added as plain numbers: clients by the thousand measure few examples each.
+        self._total = 0.0
+        self._count = 0.0
+        self._sums = torch.zeros(0, dtype=torch.float64)
+
+    @property
+    def size(self) -> int:
+        """How many sums it has; 0 where it waits, `UNSEEN` before the first batch."""
+        if self.waits is None:
+            return UNSEEN
+        return 2 if self.is_pair else len(self._sums)
+
+    @property
+    def sums(self) -> Tensor:
+        """What was added, float64 of shape (size,)."""
+        if self.is_pair:
+            return torch.tensor([self._total, self._count], dtype=torch.float64)
+        return self._sums
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether every rank that has the sums can finish them."""
+        return not self.waits and not isinstance(self.metric, SumMetric)
+
+    def add(self, outputs: Any, targets: Any) -> None:
+        """Sees the next batch. Raises ValueError for a metric that gives no number."""
+        if self.waits:
+            return
+        if isinstance(self.metric, SumMetric):
+            self._add(self._called(self.metric.update, outputs, targets))
+        elif self.waits is None:
+            self._look(outputs, targets)
+        else:
+            self._add_pair(self._called(self.metric, outputs, targets))
+
+    def _look(self, outputs: Any, targets: Any) -> None:
+        """The first batch of a function, which tells its kind."""
+        # A copy: it may write into what it is given, and be given the same again.
+        mine = [_copied(outputs), _copied(targets)]
+        try:
+            # What it says of a part says nothing of the whole, such as that a class is missing.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value = self._called(self.metric, *mine)
+        except ValueError as error:
+            self.failure = error
+            self.waits = True
+            return
+        if _is_pair(value):
+            self.waits = False
+            self._add_pair(value)
+        else:
+            self._first = self._number(value)
+            self.waits = True
+
+    def finished(self, sums: Tensor) -> float:
+        """The number of the sums over all batches of all ranks."""
+        if self.is_pair:
+            return ratio(*sums.tolist())
+        assert isinstance(self.metric, SumMetric)
+        return self._number(self._called(self.metric.compute, self._as_given(sums)))
+
+    def of_all(self, outputs: Any, targets: Any) -> float:
+        """The number of a metric that waits, on everything."""
+        value = self._called(lambda *all_: of_all(self.metric, *all_), outputs, targets)
+        if _is_pair(value) and not is_of_a_library(self.metric):
+            return ratio(*self._pair(value))
+        return self._number(value)
+
+    def of_the_first(self, outputs: Any, targets: Any) -> float:
+        """`of_all` where the first batch was everything, and may have told it already."""
+        return self.of_all(outputs, targets) if self._first is None else self._first
+
+    def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except DureError:  # a lost rank, say, where the ranks compute it together
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the metric {self.name!r} failed: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+    def _add(self, given: Any) -> None:
+        leaves, spec = tree_flatten(given)
+        try:
+            tensors = [as_sum(leaf) for leaf in leaves]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._refusal(given) from error
+        shapes = [tensor.shape for tensor in tensors]
+        if self.waits is None:
+            if not sum(tensor.numel() for tensor in tensors):
+                raise self._refusal(given)
+            self._spec = spec
+            self._shapes = shapes
+            self._sums = torch.zeros(sum(map(torch.Tensor.numel, tensors)), dtype=torch.float64)
+            self.waits = False
+        if (spec, shapes) != (self._spec, self._shapes):
+            raise ValueError(
+                f"the metric {self.name!r} gives sums of shapes {_told(shapes)} for one batch and "
+                f"{_told(self._shapes)} for another: they are added, and have to be alike"
+            )
+        self._sums += torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def _as_given(self, sums: Tensor) -> Any:
+        """Flat sums in the structure and the shapes that `update` gives."""
+        parts = torch.split(sums, [shape.numel() for shape in self._shapes])
+        shaped = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return tree_unflatten(shaped, self._spec)
+
+    def _add_pair(self, value: Any) -> None:
+        total, count = self._pair(value)
+        self._total += total
+        self._count += count
+
+    def _pair(self, value: Any) -> tuple[float, float]:
+        if not _is_pair(value):
+            raise ValueError(
+                f"the metric {self.name!r} gives a pair (sum, count) for one batch and "
+                f"{_kind(value)} for another"
+            )
+        try:
+            total, count = map(as_number, value)
+            return total, count
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._refusal(value) from error
+
+    def _number(self, value: Any) -> float:
+        try:
+            return as_number(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._refusal(value) from error
+
+    def _refusal(self, value: Any) -> ValueError:
+        return ValueError(
+            f"the metric {self.name!r} gives {_kind(value)}: it has to give one number, or a pair "
+            f"(sum, count) of numbers; sums of other shapes are what dure.SumMetric(update, "
+            f"compute) adds"
+        )
+
+
+def _is_pair(value: Any) -> bool:
+    # The type itself: a named tuple, such as a statistic with its p-value, is no sum and count.
+    return type(value) is tuple
+
+
+def _copied(tree: Any) -> Any:
+    return tree.clone() if isinstance(tree, Tensor) else tree_map_only(Tensor, torch.clone, tree)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if type(value) is tuple:
+        return f"({', '.join(map(_kind, value))})"
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"an array of shape {list(shape)}"
+    return repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _told(shapes: list[torch.Size]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)

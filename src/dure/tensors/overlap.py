@@ -1,0 +1,100 @@
+"""Which tensors share memory, element by element.
+
+Most are told apart by where they begin and end. Those that lie within each other, such as the
+columns of a matrix, are painted into a mask of the memory that they span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def end_of(tensor: Tensor) -> int:
+    """The address after the last byte of a tensor's last element; of one that has elements."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    return tensor.data_ptr() + _span(tensor) * tensor.element_size()
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from a tensor's first to its last one in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((length - 1) * stride for length, stride in steps)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a strided tensor lie in one place, as those of an expanded one."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    steps = sorted(
+        (stride, length)
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+        if length > 1
+    )
+    reach = 0
+    for stride, length in steps:
+        if stride == 0:
+            return True
+        if stride <= reach:  # one step does not lead past all that comes before it
+            return _is_painted_twice([tensor])
+        reach += stride * (length - 1)
+    return False
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same elements in the same order, contiguous."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.numel() == other.numel()
+        and one.dtype == other.dtype
+        and one.is_contiguous()
+        and other.is_contiguous()
+    )
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an element in one place."""
+    if not one.numel() or not other.numel():
+        return False
+    if one.data_ptr() >= end_of(other) or other.data_ptr() >= end_of(one):
+        return False
+    return _is_painted_twice([one, other])
+
+
+def any_overlap(tensors: Iterable[Tensor]) -> bool:
+    """Whether any two of them have an element in one place."""
+    near: list[Tensor] = []
+    reach = 0
+    for tensor in sorted((t for t in tensors if t.numel()), key=Tensor.data_ptr):
+        if tensor.data_ptr() >= reach:
+            if _is_painted_twice(near):
+                return True
+            near = []
+        near.append(tensor)
+        reach = max(reach, end_of(tensor))
+    return _is_painted_twice(near)
+
+
+def _is_painted_twice(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors whose memory is near to each other have an element in one place.
+
+    Of different sizes of elements, or laid otherwise than in steps of one, they count as if.
+    """
+    if len(tensors) < 2 and all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    begin = min(map(Tensor.data_ptr, tensors))
+    size = tensors[0].element_size()
+    if any(t.element_size() != size or (t.data_ptr() - begin) % size for t in tensors):
+        return True
+    mask = torch.zeros((max(map(end_of, tensors)) - begin) // size, dtype=torch.bool)
+    elements = 0
+    for tensor in tensors:
+        place = (tensor.data_ptr() - begin) // size
+        mask.as_strided(tensor.shape, tensor.stride(), place).fill_(True)
+        elements += tensor.numel()
+    return int(mask.sum()) < elements
