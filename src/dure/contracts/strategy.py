@@ -268,6 +268,9 @@ class Strategy:
     oldest_checkpoint: ClassVar[int] = 1
     """The oldest version of checkpoints (`dure.record.checkpoint.VERSION`) that it can read."""
 
+    moves: ClassVar[frozenset[str]] = frozenset()
+    """Fields that only say where the work is done: a run may go on with other values of them."""
+
     alone: ClassVar[bool] = False
     """Whether it is one worker, whatever the machine has."""
 

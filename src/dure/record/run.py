@@ -158,14 +158,16 @@ class RunFolder:
         oldest_checkpoint: int = 1,
         *,
         named_again: Collection[str] = (),
+        moves: Collection[str] = (),
         model: Mapping[str, Tensor] | None = None,
         entered: bool = False,
     ) -> None:
         """Before a run that was interrupted, or has ended, goes on.
 
         named_again: which settings, or parts such as "world", the user has given anew, and not
-        left to config.json. model: a state_dict of what will be trained. entered: config.json has
-        to say the same as `config`, but for the ranks.
+        left to config.json. moves: the strategy's fields of which a run may go on with other
+        values. model: a state_dict of what will be trained. entered: config.json has to say the
+        same as `config`, but for the ranks.
 
         Raises RunFolderError, and changes nothing, while somebody holds it; if its checkpoint or
         history is damaged; if the checkpoint is of another run, of other settings than config.json
@@ -179,7 +181,7 @@ class RunFolder:
             # All is read before anything is changed: damage is told while all is as it was.
             checkpoint = self._checked(oldest_checkpoint)
             if checkpoint is not None:
-                self._check_settings(checkpoint, begun, config, named_again)
+                self._check_settings(checkpoint, begun, config, named_again, moves)
                 _check_shapes(checkpoint, model or {})
                 # Read, and thrown away: it is read again by the rank that goes on with it.
                 self._history_of(checkpoint)
@@ -218,6 +220,7 @@ class RunFolder:
         begun: Mapping[str, Any],
         config: Mapping[str, Any],
         named_again: Collection[str],
+        moves: Collection[str],
     ) -> None:
         """Raises RunFolderError if the checkpoint is of another run, or of other settings.
 
@@ -239,7 +242,7 @@ class RunFolder:
                     f"{file} has changed since {checkpoint.path} was written ("
                     f"{'; '.join(differs)}): put it back as it was, or begin another run"
                 )
-        differs = other_run(before, settings(json.loads(json.dumps(config))))
+        differs = other_run(before, settings(json.loads(json.dumps(config))), moves)
         if differs:
             raise RunFolderError(
                 f"what is asked is not what was trained in {self.path} ({'; '.join(differs)}): "

@@ -60,16 +60,21 @@ def edited(
     return [_told(name, before, now) for name in names]
 
 
-def other_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def other_run(
+    before: Mapping[str, Any], now: Mapping[str, Any], moves: Collection[str] = ()
+) -> list[str]:
     """What differs of a run that is about to go on, in words: where that would be another run.
 
     now: of the task and the strategy as they were found, by a dure that may have more fields than
-    the one that wrote `before`.
+    the one that wrote `before`. moves: the strategy's fields that may be others (`Strategy.moves`).
     """
+    free = {f"strategy.{name}" for name in moves}
     names = [
         name
         for name in before
-        if (name in ("seed", *COUNTS) or name.startswith("strategy.")) and name in now
+        if (name in ("seed", *COUNTS) or name.startswith("strategy."))
+        and name in now
+        and name not in free
     ]
     return [_told(name, before, now) for name in names if before[name] != now[name]]
 

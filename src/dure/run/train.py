@@ -160,6 +160,8 @@ def resume(
 
     task, strategy, world: also the object itself, which is needed for what was made in Python and
     lies in no file or module, such as a class of a notebook; a warning said so when the run began.
+    A strategy that is given may say that the work is done elsewhere (`Strategy.moves`), such as on
+    another mesh: the path is then the same but for rounding.
 
     Raises RunFolderError if the folder holds no run, somebody is training in it, it names code that
     must not be run, its task, strategy or world cannot be found again, its checkpoint or history is
@@ -197,6 +199,7 @@ def resume(
             new_config,
             strategy.oldest_checkpoint,
             named_again=_named_again(again),
+            moves=strategy.moves,
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
     job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)

@@ -59,6 +59,9 @@ class Pipeline(Strategy):
     name: ClassVar[str] = "pipeline"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"schedule", "stages_per_rank", "cut", "balance", "recompute"}
+    )
 
     @property
     def label(self) -> str:

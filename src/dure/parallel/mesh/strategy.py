@@ -140,6 +140,10 @@ class Parallel(Strategy):
     name: ClassVar[str] = "parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "zero"}
+        | {"sequence", "plan"}
+    )
 
     def __post_init__(self) -> None:
         # A frozen dataclass: settings may give the plan as text, and from here on it is a value.

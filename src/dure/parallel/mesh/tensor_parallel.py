@@ -49,6 +49,7 @@ class TensorParallel(Strategy):
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset({"sequence", "plan"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", TensorPlan(self.plan))
