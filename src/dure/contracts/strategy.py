@@ -317,13 +317,14 @@ class Strategy:
         The model stays as it is: it is the one that will be trained.
         """
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
-        """Tries what the strategy believes about the model beside the model itself.
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """`check_model`, and then what the strategy believes about the model, tried beside it.
 
-        Such as a trace that is to compute what the model computes. Returns what was tried, for the
-        user; None where nothing is believed. What only the ranks together can try, their learners
-        do. The model stays as it is. Raises ValueError, with the place, where the two differ.
+        Such as a trace that is to compute what the model computes. None where nothing is believed.
+        What only the ranks together can try, their learners do. The model stays as it is. Raises
+        ValueError, with the place, where the two differ.
         """
+        self.check_model(task, model, workers)
         return None
 
     def division(self, task: Task, seed: int) -> Description | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -369,11 +368,11 @@ def prepare(
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
-    parameters = _checked_model(task, strategy, world, model)
+    proofs = _checked_model(task, strategy, world, model, check)
+    parameters = _checked_parameters(task, model)
     if world.leads:
         # The line of the user who called `train`.
         warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=4)
-    proofs = _proven(task, strategy, world, model) if check else ()
     job = Job(
         task=task,
         strategy=strategy,
@@ -417,12 +416,23 @@ def _check_target(stop: Stop, task: Task) -> None:
             )
 
 
-def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Module) -> int:
-    """How many parameters the model has. Raises ValueError if it cannot be trained."""
-    strategy.check_model(task, model, world.workers)
+def _checked_model(
+    task: Task, strategy: Strategy, world: World, model: nn.Module, check: bool
+) -> tuple[Proof, ...]:
+    """What was tried of the model. Raises ValueError if the strategy cannot train it."""
+    proof = None
+    if check:
+        proof = strategy.prove(task, model, world.workers)
+    else:
+        strategy.check_model(task, model, world.workers)
     # Conditions are of clients; other worlds have none.
     if world.conditions is not None:
         strategy.check_under(task, model, world.conditions)
+    return () if proof is None else (proof,)
+
+
+def _checked_parameters(task: Task, model: nn.Module) -> int:
+    """How many parameters there are. Raises ValueError where none, or not so, is trained."""
     # A list: it is gone through more than once.
     parameters = list(model.parameters())
     if task.lr_schedule is not None:
@@ -430,13 +440,6 @@ def _checked_model(task: Task, strategy: Strategy, world: World, model: nn.Modul
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("the model has no trainable parameter")
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _proven(task: Task, strategy: Strategy, world: World, model: nn.Module) -> tuple[Proof, ...]:
-    """What the strategy believes about the model, tried. Raises ValueError where it is wrong."""
-    started = time.perf_counter()
-    what = strategy.prove(task, model, world.workers)
-    return () if what is None else (Proof(what, time.perf_counter() - started),)
 
 
 def _label(strategy: Strategy, world: World) -> str:

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Strategy
+from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
@@ -94,7 +94,7 @@ class Pipeline(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check_model(task, model, workers)
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         return self.on(1 if workers is None else workers).prove(task, model, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import msgspec
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from dure.contracts.strategy import (
     Learner,
     Place,
     Progress,
+    Proof,
     Strategy,
     another,
     examples_for,
@@ -92,12 +92,6 @@ from dure.tasks.loss_shares import CountedLoss
 
 EVERY = (1 << 48) - 1
 """As many bits as a float64 keeps, and some less: values that the last stage may receive."""
-
-TRACED: WeakKeyDictionary[nn.Module, tuple[Parallel, CutModel]] = WeakKeyDictionary()
-"""Cuts that were checked, by the models of which they are copies, until they are proven.
-
-To trace a model takes longer than all else that is done before training.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +203,11 @@ class Parallel(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
+        self._checked(task, model)
+
+    def _checked(self, task: Task, model: nn.Module) -> CutModel | None:
+        """A copy of the model that was cut; None where it is one stage, computed as it is."""
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
-        whole = model
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)
         train, test = examples_for(model, task)
@@ -220,11 +217,12 @@ class Parallel(Strategy):
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
         if not self.uncut:
-            TRACED[whole] = self, self._checked_cut(model, train, test)
-        elif self.cut:
+            return self._checked_cut(model, train, test)
+        if self.cut:
             raise ValueError(
                 f"a model in one stage begins nowhere else, but cut names {', '.join(self.cut)}"
             )
+        return None
 
     def _checked_cut(self, model: nn.Module, train: Examples, test: Examples | None) -> CutModel:
         """The model cut, as far as one process can tell."""
@@ -241,13 +239,13 @@ class Parallel(Strategy):
         check_cut(cut, self.mesh.data, self.recompute, evaluates=tests is not None)
         return cut
 
-    def prove(self, task: Task, model: nn.Module, workers: int | None) -> str | None:
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the stages and the undivided model side by side, on one micro-batch."""
-        if self.uncut:
+        # The copy that was cut for the checks: to trace a model takes longest of all.
+        cut = self._checked(task, model)
+        if cut is None:
             return None
-        if TRACED.get(model, (None,))[0] != self:
-            self.check_model(task, model, workers)
-        _, cut = TRACED.pop(model)
+        started = time.perf_counter()
         twin = another(model, task, 0)
         # A task may give one and the same model, of which there is no copy: then there is nothing
         # to run beside the stages.
@@ -262,7 +260,8 @@ class Parallel(Strategy):
             parts_gradients=self.list_for(self.most).parts_gradients,
             recompute=self.recompute,
         )
-        return "the traced stages compute what the model computes"
+        what = "the traced stages compute what the model computes"
+        return Proof(what, time.perf_counter() - started)
 
     @property
     def uncut(self) -> bool:
