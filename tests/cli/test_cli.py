@@ -176,10 +176,6 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
             "train mine.py:explodes single-worker --batch-size 5 --json",
             "at step 2 on rank 0: lower the learning rate",
         ),
-        (
-            "train mine.py:explodes fed-avg --clients 2 --batch-size 5 --json",
-            "at round 1, local step 2 on client 0",
-        ),
     ],
 )
 def test_bad_input_is_answered_by_one_line_and_status_2(dure, line, complaint):

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 import dure
-from beside import EXAMPLES
+from beside_my_task import EXAMPLES
 
 with open(Path(__file__).with_name("times.txt"), "a") as file:
     file.write("run\\n")
@@ -68,7 +68,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("DURE_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "beside.py").write_text("EXAMPLES = 12\n")
+    (folder / "beside_my_task.py").write_text("EXAMPLES = 12\n")
     (folder / "my_task.py").write_text(TASK)
     (folder / "my_rules.py").write_text(RULES)
     yield folder
@@ -203,7 +203,7 @@ def test_classes_go_on_and_are_named_again_as_tasks_are(
     assert written["partition"].startswith(f"{there}/my_rules.py:Halves")
 
 
-@pytest.mark.parametrize("file", ["my_task.py", "beside.py"])
+@pytest.mark.parametrize("file", ["my_task.py", "beside_my_task.py"])
 def test_code_that_has_changed_is_named_again(
     own: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_module_of_another_folder_is_not_taken_for_one_that_was_begun(
     sent.mkdir()
     shutil.copytree(own / "run", sent / "run")
     (sent / "my_task.py").write_text(TASK)
-    (sent / "beside.py").write_text("EXAMPLES = 12\n")
+    (sent / "beside_my_task.py").write_text("EXAMPLES = 12\n")
     monkeypatch.chdir(sent)
     assert main(["train", "--resume", "run", "--steps", "4"]) == 0
     assert was_run(own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -73,12 +72,12 @@ def without_biases() -> nn.Module:
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def changed(folder: Path, **strategy: Any) -> None:
-    """The run in `folder` is asked to be another one."""
-    config = json.loads((folder / "config.json").read_text())
-    config["world"]["ranks"] = strategy.pop("ranks")
-    config["strategy"] |= strategy
-    (folder / "config.json").write_text(json.dumps(config))
+def moved(folder: Path, task: dure.Task, strategy: Any, ranks: int, steps: int) -> dure.Run:
+    """The run in `folder` goes on elsewhere, up to so many steps."""
+    world = dure.Processes(ranks)
+    return dure.resume(
+        folder, task=task, strategy=strategy, world=world, stop=dure.Stop(steps=steps)
+    )
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -127,10 +126,9 @@ def test_a_run_goes_on_with_other_ranks_and_schedules(optimizer: Any, tmp_path: 
     out = tmp_path / "run"
     one = dure.train(task, Pipeline(12, 2, "gpipe"), dure.Processes(1), dure.Stop(steps=8))
     dure.train(task, Pipeline(12, 2), dure.Processes(2), dure.Stop(steps=3), out=out)
-    changed(out, ranks=3, schedule="zero-bubble")
-    dure.resume(out, task=task, stop=dure.Stop(steps=5))
-    changed(out, ranks=2, schedule="interleaved", cut=["middle", "last", "again"])
-    run = dure.resume(out, task=task, stop=dure.Stop(steps=8))
+    moved(out, task, Pipeline(12, 2, "zero-bubble"), 3, 5)
+    interleaved = Pipeline(12, 2, "interleaved", cut=("middle", "last", "again"))
+    run = moved(out, task, interleaved, 2, 8)
     assert largest_difference(run, one) < CLOSE
     assert abs(run.summary["test_loss"] - one.summary["test_loss"]) < CLOSE
 
@@ -143,15 +141,13 @@ def test_groups_of_the_optimizer_go_to_other_meshes(zero: Any, tmp_path: Path) -
     dure.train(
         task, Parallel(Mesh(2), 12, 2, zero=zero), dure.Processes(2), dure.Stop(steps=3), out=out
     )
-    changed(out, ranks=2, mesh={"data": 1, "pipeline": 2, "tensor": 1}, zero=0)
-    dure.resume(out, task=task, stop=dure.Stop(steps=5))
-    changed(out, ranks=2, mesh={"data": 2, "pipeline": 1, "tensor": 1}, zero=zero)
-    run = dure.resume(out, task=task, stop=dure.Stop(steps=8))
+    moved(out, task, Parallel(Mesh(pipeline=2), 12, 2), 2, 5)
+    run = moved(out, task, Parallel(Mesh(2), 12, 2, zero=zero), 2, 8)
     assert largest_difference(run, one) < CLOSE
 
 
 def test_the_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:
-    task = small_task(model=Odd)
+    task = small_task(n=48, model=Odd)
     run = dure.train(
         task, Pipeline(8, 2), dure.Processes(3), dure.Stop(steps=2), out=tmp_path / "run"
     )
