@@ -18,7 +18,8 @@ Gradients are those of a sum of the outputs with random weights: each output has
 task's loss is not called.
 
 Cost: three steps of one worker on a micro-batch (three passes forward and one backward of the
-model, two and one of the stages), and evaluation of two examples; besides, the stages are built.
+model, two and one of the stages), evaluation of two examples, building the stages and comparing:
+docs/pipeline.md has figures.
 """
 
 from __future__ import annotations
