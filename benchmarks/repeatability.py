@@ -40,7 +40,7 @@ from dure.run.registry import strategy_class
 
 JSON = dict[str, Any]
 
-LENGTHS = {"step": ("--steps", 240, 20), "round": ("--rounds", 24, 2)}
+LENGTHS = {"step": ("--steps", 120, 10), "round": ("--rounds", 12, 1)}
 """How long a run is and how often it writes a checkpoint: enough that it can be killed between."""
 
 VARIANTS: dict[str, list[str]] = {
@@ -181,8 +181,8 @@ def resume(out: Path) -> None:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Two processes a core that never rest."""
-    count = 2 * (os.cpu_count() or 1)
+    """A process a core that never rests."""
+    count = os.cpu_count() or 1
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
