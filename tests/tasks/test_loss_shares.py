@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.data.examples import DatasetExamples, Examples
-from dure.tasks.loss_shares import NOTHING, CountedLoss, loss_and_count, nothing, scale_of
+from dure.tasks.loss_shares import (
+    NOTHING,
+    CountedLoss,
+    loss_and_count,
+    most_counted,
+    nothing,
+    scale_of,
+)
 
 CLASSES = 4
 WEIGHT = torch.tensor([0.3, 1.0, 2.5, 0.7], dtype=torch.float64)
@@ -181,3 +188,14 @@ def test_settings_of_partials_are_those_of_the_loss() -> None:
     losses = CountedLoss(partial(F.cross_entropy, ignore_index=1), Examples(targets, targets))
     assert losses.expected(torch.arange(4)) == 2.0
     assert not losses.is_late
+
+
+def test_what_an_example_counts_at_the_most() -> None:
+    classes = Examples(torch.zeros(3, 2), torch.tensor([0, 1, -100]))
+    words = Examples(torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.long))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 4.0]))
+    assert most_counted(F.cross_entropy, classes) == 1.0
+    assert most_counted(F.cross_entropy, words) == 5.0
+    assert most_counted(weighted, words) == 20.0
+    assert most_counted(F.mse_loss, words) == 1.0
+    assert most_counted(lambda outputs, targets: outputs.sum(), classes) == math.inf

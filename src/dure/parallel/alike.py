@@ -110,7 +110,7 @@ def sums_of(parameter: nn.Parameter) -> tuple[float, float]:
     total = 0.0
     magnitudes = 0.0
     # Part by part: a whole parameter in float64 takes ten times as long.
-    for part in values.reshape(-1).split(_PART):
+    for part in torch.split(values.reshape(-1), _PART):
         doubled = part.double()
         total += float(doubled.sum())
         magnitudes += float(doubled.abs().sum())

@@ -52,6 +52,20 @@ def loss_and_count(loss: Loss, outputs: Any, targets: Any, examples: int) -> tup
     return float(value) * count, count
 
 
+def most_counted(loss: Loss, examples: Examples) -> float:
+    """What the loss counts in one of the examples, at the most; inf where only the loss knows."""
+    if torch_loss(loss) is None:
+        return math.inf
+    known = cross_entropy_of(loss)
+    targets = getattr(examples, "targets", None)
+    if not isinstance(targets, Tensor):
+        return math.inf
+    if known is None or not _are_classes(targets):
+        return 1.0
+    largest = 1.0 if known.weight is None else float(known.weight.max())
+    return float(targets[:1].numel()) * largest
+
+
 class Computed(NamedTuple):
     """The loss of a batch, or what a part adds to it, and what was counted.
 

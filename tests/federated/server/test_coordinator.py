@@ -798,3 +798,15 @@ def test_what_went_with_an_older_model_is_that_of_its_moment_after_a_restart_too
             ):
                 assert torch.equal(part, other)
     assert len(seen) > 3
+
+
+def test_a_count_is_refused_that_so_many_examples_cannot_have() -> None:
+    one = server(2)
+    one.updates.most_counted = 3.0
+    for assignment in assigned(one.tick(0.0)):
+        tickets = combines(one.update(assignment.ticket, 0.0))
+    assert tickets is not None
+    for ticket, each in zip(tickets, (3.0, 3.1), strict=True):
+        update = answer(one.assignment(ticket))
+        one.fold(replace(update, counted=each * update.samples))
+    assert one.finish(0.0).refused == {tickets[1]: "its loss counts more than its examples have"}

@@ -7,6 +7,7 @@ a restart, all of them are given again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -56,7 +57,8 @@ class Folded(NamedTuple):
 class Combining:
     """What is combined now, and what came of it so far.
 
-    sizes: how many examples each client has at most. vain: models in a row that were made of
+    sizes: how many examples each client has at most. most_counted: what the loss counts in one of
+    them at most. vain: models in a row that were made of
     nothing. tickets: those that are combined now.
     """
 
@@ -64,6 +66,7 @@ class Combining:
     algorithm: Algorithm
     sizes: Sequence[int]
     seed: int
+    most_counted: float = math.inf
     vain: int = 0
     tickets: list[int] = field(default_factory=list)
     _awaited: dict[int, Assignment] = field(default_factory=dict)
@@ -108,6 +111,7 @@ class Combining:
             asked,
             extra=self.algorithm.expects(asked),
             examples=self.sizes[asked.client],
+            most_counted=self.most_counted,
             finite=finite,
         )
 

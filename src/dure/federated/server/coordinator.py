@@ -75,7 +75,8 @@ class Sent(NamedTuple):
 class Coordinator:
     """The server's state.
 
-    sizes: examples of each client, as far as the server knows them. present: who has checked in;
+    sizes: examples of each client, as far as the server knows them. most_counted: what the loss
+    counts in an example, at the most. present: who has checked in;
     None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
     many were given out. open: those of which no model has been made. busy: the ticket of each
     client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
@@ -87,6 +88,7 @@ class Coordinator:
     algorithm: Algorithm
     sizes: Sequence[int]
     seed: int
+    most_counted: float = math.inf
     present: set[int] | None = None
     wake: float = math.inf
     tickets: int = 0
@@ -113,7 +115,9 @@ class Coordinator:
     """The models that may still be handed out, the newest last; empty where that is the model."""
 
     def __post_init__(self) -> None:
-        self.updates = Combining(self.model, self.algorithm, self.sizes, self.seed)
+        self.updates = Combining(
+            self.model, self.algorithm, self.sizes, self.seed, self.most_counted
+        )
         pacing = self.pacing
         self.synchronous = pacing.synchronous
         self.oldest = pacing.oldest

@@ -39,6 +39,7 @@ from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import most_counted
 from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
@@ -107,6 +108,7 @@ class Server(Learner):
             algorithm=algorithm,
             sizes=sizes,
             seed=seed,
+            most_counted=most_counted(task.loss, task.train),
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter

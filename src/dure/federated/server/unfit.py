@@ -3,6 +3,7 @@
     it answers what was asked    the same client and round, as many tensors, of the same shapes and
                                  types
     it is of examples            at least one, and not more than the client has
+    it counts no more            than the loss can count in so many examples
     it is finite                 the loss, deltas, buffers that changed, extras
 
 Rules count the updates that are refused among the broken ones that they withstand.
@@ -22,17 +23,22 @@ from dure.federated.server.global_model import changes
 from dure.protocol.messages import Assignment, Update
 from dure.tensors.finite import all_finite
 
+ROUNDING = 1 + 1e-5
+"""Sums of weights of classes may be a little more than so many of the largest."""
+
 
 def unfit(
     update: Update,
     asked: Assignment,
     extra: Sequence[Tensor],
     examples: int,
+    most_counted: float,
     finite: bool,
 ) -> str | None:
     """The reason, None where there is none.
 
-    extra: what its extras look like. examples: that its client has at most. finite: the numbers of
+    extra: what its extras look like. examples: that its client has at most. most_counted: what the
+    loss counts in one of them at most. finite: the numbers of
     its delta and buffers are known to be.
     """
     if update.failure is not None:
@@ -55,6 +61,9 @@ def unfit(
         return "it is of more examples than its client has"
     if not 0 <= update.count < math.inf:
         return f"its loss counts {update.count}, which is no weight"
+    # The weight of the mean follows from it: a count that is made up is one of made-up examples.
+    if update.count > most_counted * update.samples * ROUNDING:
+        return "its loss counts more than its examples have"
     # It would be the round's, in the mean.
     if not math.isfinite(update.loss):
         return "its loss is not finite"
