@@ -23,11 +23,10 @@ TOLERANCES = {
 }
 """The largest difference, as a share of the largest value, by dtype.
 
-Some thousand units in the last place of float64 and float32: a forward and a backward pass through
-many layers, whose sums are taken in another order, stay well below. Half precision has three digits
-and two.
+Some thousand units in the last place of float32, and more of float64: a forward and a backward pass
+through many layers, whose sums are taken in another order, stay well below. Half precision has
+three digits and two.
 """
-
 
 SMALL = 1e-3
 """Tensors whose values are all below this share of the largest of all tensors are compared by it.
@@ -51,12 +50,13 @@ def first_difference(
 ) -> Difference | None:
     """The first of the tensors in `right`, in their order, that `tried` has otherwise.
 
-    computed_in: the coarsest dtype on the way to these tensors, as of a model in float32 that
-    computes in bfloat16 by autocast; None is that of each tensor.
-
     Tensors of one kind, such as all gradients. None stands for a gradient that is not there, which
     is one of zeros. What is infinite or NaN in both is alike. A tensor of another shape or dtype,
-    and a whole number that differs, differ by inf. tolerance: by dtype; by default `tolerance_of`.
+    and a whole number that differs, differ by inf.
+
+    computed_in: the coarsest dtype on the way to these tensors, as of a model in float32 that
+    computes in bfloat16 by autocast; None is that of each tensor. tolerance: by dtype; by default
+    `tolerance_of`.
     """
     within = tolerance or tolerance_of
     floor: float | None = None
