@@ -58,8 +58,8 @@ class Combining:
     """What is combined now, and what came of it so far.
 
     sizes: how many examples each client has at most. most_counted: what the loss counts in one of
-    them at most. vain: models in a row that were made of
-    nothing. tickets: those that are combined now.
+    them at most. vain: models in a row that were made of nothing. tickets: those that are combined
+    now.
     """
 
     model: GlobalModel

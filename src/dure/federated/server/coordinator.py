@@ -76,11 +76,10 @@ class Coordinator:
     """The server's state.
 
     sizes: examples of each client, as far as the server knows them. most_counted: what the loss
-    counts in an example, at the most. present: who has checked in;
-    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
-    many were given out. open: those of which no model has been made. busy: the ticket of each
-    client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
-    is under way.
+    counts in an example, at the most. present: who has checked in; None takes all for reachable.
+    wake: when it wants to be told that time has passed. tickets: how many were given out. open:
+    those of which no model has been made. busy: the ticket of each client at work. deadline: when
+    the round ends, inf where nothing ends it. began: whether a round is under way.
     """
 
     model: GlobalModel
