@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import dure
@@ -94,6 +95,8 @@ def forget(own: Path) -> None:
     was_run(own)
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(own)):
+            if name in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.unregister_pickle_by_value(module)
             del sys.modules[name]
 
 

@@ -125,7 +125,8 @@ static void messages(struct core *core, int call, uint64_t n, int32_t *own, int3
     for (uint64_t i = 0; i < n; i++) expect(out[i] == value(from, i, call), "message", core->rank, call);
 }
 
-/* The same, a header before the elements, for who takes a message when all of it has come. */
+/* The same, a header before the elements, for who takes a message when all of it has come. It is written in pieces, so
+ * that who looks too early finds some of it. */
 static void letters(struct core *core, int call, uint64_t n, int32_t *own, int32_t *out) {
     int to = (core->rank + 1) % size, from = (core->rank + size - 1) % size, taken = 0;
     char header[8] = "to you", wrong[8] = "to him";
@@ -134,7 +135,8 @@ static void letters(struct core *core, int call, uint64_t n, int32_t *own, int32
     while (sent < whole || !taken) {
         uint32_t seen = core_bell(core);
         uint64_t head = sent < sizeof header ? sizeof header - sent : 0, body = sent + head - sizeof header;
-        uint64_t went = sent < whole ? core_channel_write(core, to, header + sizeof header - head, head, (char *)own + body, n * 4 - body) : 0;
+        uint64_t piece = (n * 4 - body + 1) / 2;
+        uint64_t went = sent < whole ? core_channel_write(core, to, header + sizeof header - head, head, (char *)own + body, piece) : 0;
         sent += went;
         expect(!core_channel_take(core, from, wrong, sizeof wrong, (char *)out, n * 4), "header", core->rank, call);
         int before = taken;
