@@ -1,0 +1,1 @@
+"""How models and updates travel between machines."""
