@@ -27,7 +27,7 @@ ROOMS = [
     {"errors", "references", "settings", "catalog"},
     {"machine", "tensors", "randomness"},
     {"record", "data"},
-    {"collectives", "fleet", "protocol"},
+    {"collectives", "fleet", "protocol", "wire"},
     {"contracts"},
     {"tasks"},
     {"worlds", "parallel", "averaging", "federated"},

@@ -1,0 +1,230 @@
+"""What a server and a client of a network say to each other besides tensors: small JSON bodies.
+
+    POST  /v1/check-in           CheckIn  -> Welcome     who I am and what I would train; how we go on
+    POST  /v1/next               Ready    -> Word        what am I to do? waits until there is something
+    POST  /v1/watch              Watch    -> Watched     is my work still wanted? waits while it is
+    GET   /v1/tensors/DIGEST                             tensors by the digest of their stream, in ranges
+    POST  /v1/uploads            Reserve  -> Reserved    I would send so many bytes with this digest
+    PATCH /v1/uploads/NUMBER     bytes    -> Reserved    a part, from an offset on; complete at the end
+    POST  /v1/failures           Failed                  there will be no update, since my code raised
+    POST  /v1/measured           Measured                how good a model is on what I hold out
+
+Clients ask and the server answers; whatever the server has to say waits for a `next`. Every request
+may be sent again: the answer is the same, and nothing happens twice. Nothing here is code, and
+every field is checked for its type before anything is done with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+VERSION = 1
+"""Of this list. A server answers clients of its own version and of the one before."""
+
+MOST_BODY = 1 << 20
+"""Bytes of a JSON body, at most; tensors travel elsewhere."""
+
+
+class RequestError(ValueError):
+    """A body is not what it has to be."""
+
+
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+    """Base of all bodies. Unknown fields are ignored: the next version may have more."""
+
+
+class Machine(Said, frozen=True):
+    """What decides whether two machines compute the same bits.
+
+    capability: of the processor, as torch names it. engine: of local training.
+    """
+
+    torch: str
+    capability: str
+    engine: str
+    threads: int
+
+
+class Trains(Said, frozen=True):
+    """What a site would train, to be compared with what the server serves.
+
+    forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that are
+    not trained, of which the site has its own. loss, optimizer: how they call themselves. metrics,
+    features: names.
+    """
+
+    forms: dict[str, tuple[str, list[int]]]
+    frozen: str | None = None
+    loss: str = ""
+    optimizer: str = ""
+    metrics: list[str] = []
+    features: list[str] = []
+
+
+class CheckIn(Said, frozen=True):
+    """A client is there.
+
+    name: how it calls itself. examples: how many it trains on. held_out: how many it measures with.
+    wants: the number that it would have among the clients, where it cares. trains: None for a
+    client with a training loop of its own.
+    """
+
+    version: int
+    name: str
+    examples: int
+    held_out: int = 0
+    wants: int | None = None
+    trains: Trains | None = None
+    machine: Machine | None = None
+
+
+class Welcome(Said, frozen=True):
+    """A client is known.
+
+    client: its number, below `clients`. strategy: as run folders have it. heartbeat: seconds after
+    which a silent connection is taken for lost. patience: seconds that a `next` may wait. differs:
+    in what the client's machine computes differently, in words.
+    """
+
+    version: int
+    run: str
+    client: int
+    clients: int
+    strategy: dict[str, Any]
+    seed: int
+    trains: Trains
+    machine: Machine
+    heartbeat: float
+    patience: float
+    differs: list[str] = []
+
+
+class Outcome(Said, frozen=True):
+    """What became of an update: whether it counts, and if not, why."""
+
+    ticket: int
+    kept: bool
+    reason: str = ""
+
+
+class Train(Said, frozen=True):
+    """An assignment. tensors: the digest of weights, buffers and extras. left: seconds until the
+    deadline; None without."""
+
+    ticket: int
+    round: int
+    turn: int
+    tensors: str
+    bytes: int
+    left: float | None = None
+
+
+class MeasureThis(Said, frozen=True):
+    """A model is to be measured on what the client holds out."""
+
+    round: int
+    tensors: str
+    bytes: int
+
+
+class Word(Said, frozen=True):
+    """What a client is told: outcomes first, then something to do.
+
+    over: the run has ended, for this reason. wait: seconds until it may ask again, where there was
+    nothing to say.
+    """
+
+    outcomes: list[Outcome] = []
+    train: Train | None = None
+    measure: MeasureThis | None = None
+    over: str | None = None
+    newest: str | None = None
+    wait: float = 0.0
+
+
+class Ready(Said, frozen=True):
+    """A client has nothing to do. confirmed: tickets of outcomes that it has written down."""
+
+    confirmed: list[int] = []
+
+
+class Watch(Said, frozen=True):
+    ticket: int
+
+
+class Watched(Said, frozen=True):
+    """wanted: whether the update would still count."""
+
+    wanted: bool
+    reason: str = ""
+
+
+class Reserve(Said, frozen=True):
+    """An update is to be sent: all of it but its tensors.
+
+    bytes, digest: of the stream of tensors.
+    """
+
+    ticket: int
+    bytes: int
+    digest: str
+    examples: int
+    samples: int
+    loss: float
+    counted: float | None = None
+    failure: str | None = None
+    metrics: dict[str, float] = {}
+
+
+class Reserved(Said, frozen=True):
+    """upload: its number. offset: how many bytes lie there. part: the most that are taken at once.
+    complete: all are there, and the update is written down."""
+
+    upload: str
+    offset: int
+    part: int
+    complete: bool = False
+
+
+class Failed(Said, frozen=True):
+    """The client's own code raised. message: only where the site shares it."""
+
+    ticket: int
+    kind: str
+    file: str = ""
+    line: int = 0
+    message: str = ""
+
+
+class MeasuredThis(Said, frozen=True):
+    """values: of each metric. examples: how many it was measured with."""
+
+    round: int
+    examples: int
+    values: dict[str, float]
+
+
+class Refusal(Said, frozen=True):
+    """The body of every answer that refuses: why, and what to do."""
+
+    error: str
+
+
+Body = TypeVar("Body", bound=Said)
+
+
+def to_json(said: Said) -> bytes:
+    """The body. Numbers that are not finite become null, which no field of a number takes."""
+    return msgspec.json.encode(said)
+
+
+def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
+    """The inverse of `to_json`. Raises RequestError for anything else."""
+    if len(body) > MOST_BODY:
+        raise RequestError(f"the body has {len(body)} bytes, and may have {MOST_BODY}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no {kind.__name__}: {error}") from error
