@@ -1,13 +1,13 @@
 """What a server and a client of a network say to each other besides tensors: small JSON bodies.
 
-    POST  /v1/check-in           CheckIn  -> Welcome     who I am and what I would train; how we go on
-    POST  /v1/next               Ready    -> Word        what am I to do? waits until there is something
-    POST  /v1/watch              Watch    -> Watched     is my work still wanted? waits while it is
-    GET   /v1/tensors/DIGEST                             tensors by the digest of their stream, in ranges
-    POST  /v1/uploads            Reserve  -> Reserved    I would send so many bytes with this digest
-    PATCH /v1/uploads/NUMBER     bytes    -> Reserved    a part, from an offset on; complete at the end
-    POST  /v1/failures           Failed                  there will be no update, since my code raised
-    POST  /v1/measured           Measured                how good a model is on what I hold out
+    POST  /v1/check-in        CheckIn -> Welcome    who I am, what I would train; how we go on
+    POST  /v1/next            Ready -> Word         what am I to do? waits until there is something
+    POST  /v1/watch           Watch -> Watched      is my work still wanted? waits while it is
+    GET   /v1/tensors/DIGEST                        tensors by their stream's digest, in ranges
+    POST  /v1/uploads         Reserve -> Reserved   I would send so many bytes with this digest
+    PATCH /v1/uploads/UPLOAD  bytes -> Reserved     a part, from an offset on; complete at the end
+    POST  /v1/failures        Failed                there will be no update, since my code raised
+    POST  /v1/measured        MeasuredThis          how good a model is on what I hold out
 
 Clients ask and the server answers; whatever the server has to say waits for a `next`. Every request
 may be sent again: the answer is the same, and nothing happens twice. Nothing here is code, and
@@ -50,9 +50,9 @@ class Machine(Said, frozen=True):
 class Trains(Said, frozen=True):
     """What a site would train, to be compared with what the server serves.
 
-    forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that are
-    not trained, of which the site has its own. loss, optimizer: how they call themselves. metrics,
-    features: names.
+    forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that
+    are not trained, of which the site has its own. loss, optimizer: how they call themselves.
+    metrics, features: names.
     """
 
     forms: dict[str, tuple[str, list[int]]]
