@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from dure.randomness.seeds import generators_state, restore_generators, seed_gen
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.tensors.copies import copy_of
+from dure.wire.layout import Federation
 
 Kind = Literal["ranks", "threads", "clients"]
 """Three families of worlds.
@@ -46,6 +48,13 @@ INTERRUPT = 4
 STOP: to end. CHECKPOINT: to write a checkpoint. INTERRUPT, with STOP: to end because the user, or
 the launcher, asked for it. All ranks hear of them in the same step, and do the same after it.
 """
+
+
+class Interrupted(Exception):  # noqa: N818
+    """Raised by `advance`: the user wants the run to end, and the step can be gone on with later.
+
+    The learner's state is whole, in the middle of a step.
+    """
 
 
 class Progress(NamedTuple):
@@ -135,6 +144,9 @@ class Learner(ABC):
         """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
         return None
 
+    def saved(self) -> None:
+        """The newest `state` is on the disk: what was kept in case it would not be can go."""
+
     def facts(self) -> dict[str, Any] | None:
         """What lies where, as JSON, for the report; None where there is nothing to say.
 
@@ -164,6 +176,8 @@ class Place:
     prepared: hands over the model that was made while the run was prepared.
     check: whether a learner tries what it believes about the model beside the model itself, while
         it is made; it raises ValueError where the two differ.
+    network: what, given a federation whose clients are elsewhere, makes the carrier to them.
+    folder: of the run, where this process writes it. config: what config.json says was asked.
     """
 
     group: Group
@@ -178,6 +192,9 @@ class Place:
     carrier: Callable[[Clients, int], Carrier] | None = None
     prepared: Callable[[], nn.Module] | None = None
     check: bool = True
+    network: Callable[[Federation], Carrier] | None = None
+    folder: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.

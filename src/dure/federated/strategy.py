@@ -45,7 +45,10 @@ from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
+from dure.tasks.trained import trains_of
+from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
+from dure.wire.layout import Federation, Layout
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,9 @@ class Federated(Strategy):
     # The two halves
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        """Both halves in this process, joined by the place's carrier."""
+        """Both halves in this process, joined by the place's carrier; or the server's alone."""
+        if place.network is not None:
+            return self._serving(task, place, place.network, seed)
         assert place.carrier is not None
         assert place.conditions is not None
         # The clients first: the carrier asks them who they are as soon as the server begins.
@@ -276,6 +281,27 @@ class Federated(Strategy):
         clients = self.clients_half(task, model, place.conditions, seed)
         place.ending.callback(clients.close)
         carrier = place.carrier(clients, seed)
+        server = self.server_half(task, model, place, carrier, seed)
+        place.ending.callback(server.close)
+        return server
+
+    def _serving(
+        self, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
+    ) -> Learner:
+        """The server, whose clients are elsewhere."""
+        model = place.model(task, seed)
+        clients = self._count(task)
+        if clients is None:
+            raise ValueError("clients is not given: a server has to know how many there may be")
+        flat = FlatParameters(model)
+        shared = self.algorithm(_start(task, model, clients)).shared(flat.copy())
+        federation = Federation(
+            clients=clients,
+            seed=seed,
+            layout=Layout(_names(flat, shared), Buffers(model).names),
+            trains=trains_of(task, model),
+        )
+        carrier = network(federation)
         server = self.server_half(task, model, place, carrier, seed)
         place.ending.callback(server.close)
         return server
@@ -382,6 +408,16 @@ class Federated(Strategy):
             threads=torch.get_num_threads(),
             names=self.names(task),
         )
+
+
+def _names(
+    flat: FlatParameters, shared: Sequence[Tensor]
+) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """What the flat weights that travel are called: parameters, where all of them do."""
+    sizes = [buffer.numel() for buffer in flat.buffers]
+    if sizes == [one.numel() for one in shared]:
+        return flat.names
+    return [[(f"shared:{index}", (one.numel(),))] for index, one in enumerate(shared)]
 
 
 def _start(task: Task, model: nn.Module, clients: int) -> Start:

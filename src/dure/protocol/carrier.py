@@ -155,6 +155,9 @@ class Carrier(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """What is known here of how clients compute, for the report."""
 
+    def saved(self) -> None:
+        """The newest `state` is on the disk."""
+
     def state(self) -> Any:
         """Everything that it needs to go on, as a tree for checkpoints."""
 

@@ -115,11 +115,12 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
     """What became of the updates of a new model, by their tickets.
 
     kept: they count, so that their clients keep what they have learned for the next time. dropped:
-    they did not.
+    they did not, for these reasons.
     """
 
     kept: Sequence[int]
     dropped: Sequence[int]
+    reasons: Sequence[str] = ()
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

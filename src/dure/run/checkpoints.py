@@ -105,6 +105,7 @@ class Checkpoints:
         weights = self.learner.weights()
         if self.folder is not None:
             self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state))
+            self.learner.saved()
 
     def read(self) -> Position | None:
         """Every rank takes over the newest checkpoint; returns its position, None if there is none.

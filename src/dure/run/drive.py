@@ -13,7 +13,15 @@ import traceback
 import msgspec
 import torch
 
-from dure.contracts.strategy import CHECKPOINT, INTERRUPT, STOP, Learner, Place, Progress
+from dure.contracts.strategy import (
+    CHECKPOINT,
+    INTERRUPT,
+    STOP,
+    Interrupted,
+    Learner,
+    Place,
+    Progress,
+)
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
@@ -50,6 +58,8 @@ def _drive(job: Job, place: Place) -> Outcome:
         if job.fresh is not None:
             place.prepared = job.fresh.take
         place.check = job.check
+        place.folder = job.folder
+        place.config = job.config
         learner = job.strategy.learner(job.task, place, job.seed)
         driver = Driver(job, place, learner)
         # After the driver is made: it notes how many threads evaluations may use.
@@ -133,7 +143,10 @@ class Driver:
         position = self.position
         self.group.step = f"{self.learner.unit} {position.step + 1}"
         started = time.perf_counter()
-        progress = self.learner.advance(self._wish() if self.leads else 0)
+        try:
+            progress = self.learner.advance(self._wish() if self.leads else 0)
+        except Interrupted:
+            return "interrupt"
         # Training time only: evaluations and checkpoints are left out.
         position.seconds += time.perf_counter() - started
         position.step += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Job:
     check: whether what a strategy believes about the model is tried before training.
     proofs: what was tried while the job was prepared, and held.
     fresh: the model, made while the job was prepared; it does not travel to other processes.
+    config: what config.json says was asked.
     """
 
     task: Task
@@ -44,6 +45,7 @@ class Job:
     check: bool = True
     proofs: tuple[Proof, ...] = ()
     fresh: FreshModel | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,11 @@ def train(
             RunFolder.create(folder, config)
         begun_here(folder, task, strategy, world)
     return run_job(
-        dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic), world, on_progress
+        dataclasses.replace(
+            job, folder=folder, resume=elastic, elastic=elastic, config=config
+        ),
+        world,
+        on_progress,
     )
 
 
@@ -201,7 +205,9 @@ def resume(
             moves=strategy.moves,
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
-    job = dataclasses.replace(job, folder=path, resume=True, elastic=world.starts_again)
+    job = dataclasses.replace(
+        job, folder=path, resume=True, elastic=world.starts_again, config=new_config
+    )
     return run_job(job, world, on_progress)
 
 

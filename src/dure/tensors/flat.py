@@ -40,12 +40,16 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module, only_trained: bool = False) -> None:
         self.buffers: list[Tensor] = []
-        moved = (
-            parameter
-            for parameter in model.parameters()
+        self.names: list[list[tuple[str, tuple[int, ...]]]] = []
+        """What lies in each buffer, one after another: the parameters' names and shapes."""
+        moved = {
+            name: parameter
+            for name, parameter in model.named_parameters()
             if parameter.requires_grad or not only_trained
-        )
-        for group in by_dtype(moved).values():
+        }
+        known = {id(parameter): name for name, parameter in moved.items()}
+        for group in by_dtype(moved.values()).values():
+            self.names.append([(known[id(one)], tuple(one.shape)) for one in group])
             buffer = torch.cat([parameter.detach().reshape(-1) for parameter in group])
             for parameter, view in zip(group, views_of(buffer, group), strict=True):
                 # The parameter stays the same object: optimizers, hooks and modules still hold it.

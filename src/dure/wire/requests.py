@@ -164,7 +164,7 @@ class Watched(Said, frozen=True):
 class Reserve(Said, frozen=True):
     """An update is to be sent: all of it but its tensors.
 
-    bytes, digest: of the stream of tensors.
+    bytes, digest: of the stream of tensors. seconds: that the training took.
     """
 
     ticket: int
@@ -175,6 +175,7 @@ class Reserve(Said, frozen=True):
     loss: float
     counted: float | None = None
     failure: str | None = None
+    seconds: float = 0.0
     metrics: dict[str, float] = {}
 
 

@@ -23,6 +23,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -112,7 +113,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A view of the memory of a tensor of the CPU whose elements lie one after another."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -135,7 +136,7 @@ def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -
     Raises TensorsError for a stream that is something else, ends early, or goes on.
     """
     forms = receive_header(read, most, expected)
-    tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
+    tensors = room_for(forms)
     for name, tensor in tensors.items():
         if tensor.numel():
             _fill(read, bytes_of(tensor), name)
@@ -144,6 +145,22 @@ def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -
             raise TensorsError(f"{name} holds bytes that are no booleans")
     if read(memoryview(bytearray(1))):
         raise TensorsError("bytes follow that belong to no tensor")
+    return tensors
+
+
+def room_for(forms: Mapping[str, Form]) -> dict[str, Tensor]:
+    """Tensors of these forms, not filled.
+
+    Neighbours of one dtype lie one after another in one piece of memory, so that weights that were
+    flat where they came from are flat here without being copied.
+    """
+    tensors: dict[str, Tensor] = {}
+    for dtype, names in groupby(forms, key=lambda name: forms[name].dtype):
+        group = list(names)
+        counts = [math.prod(forms[name].shape) for name in group]
+        pieces = torch.split(torch.empty(sum(counts), dtype=dtype), counts)
+        for name, piece in zip(group, pieces, strict=True):
+            tensors[name] = piece.view(forms[name].shape)
     return tensors
 
 

@@ -315,6 +315,9 @@ class Simulation:
 
     # Checkpoints
 
+    def saved(self) -> None:
+        """Nothing is kept for the case that a checkpoint fails."""
+
     def state(self) -> dict[str, Any]:
         """The clock's, and in a part of its own what the clients keep."""
         return {

@@ -146,7 +146,7 @@ class Server(Learner):
         result = coordinator.finish(self.carrier.now)
         refused = result.refused
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
-        self.carrier.settle(Settled(kept, list(refused)))
+        self.carrier.settle(Settled(kept, list(refused), list(refused.values())))
         self.meter.compute("aggregate", trained, time.perf_counter(), number + 1)
         # Also what was late or failed since the model before: it cost bytes and time.
         flown = self.carrier.flown
@@ -327,6 +327,9 @@ class Server(Learner):
         self.log.restore(server["log"])
         self.measured = Measured(**server["measured"])
         self.carrier.restore(state["carrier"])
+
+    def saved(self) -> None:
+        self.carrier.saved()
 
     # For the report
 

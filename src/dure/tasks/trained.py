@@ -1,0 +1,97 @@
+"""What a task trains, in words and numbers: by it two machines find out whether they train the same.
+
+No code travels between a server and its clients. Each has the task itself, and they compare what it
+comes to: the tensors that are trained, the weights that are not, the loss, the optimizer with its
+settings, what is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.contracts.task import Task
+from dure.wire.requests import Trains
+from dure.wire.tensors import digest_of
+
+
+def trains_of(task: Task, model: nn.Module) -> Trains:
+    """What the task trains. model: one of its own."""
+    forms = {
+        name: (str(one.dtype).removeprefix("torch."), list(one.shape))
+        for name, one in [*model.named_parameters(), *model.named_buffers()]
+        if not isinstance(one, nn.Parameter) or one.requires_grad
+    }
+    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    return Trains(
+        forms=forms,
+        frozen=digest_of(frozen) if frozen else None,
+        loss=in_words(task.loss),
+        optimizer=_optimizer(task, model),
+        metrics=sorted(task.measures) if len(task.train) else [],
+    )
+
+
+def differences(theirs: Trains, ours: Trains) -> list[str]:
+    """In what a client's task differs from the server's, so that they cannot train together."""
+    found = []
+    for name, form in ours.forms.items():
+        if name not in theirs.forms:
+            found.append(f"{name} is missing")
+        elif theirs.forms[name] != form:
+            found.append(f"{name} is {_form(theirs.forms[name])}, and {_form(form)} at the server")
+    found += [f"the server has no {name}" for name in theirs.forms if name not in ours.forms]
+    for what in ("loss", "optimizer"):
+        mine, served = getattr(theirs, what), getattr(ours, what)
+        if mine != served:
+            found.append(f"the {what} is {mine}, and {served} at the server")
+    if theirs.features and ours.features and theirs.features != ours.features:
+        found.append(_features(theirs.features, ours.features))
+    return found
+
+
+def in_words(thing: Any) -> str:
+    """A function, a partial of one, or a module, as its source would call it."""
+    if isinstance(thing, functools.partial):
+        settings = [*map(repr, thing.args), *(f"{k}={v!r}" for k, v in thing.keywords.items())]
+        return f"{in_words(thing.func)}({', '.join(settings)})"
+    if isinstance(thing, nn.Module):
+        return " ".join(repr(thing).split())
+    return str(getattr(thing, "__qualname__", type(thing).__qualname__))
+
+
+def _optimizer(task: Task, model: nn.Module) -> str:
+    """The optimizer by its name and the settings of its groups."""
+    optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = [
+        ", ".join(
+            f"{name}={value}"
+            for name, value in sorted(group.items())
+            if name != "params" and isinstance(value, plain) and value not in (None, False)
+        )
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(groups))})"
+
+
+def _form(form: tuple[str, list[int]]) -> str:
+    return f"{form[0]} {list(form[1])}"
+
+
+def _features(theirs: list[str], ours: list[str]) -> str:
+    pairs = zip(theirs, ours, strict=False)
+    place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None:
+        return f"it has {len(theirs)} features, and the server {len(ours)}"
+    return f"feature {place} is {theirs[place]!r}, and {ours[place]!r} at the server"
+
+
+def machine_of(engine: str, threads: int) -> Any:
+    """This machine, as far as it decides on bits."""
+    from dure.wire.requests import Machine
+
+    return Machine(torch.__version__, torch.backends.cpu.get_cpu_capability(), engine, threads)

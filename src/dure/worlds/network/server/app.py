@@ -1,0 +1,441 @@
+"""The routes of the server: each checks what it got, writes it to the journal, and answers.
+
+`dure.wire.requests` lists them. Nothing here knows the model or the coordinator. A request that
+cannot be right is answered with a reason, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from dure.errors import RunFolderWriteError
+from dure.wire import requests
+from dure.wire.requests import (
+    MOST_BODY,
+    CheckIn,
+    Failed,
+    Machine,
+    MeasuredThis,
+    Ready,
+    Refusal,
+    RequestError,
+    Reserve,
+    Reserved,
+    Said,
+    Trains,
+    Watch,
+    Welcome,
+    from_json,
+    to_json,
+)
+from dure.wire.tensors import size_of
+from dure.worlds.network.server.carrier import Here, differences
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.access import Access, Admitted, Refused
+from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.updates import Updates, UploadError
+
+Body = TypeVar("Body", bound=Said)
+
+PART = 4 << 20
+"""Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
+
+
+@dataclass
+class Served:
+    """What clients are told of the run when they check in.
+
+    compare: in what a client's task differs, so that it cannot take part.
+    """
+
+    run: str
+    clients: int
+    strategy: dict[str, Any]
+    seed: int
+    trains: Trains
+    machine: Machine
+    heartbeat: float
+    patience: float
+    compare: Callable[[Trains, Trains], list[str]]
+
+
+@dataclass
+class App:
+    """The handlers and what they share."""
+
+    served: Served
+    desk: Desk
+    shelf: Shelf
+    journal: Journal
+    updates: Updates
+    access: Access
+    refusals: dict[str, int] = field(default_factory=dict)
+
+    def asgi(self) -> Starlette:
+        """The application."""
+        return Starlette(
+            routes=[
+                self._route("/v1/enrol", "POST", self.enrol, known=False),
+                self._route("/v1/check-in", "POST", self.check_in),
+                self._route("/v1/next", "POST", self.next),
+                self._route("/v1/watch", "POST", self.watch),
+                self._route("/v1/tensors/{digest}", "GET", self.tensors),
+                self._route("/v1/uploads", "POST", self.reserve),
+                self._route("/v1/uploads/{upload}", "PATCH", self.part),
+                self._route("/v1/failures", "POST", self.failed),
+                self._route("/v1/measured", "POST", self.measured),
+            ]
+        )
+
+    def _route(
+        self, path: str, method: str, handler: Callable[..., Awaitable[Response]], known: bool = True
+    ) -> Route:
+        """The handler behind the checks that all share: is it open, and who calls?"""
+
+        async def endpoint(request: Request) -> Response:
+            if not self.desk.open.is_set():
+                return refusal(503, "the server is starting", {"retry-after": "1"})
+            try:
+                if not known:
+                    return await handler(request)
+                admitted = self.access.admit(request.headers, request.method, _target(request))
+                response = await handler(request, admitted)
+                if admitted.nonce:
+                    response.headers["dure-nonce"] = admitted.nonce
+                return response
+            except Refused as refused:
+                return self._refused(refused.status, refused.reason, dict(refused.headers))
+            except (RequestError, UploadError) as error:
+                return self._refused(getattr(error, "status", 400), str(error))
+            except RunFolderWriteError as error:
+                return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
+            except ClientDisconnect:
+                return Response(status_code=400)
+
+        return Route(path, endpoint, methods=[method])
+
+    def _refused(self, status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
+        """Refusals are counted by their reason, as far as these are ours."""
+        key = reason.partition(":")[0][:80]
+        if key in self.refusals or len(self.refusals) < 100:
+            self.refusals[key] = self.refusals.get(key, 0) + 1
+        return refusal(status, reason, headers)
+
+    # Who is there
+
+    async def enrol(self, request: Request) -> Response:
+        body = await self._body(request, None, requests.Enrol)
+        return answer(await asyncio.to_thread(self.access.enrol, body))
+
+    async def check_in(self, request: Request, admitted: Admitted) -> Response:
+        said = await self._body(request, admitted, CheckIn)
+        if said.version not in (requests.VERSION, requests.VERSION - 1):
+            raise RequestError(
+                f"the client speaks version {said.version}, and the server {requests.VERSION}: "
+                f"install the same dure"
+            )
+        if said.examples < 1:
+            raise RequestError("examples is 0, but a client trains on at least one")
+        if said.trains is not None:
+            different = self.served.compare(said.trains, self.served.trains)
+            if different:
+                return self._refused(409, f"the task is another: {'; '.join(different[:5])}")
+        seat = self.desk.seat(admitted.client, admitted.name)
+        here = Here(admitted.name, said.examples, said.held_out, said.machine)
+        with _call(self.desk, seat):
+            await self._arrives(seat, here)
+        served = self.served
+        return answer(
+            Welcome(
+                version=requests.VERSION,
+                run=served.run,
+                client=admitted.client,
+                clients=served.clients,
+                strategy=served.strategy,
+                seed=served.seed,
+                trains=served.trains,
+                machine=served.machine,
+                heartbeat=served.heartbeat,
+                patience=served.patience,
+                differs=differences(said.machine, served.machine),
+            )
+        )
+
+    async def _arrives(self, seat: Seat, here: Here) -> None:
+        """Logs that a client is there."""
+        seat.here = True
+        seat.examples = here.examples
+        seat.held_out = here.held_out
+        seat.machine = here.machine
+        await self._log("check_in", seat.number, body=to_json(here))
+
+    async def next(self, request: Request, admitted: Admitted) -> Response:
+        ready = await self._body(request, admitted, Ready)
+        seat = self._known(admitted)
+        self.desk.confirm(seat.number, ready.confirmed)
+        with _call(self.desk, seat):
+            await self._comes_back(seat)
+            word = await _while_connected(
+                request, self.desk.next(seat, self.served.patience)
+            )
+        return answer(word) if word is not None else Response(status_code=400)
+
+    async def _comes_back(self, seat: Seat) -> None:
+        """A client that was taken for gone calls again."""
+        if seat.missing and seat.train is not None:
+            seat.missing = False
+            await self._log("back", seat.number, seat.train.ticket)
+        if not seat.here:
+            await self._arrives(
+                seat, Here(seat.name, seat.examples, seat.held_out, seat.machine)
+            )
+
+    async def watch(self, request: Request, admitted: Admitted) -> Response:
+        said = await self._body(request, admitted, Watch)
+        seat = self._known(admitted)
+        with _call(self.desk, seat):
+            await self._comes_back(seat)
+            watched = await _while_connected(
+                request, self.desk.watch(seat, said.ticket, self.served.heartbeat)
+            )
+        return answer(watched) if watched is not None else Response(status_code=400)
+
+    def _known(self, admitted: Admitted) -> Seat:
+        seat = self.desk.seat(admitted.client, admitted.name)
+        if not seat.examples:
+            raise Refused(409, "check in first", {})
+        return seat
+
+    # What they fetch
+
+    async def tensors(self, request: Request, admitted: Admitted) -> Response:
+        digest = request.path_params["digest"]
+        stream = self.shelf.get(digest)
+        if stream is None:
+            return self._refused(410, "there is no such model any more: ask again what to do")
+        start, end = _range(request.headers, stream.size, digest)
+        seat = self._known(admitted)
+        headers = {
+            "etag": f'"{digest}"',
+            "content-length": str(end - start),
+            "accept-ranges": "bytes",
+        }
+        status = 200
+        if start or end < stream.size:
+            status = 206
+            headers["content-range"] = f"bytes {start}-{end - 1}/{stream.size}"
+
+        async def chunks() -> Any:
+            with _call(self.desk, seat):
+                for chunk in stream.chunks(start, end):
+                    yield chunk
+
+        media = "application/octet-stream"
+        return StreamingResponse(chunks(), status, headers, media_type=media)
+
+    # What they send
+
+    async def reserve(self, request: Request, admitted: Admitted) -> Response:
+        said = await self._body(request, admitted, Reserve)
+        seat = self._known(admitted)
+        if not self.desk.wants(seat, said.ticket):
+            # A client that did not hear that all has arrived asks again.
+            if self._was_sent(seat, said.ticket):
+                return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+            return self._refused(410, "nobody waits for this update any more")
+        if said.failure is None:
+            expected = size_of(seat.forms)
+            if said.bytes != expected:
+                raise RequestError(
+                    f"the update has {said.bytes} bytes, and this model's has {expected}"
+                )
+        with _call(self.desk, seat):
+            if said.failure is not None:
+                await self._complete(seat, said)
+                return answer(Reserved(str(said.ticket), 0, PART, complete=True))
+            upload = await asyncio.to_thread(
+                self.updates.open, said.ticket, said.bytes, said.digest
+            )
+            self._reserved[said.ticket] = said
+            if upload.offset == said.bytes:
+                return await self._whole(seat, said, upload)
+        return answer(Reserved(str(said.ticket), upload.offset, PART))
+
+    @property
+    def _reserved(self) -> dict[int, Reserve]:
+        return self.__dict__.setdefault("_said", {})
+
+    def _was_sent(self, seat: Seat, ticket: int) -> bool:
+        return ticket in seat.outcomes or ticket in seat.sent
+
+    async def part(self, request: Request, admitted: Admitted) -> Response:
+        name = request.path_params["upload"]
+        seat = self._known(admitted)
+        said = self._reserved.get(int(name)) if name.isdecimal() else None
+        if said is None or seat.train is None or seat.train.ticket != said.ticket:
+            return self._refused(410, "nobody waits for this update any more")
+        with _call(self.desk, seat):
+            body = await _read(request, PART)
+            offset = _whole_number(request.headers.get("upload-offset", ""))
+            digest = request.headers.get("dure-digest", "")
+            if hashlib.sha256(body).hexdigest() != digest:
+                raise RequestError("the part has another digest than it says")
+            upload = await asyncio.to_thread(
+                self.updates.open, said.ticket, said.bytes, said.digest
+            )
+            if offset != upload.offset:
+                response = answer(Reserved(name, upload.offset, PART))
+                response.status_code = 409
+                return response
+            await asyncio.to_thread(upload.write, offset, body, digest)
+            if upload.offset == said.bytes:
+                return await self._whole(seat, said, upload)
+        return answer(Reserved(name, upload.offset, PART))
+
+    async def _whole(self, seat: Seat, said: Reserve, upload: Any) -> Response:
+        """All bytes are here: the file is synced, then the journal, then the client is told."""
+        await asyncio.to_thread(upload.complete)
+        await self._complete(seat, said)
+        return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+
+    async def _complete(self, seat: Seat, said: Reserve) -> None:
+        await self._log("update", seat.number, said.ticket, to_json(said))
+        seat.sent.append(said.ticket)
+        self._reserved.pop(said.ticket, None)
+        self.desk.done(seat.number, said.ticket)
+
+    async def failed(self, request: Request, admitted: Admitted) -> Response:
+        said = await self._body(request, admitted, Failed)
+        seat = self._known(admitted)
+        if self.desk.wants(seat, said.ticket):
+            where = f" ({said.file}:{said.line})" if said.file else ""
+            told = f": {said.message}" if said.message else ""
+            reason = f"its own code raised {said.kind}{where}{told}"[:500]
+            await self._log("failed", seat.number, said.ticket, reason.encode())
+        return Response(status_code=204)
+
+    async def measured(self, request: Request, admitted: Admitted) -> Response:
+        said = await self._body(request, admitted, MeasuredThis)
+        seat = self._known(admitted)
+        if seat.measure is not None and seat.measure.round == said.round:
+            await self._log("measured", seat.number, body=to_json(said))
+            self.desk.ask_measure(seat.number, None)
+        return Response(status_code=204)
+
+    # What they share
+
+    async def _log(self, kind: str, client: int, ticket: int = -1, body: bytes = b"") -> None:
+        """Returns once it is on the disk. Raises RunFolderWriteError."""
+        await asyncio.wrap_future(self.journal.append(kind, client, ticket, body))
+
+    async def _body(
+        self, request: Request, admitted: Admitted | None, kind: type[Body]
+    ) -> Body:
+        """The JSON body. Raises RequestError where it is not what was signed, or what it has to
+        be."""
+        body = await _read(request, MOST_BODY)
+        claimed = request.headers.get("dure-digest")
+        if admitted is not None and claimed is not None:
+            if hashlib.sha256(body).hexdigest() != claimed:
+                raise RequestError("the body has another digest than it says")
+        return from_json(body, kind)
+
+
+def answer(said: Said) -> Response:
+    return Response(to_json(said), media_type="application/json")
+
+
+def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer that says why nothing was done."""
+    body = to_json(Refusal(reason))
+    return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+def _target(request: Request) -> str:
+    query = request.url.query
+    return request.url.path + (f"?{query}" if query else "")
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
+    length = request.headers.get("content-length")
+    if length is not None and _whole_number(length) > most:
+        raise Refused(413, f"the body has {length} bytes, and may have {most}", {})
+    parts = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise Refused(413, f"the body has more than {most} bytes", {})
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 20):
+        raise RequestError(f"{text[:20]!r} is no number of bytes")
+    return int(text)
+
+
+def _range(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, int]:
+    """Which bytes are asked for: [start, end). Raises RequestError."""
+    asked = headers.get("range")
+    # Of something else than the client began with: all of it.
+    if asked is None or headers.get("if-range", f'"{digest}"') != f'"{digest}"':
+        return 0, size
+    unit, _, span = asked.partition("=")
+    first, dash, last = span.partition("-")
+    if unit != "bytes" or not dash or not first:
+        raise RequestError("a range is bytes=FIRST- or bytes=FIRST-LAST")
+    start = _whole_number(first)
+    end = _whole_number(last) + 1 if last else size
+    if not start < min(end, size):
+        raise Refused(416, f"there are {size} bytes", {"content-range": f"bytes */{size}"})
+    return start, min(end, size)
+
+
+class _call:  # noqa: N801
+    """While a call of a client is open, it is there."""
+
+    def __init__(self, desk: Desk, seat: Seat) -> None:
+        self.desk = desk
+        self.seat = seat
+
+    def __enter__(self) -> None:
+        self.desk.called(self.seat)
+
+    def __exit__(self, *error: object) -> None:
+        self.desk.hung_up(self.seat)
+
+
+Found = TypeVar("Found")
+
+
+async def _while_connected(request: Request, waiting: Awaitable[Found]) -> Found | None:
+    """What is waited for; None once the client has hung up."""
+    found: asyncio.Future[Found] = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({found, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return found.result() if found.done() else None
+    finally:
+        for one in (found, gone):
+            one.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the connection is closed. The body has been read by then."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return

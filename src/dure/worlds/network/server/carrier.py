@@ -1,0 +1,561 @@
+"""The carrier of a deployed federation: from the journal to the coordinator, and to the desk.
+
+    journal -> event -> coordinator -> actions -> desk        until the coordinator can combine
+
+Handlers write what clients say to the journal. Here, in the main thread, its events are applied in
+their order, one by one, each with the time at which it was logged. So the coordinator's state is a
+function of the journal: after a restart the events behind the checkpoint are applied again by the
+same code, and give the same bits. What is not an input is not logged: what is on the desk follows
+from the coordinator's actions.
+
+    check_in    a client is there, with so many examples       begin     enough are there
+    leave       it has gone, and had nothing to do             tick      time has passed
+    missing     it has gone while at work                      update    its update lies here
+    back        and is there again                             failed    its own code raised
+    measured    what it says of a model                        all_measured   nobody else is waited for
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dure.contracts.strategy import Interrupted
+from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
+from dure.protocol.messages import (
+    Assignment,
+    Join,
+    Kept,
+    Measure,
+    Measured,
+    Refuse,
+    Settled,
+    Update,
+)
+from dure.wire.layout import Federation
+from dure.wire.requests import (
+    Machine,
+    MeasuredThis,
+    MeasureThis,
+    Outcome,
+    Reserve,
+    Said,
+    Train,
+    from_json,
+)
+from dure.worlds.network.journal import Event, Journal
+from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.updates import Updates
+
+LOOK = 0.25
+"""Seconds after which a waiting server looks whether its user wants it to stop."""
+
+
+class Here(Said, frozen=True):
+    """The body of a check-in, as it is logged."""
+
+    name: str
+    examples: int
+    held_out: int
+    machine: Machine | None = None
+
+
+class Underway(NamedTuple):
+    """An assignment that was handed out. began: by the federation's clock; down: its bytes."""
+
+    client: int
+    round: int
+    began: float
+    down: int
+
+
+class Arrived(NamedTuple):
+    """An update that lies here, by what was said when it was reserved."""
+
+    client: int
+    round: int
+    said: Reserve
+
+
+class NetworkCarrier:
+    """Joins a coordinator with clients that are elsewhere.
+
+    start_with: how many clients have to be there before the first round. lasts: seconds that a
+    round, or a ticket where there are no rounds, may take where the strategy names none.
+    measure_seconds: how long clients may take to measure a model. interrupted: whether the user
+    wants the server to stop.
+    """
+
+    checked = False
+    patient = True
+
+    def __init__(
+        self,
+        *,
+        federation: Federation,
+        journal: Journal,
+        updates: Updates,
+        desk: Desk,
+        shelf: Shelf,
+        machine: Machine,
+        start_with: int,
+        lasts: float,
+        measure_seconds: float,
+        interrupted: Callable[[], bool],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.federation = federation
+        self.journal = journal
+        self.files = updates
+        self.desk = desk
+        self.shelf = shelf
+        self.machine = machine
+        self.start_with = start_with
+        self.lasts = lasts
+        self.measure_seconds = measure_seconds
+        self.interrupted = interrupted
+        self.tell = tell
+        self.now = 0.0
+        self.flown: list[Flight] = []
+        self._applied = 0
+        """The last event that was taken from the journal."""
+        self._waiting: deque[Event] = deque()
+        """Events that came while clients measured, and are still to be applied."""
+        self._begun = False
+        self._present: dict[int, Here] = {}
+        """Before the first round: who is there."""
+        self._again: list[int] = []
+        """Tickets of a checkpoint, whose assignments are to be put on the desk again."""
+        self._underway: dict[int, Underway] = {}
+        self._arrived: dict[int, Arrived] = {}
+        self._unsettled: dict[int, int] = {}
+        """The client of each ticket whose outcome is still to be told."""
+        self._combined: list[int] = []
+        """Tickets whose updates are in the model, and whose files a checkpoint makes useless."""
+        self._covered: list[int] = []
+        self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
+        self._measuring: str | None = None
+        self._machines: dict[int, Machine | None] = {}
+
+    # What the server asks of a carrier
+
+    def join(self) -> Join:
+        """Waits until enough clients are there for the first round. Raises Interrupted."""
+        while not self._begun:
+            event = self._next(math.inf)
+            if event is None:
+                if self.interrupted():
+                    raise KeyboardInterrupt
+            elif event.kind == "check_in":
+                self._enters(event.client, from_json(event.body, Here))
+                # In a journal that is gone through again the next event says so.
+                if len(self._present) >= self.start_with and not self.journal.behind:
+                    present = msgspec.to_builtins(self._present, str_keys=True)
+                    self.journal.write("begin", body=msgspec.json.encode(present))
+            elif event.kind == "leave":
+                self._present.pop(event.client, None)
+            elif event.kind == "begin":
+                # With all who were there: rows before a checkpoint are forgotten, but for this one.
+                self._present = msgspec.json.decode(event.body, type=dict[int, Here])
+                self._begun = True
+        sizes = [0] * self.federation.clients
+        for client, here in self._present.items():
+            sizes[client] = here.examples
+        return Join(sizes)
+
+    def _enters(self, client: int, here: Here) -> None:
+        """A client is there before the first round."""
+        self._present[client] = here
+        self._met(client, here)
+        self.tell(f"{len(self._present)} of {self.start_with} clients are there")
+
+    def carry(self, coordinator: Coordinator) -> Combine:
+        """Applies events until the coordinator can make a new model. Raises Interrupted."""
+        self._begin(coordinator)
+        self._let_go(coordinator)
+        while True:
+            event = self._waiting.popleft() if self._waiting else self._next(coordinator.wake)
+            if event is None:
+                if self.interrupted():
+                    raise Interrupted
+                continue
+            combine = self._do(coordinator, self._apply(coordinator, event))
+            if combine is not None:
+                return combine
+
+    def _begin(self, coordinator: Coordinator) -> None:
+        """What has to be done once, before the first event of this process is applied."""
+        for client, here in sorted(self._present.items()):
+            self._met(client, here)
+            coordinator.arrive(client, here.examples)
+        self._present = {}
+        # After a checkpoint was read: what was on the desk then.
+        again, self._again = self._again, []
+        for ticket in again:
+            if coordinator.waits_for(ticket):
+                self._hand(coordinator, coordinator.assignment(ticket))
+
+    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
+        """What clients have sent, from its file, one after another."""
+        for ticket in tickets:
+            arrived = self._arrived.pop(ticket)
+            self._unsettled[ticket] = arrived.client
+            self._combined.append(ticket)
+            yield self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
+
+    def settle(self, settled: Settled) -> None:
+        """Clients hear what became of their updates, until they have confirmed it."""
+        reasons = dict(zip(settled.dropped, settled.reasons, strict=False))
+        for ticket in settled.kept:
+            self._settle(ticket, Outcome(ticket, True))
+        for ticket in settled.dropped:
+            self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
+
+    def measure(self, measure: Measure) -> Measured:
+        """Asks all who are there and hold something out; who does not answer in time is left out.
+
+        Other events wait meanwhile.
+        """
+        asked = [seat for seat in self.desk.seats.values() if seat.here and seat.held_out]
+        known = self.journal.behind or bool(asked)
+        if not known or not any(seat.held_out for seat in self.desk.seats.values()):
+            return Measured([], {})
+        stream = self._put(measure.weights, measure.buffers, ())
+        request = MeasureThis(measure.round, stream[0], stream[1])
+        self._measuring = stream[0]
+        answers: dict[int, MeasuredThis] = {}
+        for seat in asked:
+            self.desk.ask_measure(seat.number, request)
+        until = time.monotonic() + self.measure_seconds
+        ended = False
+        while not ended:
+            waits = [s for s in asked if s.here and s.number not in answers]
+            # Only what is logged counts: the end is an event too.
+            late = time.monotonic() > until or self.interrupted()
+            if not self.journal.behind and (late or not waits):
+                self.journal.write("all_measured")
+            event = self._next(math.inf)
+            if event is None:
+                continue
+            if event.kind == "measured":
+                said = from_json(event.body, MeasuredThis)
+                if said.round == measure.round:
+                    answers[event.client] = said
+                    self.desk.ask_measure(event.client, None)
+            elif event.kind == "all_measured":
+                ended = True
+            else:
+                self._waiting.append(event)
+        for seat in asked:
+            self.desk.ask_measure(seat.number, None)
+        self._measuring = None
+        return _together(answers)
+
+    def kept(self) -> Kept:
+        """Nothing: what belongs to a client never leaves it."""
+        return Kept(())
+
+    def facts(self) -> Mapping[str, Any]:
+        """How clients compute, and whether that is how this machine would."""
+        others = sorted(
+            {
+                difference
+                for machine in self._machines.values()
+                for difference in differences(machine, self.machine)
+            }
+        )
+        return {
+            "engine": self.machine.engine,
+            "why": "clients on a network train with it",
+            "chunk": 0,
+            "threads": self.machine.threads,
+            "bits": "close" if others else "same",
+            "differs": others,
+        }
+
+    def saved(self) -> None:
+        """A checkpoint with the newest `state` is on the disk: what it contains can go."""
+        self.files.delete(self._covered)
+        self._covered = []
+        self.journal.forget_before(self._applied)
+
+    # Events
+
+    def _next(self, wake: float) -> Event | None:
+        """The next event; None where none came for a moment."""
+        if self.journal.behind:
+            event = self.journal.next(LOOK)
+        else:
+            # All that was logged before a restart has been gone through: clients may come.
+            self.desk.open.set()
+            left = wake - self.journal.clock.now()
+            if left <= 0:
+                # Logged, since what it brings about can be seen: who is asked.
+                self.journal.write("tick")
+                left = LOOK
+            event = self.journal.next(min(left, LOOK))
+        if event is None:
+            return None
+        self.now = event.at
+        self._applied = event.seq
+        return event
+
+    def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
+        """Tells the coordinator of an event."""
+        ticket = event.ticket
+        match event.kind:
+            case "check_in":
+                here = from_json(event.body, Here)
+                self._met(event.client, here)
+                return coordinator.check_in(event.client, self.now, here.examples)
+            case "leave":
+                coordinator.leave(event.client)
+                return []
+            case "tick":
+                return [*self._expire(coordinator), *coordinator.tick(self.now)]
+            case "missing":
+                return coordinator.missing(ticket, self.now)
+            case "back":
+                return coordinator.back(ticket, self.now)
+            case "failed":
+                reason = event.body.decode(errors="replace") or "it failed"
+                self._land(ticket, reason, 0)
+                self.desk.done(event.client, ticket)
+                return coordinator.failed(ticket, reason, self.now)
+            case "update":
+                return self._arrive(coordinator, event)
+            # Of a measurement that was over before this came.
+            case _:
+                return []
+
+    def _arrive(self, coordinator: Coordinator, event: Event) -> list[Action]:
+        """An update lies here."""
+        ticket = event.ticket
+        said = from_json(event.body, Reserve)
+        self.desk.done(event.client, ticket)
+        under = self._underway.get(ticket)
+        self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
+        actions = coordinator.update(ticket, self.now)
+        late = any(isinstance(one, Refuse) and one.ticket == ticket for one in actions)
+        self._land(ticket, "late" if late else "accepted", said.bytes)
+        return actions
+
+    def _expire(self, coordinator: Coordinator) -> list[Action]:
+        """Tickets whose time is up, where no round ends them."""
+        actions: list[Action] = []
+        for ticket, under in list(self._underway.items()):
+            deadline = self._deadline(coordinator, ticket)
+            if deadline is not None and self.now >= deadline and not coordinator.synchronous:
+                self._land(ticket, "it took too long", 0)
+                self.desk.done(under.client, ticket)
+                actions += coordinator.expired(ticket, self.now)
+        return actions
+
+    def _deadline(self, coordinator: Coordinator, ticket: int) -> float | None:
+        return coordinator.assignment(ticket).deadline if coordinator.waits_for(ticket) else None
+
+    def _let_go(self, coordinator: Coordinator) -> None:
+        """Those who still work for a round that is over are told so, and are free again."""
+        for ticket, under in list(self._underway.items()):
+            if not coordinator.waits_for(ticket):
+                self._land(ticket, "late", 0)
+                self.desk.done(under.client, ticket)
+                coordinator.failed(ticket, "the round is over", self.now)
+
+    def _land(self, ticket: int, outcome: str, up: int) -> None:
+        """What became of an assignment, for the report."""
+        under = self._underway.pop(ticket, None)
+        if under is None:
+            return
+        said = self._arrived[ticket].said if ticket in self._arrived else None
+        whole = self.now - under.began
+        compute = min(said.seconds, whole) if said is not None else 0.0
+        self.flown.append(
+            Flight(
+                client=under.client,
+                round=under.round,
+                began=under.began,
+                ended=self.now,
+                outcome=outcome,
+                down=under.down,
+                up=up,
+                transfer_seconds=whole - compute if said is not None else 0.0,
+                compute_seconds=compute,
+            )
+        )
+
+    # Actions
+
+    def _do(self, coordinator: Coordinator, actions: Sequence[Action]) -> Combine | None:
+        """Does what the coordinator wants done."""
+        combine = None
+        for action in actions:
+            if isinstance(action, Combine):
+                combine = action
+            elif isinstance(action, Assign):
+                self._assign(coordinator, action.assignment)
+            else:
+                self._refuse(action)
+        return combine
+
+    def _assign(self, coordinator: Coordinator, asked: Assignment) -> None:
+        size = self._hand(coordinator, asked)
+        self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, size)
+
+    def _hand(self, coordinator: Coordinator, asked: Assignment) -> int:
+        """Puts an assignment on the desk; the bytes that it sends."""
+        digest, size, forms = self._sent(coordinator, asked)
+        train = Train(asked.ticket, asked.round, asked.turn, digest, size)
+        self.desk.assign(asked.client, train, asked.deadline, forms)
+        self.desk.newest = digest
+        return size
+
+    def _refuse(self, refused: Refuse) -> None:
+        """An update does not count, and lies here for nothing."""
+        arrived = self._arrived.pop(refused.ticket, None)
+        if arrived is not None:
+            self._combined.append(refused.ticket)
+            self.desk.tell(arrived.client, Outcome(refused.ticket, False, refused.reason))
+
+    def _settle(self, ticket: int, outcome: Outcome) -> None:
+        client = self._unsettled.pop(ticket, None)
+        if client is not None:
+            self.desk.tell(client, outcome)
+
+    def _met(self, client: int, here: Here) -> None:
+        self._machines[client] = here.machine
+        seat = self.desk.seat(client, here.name)
+        seat.name = here.name
+        seat.examples = here.examples
+        seat.held_out = here.held_out
+        seat.machine = here.machine
+
+    # Tensors
+
+    def _sent(
+        self, coordinator: Coordinator, asked: Assignment
+    ) -> tuple[str, int, dict[str, Any]]:
+        """(digest, bytes, forms of the answer) of what an assignment sends.
+
+        All assignments of a model share its tensors, so this is done once for them.
+        """
+        key = id(asked.weights)
+        known = self._digests.get(key)
+        if known is None or known[0] is not asked.weights:
+            digest, size = self._put(asked.weights, asked.buffers, asked.extra)
+            extra = coordinator.expects(asked)
+            forms = self.federation.layout.forms(asked.weights, asked.buffers, extra)
+            known = (asked.weights, digest, size, forms)
+            self._digests[key] = known
+        return known[1], known[2], known[3]
+
+    def _put(self, weights: Any, buffers: Any, extra: Any) -> tuple[str, int]:
+        named = self.federation.layout.named(weights, buffers, extra)
+        wanted = {seat.train.tensors for seat in self.desk.seats.values() if seat.train}
+        if self._measuring is not None:
+            wanted.add(self._measuring)
+        self.shelf.keep_only(wanted)
+        self._digests = {key: one for key, one in self._digests.items() if one[1] in wanted}
+        stream = self.shelf.put(named)
+        return stream.digest, stream.size
+
+    def _update(
+        self, ticket: int, arrived: Arrived, asked: Assignment, coordinator: Coordinator
+    ) -> Update:
+        said = arrived.said
+        weights: list[Any] = []
+        buffers: list[Any] = []
+        extra: list[Any] = []
+        if said.failure is None:
+            forms = self._sent(coordinator, asked)[2]
+            tensors = self.files.read(ticket, forms)
+            weights, buffers, extra = self.federation.layout.apart(tensors)
+        return Update(
+            ticket=ticket,
+            client=arrived.client,
+            round=asked.round,
+            examples=said.examples,
+            samples=said.samples,
+            loss=said.loss,
+            delta=weights,
+            buffers=buffers,
+            extra=extra,
+            counted=said.counted,
+            failure=msgspec.convert(said.failure, type=Any),
+        )
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        self._covered = list(self._combined)
+        self._combined = []
+        return {
+            "now": self.now,
+            "applied": self._applied,
+            "waiting": [list(event) for event in self._waiting],
+            "underway": {ticket: list(one) for ticket, one in self._underway.items()},
+            "arrived": {
+                ticket: [one.client, one.round, msgspec.to_builtins(one.said)]
+                for ticket, one in self._arrived.items()
+            },
+            "outcomes": {
+                seat.number: [msgspec.to_builtins(one) for one in seat.outcomes.values()]
+                for seat in self.desk.seats.values()
+                if seat.outcomes
+            },
+            "clients": [
+                [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
+                for seat in self.desk.seats.values()
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from there: the journal's events after it come next."""
+        self.now = state["now"]
+        self._applied = state["applied"]
+        self._waiting = deque(Event(*event) for event in state["waiting"])
+        self._underway = {ticket: Underway(*one) for ticket, one in state["underway"].items()}
+        self._arrived = {
+            ticket: Arrived(client, round, msgspec.convert(said, Reserve))
+            for ticket, (client, round, said) in state["arrived"].items()
+        }
+        self._begun = True
+        self._present = {}
+        for number, name, examples, held_out, here in state["clients"]:
+            seat = self.desk.seat(number, name)
+            seat.examples = examples
+            seat.held_out = held_out
+            seat.here = here
+        for client, outcomes in state["outcomes"].items():
+            for one in outcomes:
+                self.desk.tell(client, msgspec.convert(one, Outcome))
+        self._again = list(self._underway)
+        self.journal.read_from(self._applied)
+
+
+def differences(machine: Machine | None, mine: Machine) -> list[str]:
+    """In what a client's machine computes differently from the server's, in words."""
+    if machine is None:
+        return ["a training loop of its own"]
+    found = []
+    for name in ("torch", "capability", "engine", "threads"):
+        theirs, ours = getattr(machine, name), getattr(mine, name)
+        if theirs != ours:
+            found.append(f"{name} {theirs}, not {ours}")
+    return found
+
+
+def _together(answers: Mapping[int, MeasuredThis]) -> Measured:
+    """What clients say, in their order; a metric that some have not is left out."""
+    clients = sorted(answers)
+    if not clients:
+        return Measured([], {})
+    names = set.intersection(*(set(answers[client].values) for client in clients))
+    values = {name: [answers[one].values[name] for one in clients] for name in sorted(names)}
+    return Measured(clients, values)

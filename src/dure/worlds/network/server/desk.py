@@ -1,0 +1,214 @@
+"""The desk: who is there, and what waits for each client until it asks.
+
+Clients call, the server never does. What the coordinator wants said to a client lies here until its
+next `next`: what became of its updates, then something to do. Two threads meet at the desk. The
+event loop answers clients; the main thread, which drives the coordinator, puts things down. Each
+change is short and under one lock.
+
+A client is *here* from its check-in on, until no call of its has been open for `grace` seconds. A
+cut link leaves a call open that nobody hears: calls are answered after `heartbeat` seconds at the
+latest, and a client that then does not call again is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from dure.wire.requests import Machine, MeasureThis, Outcome, Train, Watched, Word
+from dure.wire.tensors import Form
+
+GRACE = 2.0
+"""Seconds without an open call after which a client is taken for gone."""
+
+
+@dataclass
+class Seat:
+    """What is known of a client, and what waits for it.
+
+    calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
+    work and is gone. forms: of the update that is wanted. sent: the newest tickets that it answered.
+    """
+
+    number: int
+    name: str
+    examples: int = 0
+    held_out: int = 0
+    machine: Machine | None = None
+    here: bool = False
+    calls: int = 0
+    seen: float = 0.0
+    missing: bool = False
+    train: Train | None = None
+    deadline: float | None = None
+    forms: dict[str, Form] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    measure: MeasureThis | None = None
+    sent: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    bell: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Desk:
+    """The seats of all clients. now: the federation's clock, for what is left until deadlines."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self.seats: dict[int, Seat] = {}
+        self.over: str | None = None
+        """Why the run has ended, once it has."""
+        self.open = threading.Event()
+        """Set once all that was logged before a restart has been gone through."""
+        self.newest: str | None = None
+        """The digest of the newest model."""
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The event loop whose handlers wait here."""
+        self._loop = loop
+
+    def seat(self, number: int, name: str = "") -> Seat:
+        """That client's, made when it is first named."""
+        with self._lock:
+            if number not in self.seats:
+                self.seats[number] = Seat(number, name or f"client {number}")
+            return self.seats[number]
+
+    # The main thread puts things down
+
+    def assign(self, client: int, train: Train, deadline: float | None, forms: dict[str, Form]) -> None:
+        """The client is to train this."""
+        seat = self.seat(client)
+        with self._lock:
+            seat.train = train
+            seat.deadline = deadline
+            seat.forms = forms
+            seat.missing = False
+        self._ring(seat)
+
+    def done(self, client: int, ticket: int) -> None:
+        """Nothing is wanted of the client for this ticket any more."""
+        seat = self.seat(client)
+        with self._lock:
+            if seat.train is not None and seat.train.ticket == ticket:
+                seat.train = None
+                seat.missing = False
+        self._ring(seat)
+
+    def tell(self, client: int, outcome: Outcome) -> None:
+        """What became of an update, told until the client confirms it."""
+        seat = self.seat(client)
+        with self._lock:
+            seat.outcomes[outcome.ticket] = outcome
+        self._ring(seat)
+
+    def ask_measure(self, client: int, measure: MeasureThis | None) -> None:
+        """The client is to measure this model; None: not any more."""
+        seat = self.seat(client)
+        with self._lock:
+            seat.measure = measure
+        self._ring(seat)
+
+    def end(self, reason: str) -> None:
+        """The run is over: everybody is told so."""
+        self.over = reason
+        for seat in list(self.seats.values()):
+            self._ring(seat)
+
+    def _ring(self, seat: Seat) -> None:
+        """Wakes the handlers that wait for something to say to this client."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_wake, seat)
+
+    # Handlers, in the event loop
+
+    def confirm(self, client: int, tickets: list[int]) -> None:
+        """The client has written these outcomes down."""
+        seat = self.seat(client)
+        with self._lock:
+            for ticket in tickets:
+                seat.outcomes.pop(ticket, None)
+
+    def word(self, seat: Seat) -> Word | None:
+        """What there is to say to a client now; None where that is nothing."""
+        with self._lock:
+            outcomes = list(seat.outcomes.values())
+            train = seat.train
+            if train is not None and seat.deadline is not None:
+                left = max(0.0, seat.deadline - self.now())
+                train = Train(
+                    ticket=train.ticket,
+                    round=train.round,
+                    turn=train.turn,
+                    tensors=train.tensors,
+                    bytes=train.bytes,
+                    left=left,
+                )
+            if self.over is not None:
+                return Word(outcomes=outcomes, over=self.over, newest=self.newest)
+            if not (outcomes or train or seat.measure):
+                return None
+            return Word(
+                outcomes=outcomes, train=train, measure=seat.measure, newest=self.newest
+            )
+
+    async def next(self, seat: Seat, seconds: float) -> Word:
+        """What there is to say to the client, at the latest after so many seconds nothing."""
+        until = time.monotonic() + seconds
+        while True:
+            bell = seat.bell
+            word = self.word(seat)
+            left = until - time.monotonic()
+            if word is not None or left <= 0:
+                return word if word is not None else Word(newest=self.newest)
+            await _rung(bell, left)
+
+    async def watch(self, seat: Seat, ticket: int, seconds: float) -> Watched:
+        """Whether the update with this ticket is still wanted; waits while it is."""
+        until = time.monotonic() + seconds
+        while True:
+            bell = seat.bell
+            if not self.wants(seat, ticket):
+                return Watched(wanted=False, reason=self.over or "the round is over")
+            left = until - time.monotonic()
+            if left <= 0:
+                return Watched(wanted=True)
+            await _rung(bell, left)
+
+    def wants(self, seat: Seat, ticket: int) -> bool:
+        """Whether an update with this ticket is waited for."""
+        return self.over is None and seat.train is not None and seat.train.ticket == ticket
+
+    def called(self, seat: Seat) -> None:
+        """A call of the client's has begun."""
+        seat.calls += 1
+        seat.seen = time.monotonic()
+
+    def hung_up(self, seat: Seat) -> None:
+        """It has ended, or was cut off."""
+        seat.calls -= 1
+        seat.seen = time.monotonic()
+
+    def silent(self, now: float) -> Iterator[Seat]:
+        """Those who were here and have not called for too long."""
+        for seat in list(self.seats.values()):
+            if seat.here and not seat.calls and now - seat.seen > GRACE:
+                yield seat
+
+
+def _wake(seat: Seat) -> None:
+    """Wakes all calls that wait at the seat. Each bell rings once, so none of them is missed."""
+    bell = seat.bell
+    seat.bell = asyncio.Event()
+    bell.set()
+
+
+async def _rung(bell: asyncio.Event, seconds: float) -> None:
+    """Waits for the bell, at most so long."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(bell.wait(), seconds)

@@ -1,0 +1,127 @@
+"""The application behind a socket: uvicorn in a thread of its own, with deadlines and TLS.
+
+A connection that is silent before its first header is complete is closed (`HEADER_SECONDS`), so
+that thousands of idle strangers hold nothing. At the end, calls that wait are answered first, then
+connections are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_SECONDS = 15.0
+"""Seconds in which the header of a request has to be complete."""
+
+KEEP_SECONDS = 90
+"""Seconds for which an idle connection is kept: longer than clients keep theirs."""
+
+GRACEFUL_SECONDS = 5
+"""Seconds that answers under way have when the server stops."""
+
+
+class Hurried(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1, with a deadline for headers."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._hurry()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._hurry()
+
+    def on_headers_complete(self) -> None:
+        self._relax()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._relax()
+        super().connection_lost(exc)
+
+    def _hurry(self) -> None:
+        self._relax()
+        self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _relax(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Serving:
+    """An application that is being served. app: ASGI. began: called in the event loop, with it.
+
+    Raises OSError where the port is taken.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None,
+        began: Callable[[asyncio.AbstractEventLoop], None] = lambda loop: None,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind((host, port))
+        except OSError:
+            self.socket.close()
+            raise
+        self.port: int = self.socket.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            http=Hurried,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_SECONDS,
+            timeout_graceful_shutdown=GRACEFUL_SECONDS,
+            backlog=4096,
+        )
+        config.load()
+        config.ssl = context
+        # Its own words are for people who serve web pages; errors of handlers are still told.
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        self._server = uvicorn.Server(config)
+        self._began = began
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="dure serves", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        loop = uvloop.new_event_loop()
+        try:
+            self._began(loop)
+            loop.run_until_complete(self._server.serve(sockets=[self.socket]))
+        except BaseException as error:
+            self._error = error
+        finally:
+            loop.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Answers what is under way, and closes all connections."""
+        self._server.should_exit = True
+        self._thread.join(GRACEFUL_SECONDS + 5)
+        self.socket.close()

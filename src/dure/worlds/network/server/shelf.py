@@ -1,0 +1,58 @@
+"""Tensors that clients fetch, by the digest of their stream. What lies here never changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dure.wire.tensors import pieces
+
+CHUNK = 1 << 20
+"""Bytes that are handed to the connection at once."""
+
+
+class Stream(NamedTuple):
+    """A stream of tensors, as views of their memory."""
+
+    digest: str
+    size: int
+    views: Sequence[memoryview]
+
+    def chunks(self, start: int, end: int) -> Iterator[memoryview]:
+        """Bytes [start, end) in pieces."""
+        at = 0
+        for view in self.views:
+            first = max(start - at, 0)
+            last = min(end - at, len(view))
+            for begin in range(first, last, CHUNK):
+                yield view[begin : min(begin + CHUNK, last)]
+            at += len(view)
+            if at >= end:
+                return
+
+
+class Shelf:
+    """What can be fetched now."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+
+    def put(self, tensors: Mapping[str, Tensor]) -> Stream:
+        """Makes the tensors' stream available. They must not be changed while it is."""
+        views = list(pieces(tensors))
+        hashed = hashlib.sha256()
+        for view in views:
+            hashed.update(view)
+        stream = Stream(hashed.hexdigest(), sum(map(len, views)), views)
+        self._streams[stream.digest] = stream
+        return stream
+
+    def get(self, digest: str) -> Stream | None:
+        return self._streams.get(digest)
+
+    def keep_only(self, digests: set[str]) -> None:
+        """Forgets all others."""
+        self._streams = {d: s for d, s in self._streams.items() if d in digests}

@@ -1,0 +1,177 @@
+"""A network of clients: this process serves, they come to it.
+
+The server half runs here, driven by the same loop as every run; its carrier takes what clients say
+from the journal in the run folder. Where the run ends, clients are told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from dure.contracts.strategy import Kind, Place, World
+from dure.fleet.conditions import Conditions
+from dure.protocol.carrier import Carrier
+from dure.wire.layout import Federation
+from dure.wire.requests import Machine
+from dure.worlds.here import refuse_under_torchrun, run_here
+
+Value = TypeVar("Value")
+
+ENGINE = "loop"
+"""How clients on a network train: one client, step by step."""
+
+FAREWELL = 3.0
+"""Seconds in which clients may hear that the run is over."""
+
+
+@dataclass(frozen=True)
+class Network(World):
+    """Clients on a network, which reach this server by HTTPS.
+
+    Args:
+        host: the address at which the server listens; other machines reach 0.0.0.0.
+        port: 0 takes any that is free.
+        certificate: PEM file of the server's certificate (dure certificates makes one).
+        key: PEM file of its private key; by default beside the certificate.
+        client_ca: PEM file of the authority that signs clients' certificates, where they need one.
+        insecure: without TLS also where other machines can listen.
+        access: who may take part: those invited, or whoever comes.
+        start_with: clients that have to be there before the first round; all of them by default.
+        deadline: seconds that a round may take, where its selection names none.
+        heartbeat: seconds after which a silent connection is taken for lost.
+        measure_seconds: that clients may take to measure a model on their own data.
+        record: keep everything that came in, so that the run can be replayed.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    insecure: bool = False
+    access: str = "invited"
+    start_with: int | None = None
+    deadline: float = 600.0
+    heartbeat: float = 10.0
+    measure_seconds: float = 60.0
+    record: bool = False
+
+    name: ClassVar[str] = "network"
+    kind: ClassVar[Kind] = "clients"
+
+    def __post_init__(self) -> None:
+        refuse_under_torchrun("a server")
+
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions(engine=ENGINE)
+
+    def describe(self) -> str:
+        return "clients on a network"
+
+    def run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
+        def here(place: Place) -> Value:
+            place.conditions = self.conditions
+            place.network = lambda federation: self._carrier(federation, place)
+            return program(place)
+
+        return run_here(here, report, "server", self.kind, is_worker=False)
+
+    def _carrier(self, federation: Federation, place: Place) -> Carrier:
+        """Begins to serve, and returns what joins the coordinator with the clients."""
+        # Here, since the rest of dure does without these libraries.
+        from dure.worlds.network.server.carrier import NetworkCarrier
+
+        server = _Server(self, federation, place)
+        place.ending.callback(server.close)
+        return NetworkCarrier(
+            federation=federation,
+            journal=server.journal,
+            updates=server.updates,
+            desk=server.desk,
+            shelf=server.shelf,
+            machine=server.machine,
+            start_with=self.start_with or federation.clients,
+            lasts=self.deadline,
+            measure_seconds=self.measure_seconds,
+            interrupted=place.interrupted,
+            tell=lambda text: place.report({"waiting": text}),
+        )
+
+    def context(self) -> ssl.SSLContext | None:
+        """For TLS. Raises ValueError where there is none and other machines could listen."""
+        if self.certificate is not None:
+            from dure.wire.certificates import server_context
+
+            key = self.key or self.certificate.with_suffix(".key")
+            return server_context(self.certificate, key, self.client_ca)
+        if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(
+                f"{self.host} can be reached by other machines, and there is no certificate: make "
+                f"one with dure certificates, or say --insecure"
+            )
+        return None
+
+
+class _Server:
+    """All that lives while a server serves."""
+
+    def __init__(self, world: Network, federation: Federation, place: Place) -> None:
+        from dure.tasks.trained import differences, machine_of
+        from dure.worlds.network.clock import Clock
+        from dure.worlds.network.journal import Journal
+        from dure.worlds.network.server.access import Access
+        from dure.worlds.network.server.app import App, Served
+        from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.serving import Serving
+        from dure.worlds.network.server.shelf import Shelf
+        from dure.worlds.network.updates import Updates
+
+        self.ending = contextlib.ExitStack()
+        folder = place.folder
+        if folder is None:
+            folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
+        context = world.context()
+        run = str(place.config.get("run", ""))
+        self.journal = Journal(folder, Clock(), run=run, record=world.record)
+        self.ending.callback(self.journal.close)
+        self.updates = Updates(folder / "updates")
+        self.desk = Desk(self.journal.clock.now)
+        self.shelf = Shelf()
+        self.machine: Machine = machine_of(ENGINE, 1)
+        access = Access(folder, clients=federation.clients, mode=world.access)
+        self.ending.callback(access.close)
+        served = Served(
+            run=run,
+            clients=federation.clients,
+            strategy=dict(place.config.get("strategy", {})),
+            seed=federation.seed,
+            trains=federation.trains,
+            machine=self.machine,
+            heartbeat=world.heartbeat,
+            patience=3 * world.heartbeat,
+            compare=differences,
+        )
+        app = App(served, self.desk, self.shelf, self.journal, self.updates, access)
+        self.serving = Serving(app.asgi(), world.host, world.port, context, app.lives_in)
+        self.ending.callback(self.serving.stop)
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://{world.host}:{self.serving.port}"
+        place.report({"serving": self.url, "run": run})
+
+    def close(self) -> None:
+        """Tells clients that the run is over, and ends."""
+        self.desk.end("the run is over")
+        until = time.monotonic() + FAREWELL
+        while time.monotonic() < until and any(seat.calls for seat in self.desk.seats.values()):
+            time.sleep(0.05)
+        self.ending.close()
