@@ -102,6 +102,8 @@ class Pipe:
         self.now = 0.0
         self.flown: list[Flight] = []
         self.checked = False
+        self.lasts: float | None = None
+        self.patient = False
         self.early: list[Update] = []
         self.arrived: dict[int, Update] = {}
         self.joined: Join = self.receive(Join)

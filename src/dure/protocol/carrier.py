@@ -41,16 +41,35 @@ Action = Assign | Refuse | Combine
 class Coordinator(Protocol):
     """What a carrier has to know of a coordinator.
 
-    wake: when it wants to be told that time has passed.
+    wake: when it wants to be told that time has passed. Those who simulate clients know where they
+    are, and need none of the events that tell of their coming and going.
     """
 
     wake: float
+
+    def arrive(self, client: int, examples: int | None = None) -> None:
+        """A client is there, of so many examples; nobody is asked yet."""
+
+    def check_in(self, client: int, now: float, examples: int | None = None) -> list[Action]:
+        """A client is there, of so many examples."""
+
+    def leave(self, client: int) -> None:
+        """A client without a ticket has gone again."""
 
     def update(self, ticket: int, now: float) -> list[Action]:
         """An update has arrived, and lies with the carrier."""
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
         """There will be none."""
+
+    def missing(self, ticket: int, now: float) -> list[Action]:
+        """Its client has fallen silent, and may come back."""
+
+    def back(self, ticket: int, now: float) -> list[Action]:
+        """Its client has come back, and goes on with the same ticket."""
+
+    def expired(self, ticket: int, now: float) -> list[Action]:
+        """Its time is up, where no deadline of a round ends it."""
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -127,10 +146,15 @@ class Carrier(Protocol):
 
     now: seconds on the federation's clock. flown: what became of assignments since it was last
     emptied. checked: whether whoever computed an update has seen to it that its numbers are finite,
-    but for buffers; never true of what comes over a network.
+    but for buffers; never true of what comes over a network. lasts: seconds that a round or a
+    ticket takes at the most, where the pacing names no deadline; None for no end, where no client
+    is ever away without a word. patient: whether the server tells of attempts in vain and goes on,
+    rather than to give up: clients may come tomorrow.
     """
 
     now: float
+    lasts: float | None
+    patient: bool
     flown: list[Flight]
     checked: bool
 

@@ -135,6 +135,9 @@ class Simulation:
         self.clients = clients
         self.seed = seed
         self.checked = clients.checked
+        # Who is away is known here, and comes back by the clock or never.
+        self.lasts: float | None = None
+        self.patient = False
         self.now = 0.0
         self.flown: list[Flight] = []
         self._count = len(clients.join().sizes)

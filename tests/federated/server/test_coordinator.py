@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from driven import answer, assigned, combine, combines, model_of, server
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -21,78 +22,13 @@ from dure.federated.algorithms.fed_buff import Discounted
 from dure.federated.server import coordinator as module
 from dure.federated.server.combining import VAIN, Result
 from dure.federated.server.coordinator import Coordinator
-from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.pacing import Buffered, Pacing, Rounds, asynchronous
 from dure.federated.server.sampling import Poisson, Uniform
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.protocol.carrier import Assign, Combine
 from dure.protocol.messages import Assignment, Refuse, Update
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 
 SEEDS = st.integers(0, 1000)
-
-
-def server(
-    clients: int,
-    pacing: Pacing | None = None,
-    algorithm: Algorithm | None = None,
-    lr: float = 1.0,
-    dtype: torch.dtype = torch.float64,
-    optimizer: ServerOptimizer | None = None,
-) -> Coordinator:
-    """Weights of 6 and 2 elements; a batch norm's buffers: mean, count of batches, variance."""
-    draws = torch.Generator().manual_seed(0)
-    weights = [torch.randn(n, generator=draws).to(dtype) for n in (6, 2)]
-    buffers = [torch.zeros(3, dtype=dtype), torch.tensor(5), torch.ones(3, dtype=dtype)]
-    model = GlobalModel(weights, buffers, optimizer=optimizer or ServerOptimizer(lr=lr))
-    return Coordinator(model, pacing or Rounds(), algorithm or Algorithm(), [50] * clients, seed=7)
-
-
-def answer(assignment: Assignment, seed: int = 0) -> Update:
-    """A made-up update: of 1 to 50 examples, the numbers of batches seen drawn around 5."""
-    draws = torch.Generator().manual_seed(1000 * seed + 7 * assignment.round + assignment.client)
-    examples = int(torch.randint(1, 51, (), generator=draws))
-
-    def noise(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.randn(tensor.shape, generator=draws).to(tensor.dtype)
-
-    delta = [noise(weight) for weight in assignment.weights]
-    buffers = [
-        noise(b) if b.is_floating_point() else torch.randint(0, 11, (), generator=draws)
-        for b in assignment.buffers
-    ]
-    return Update(
-        *(
-            assignment.ticket,
-            assignment.client,
-            assignment.round,
-            examples,
-            2 * examples,
-            float(examples % 7),
-        ),
-        *(delta, buffers),
-    )
-
-
-def assigned(actions: list[Any]) -> list[Assignment]:
-    return [action.assignment for action in actions if isinstance(action, Assign)]
-
-
-def combines(actions: list[Any]) -> list[int] | None:
-    found = [action.tickets for action in actions if isinstance(action, Combine)]
-    assert len(found) <= 1
-    return found[0] if found else None
-
-
-def combine(
-    one: Coordinator,
-    tickets: list[int],
-    now: float = 0.0,
-    make: Callable[[Assignment], Update] = answer,
-) -> Result:
-    for ticket in tickets:
-        one.fold(make(one.assignment(ticket)))
-    return one.finish(now)
 
 
 def play(one: Coordinator, order: Callable[[int], list[int]]) -> tuple[Result, list[Update]]:
@@ -108,10 +44,6 @@ def play(one: Coordinator, order: Callable[[int], list[int]]) -> tuple[Result, l
 
 def in_order(count: int) -> list[int]:
     return list(range(count))
-
-
-def model_of(one: Coordinator) -> torch.Tensor:
-    return torch.cat([t.double().reshape(-1) for t in (*one.model.weights, *one.model.buffers)])
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False))

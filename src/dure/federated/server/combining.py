@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dure.errors import TooFewClientsError, TooFewUpdatesError
+from dure.errors import TooFewUpdatesError
 from dure.federated.algorithm import Algorithm
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.unfit import unfit
@@ -136,13 +136,10 @@ class Combining:
         self.begin({})
         return result
 
-    def check(self, result: Result) -> None:
-        """Raises TooFewClientsError where all updates were refused too many times in a row."""
-        if self.vain >= VAIN:
-            reason = next(iter(result.refused.values()))
-            raise TooFewClientsError(
-                f"in {VAIN} rounds in a row every update was refused: {reason}"
-            )
+    def complaint(self, result: Result) -> str:
+        """A sentence for where every update was refused, as many times in a row as `vain` says."""
+        reason = next(iter(result.refused.values()))
+        return f"in {self.vain} rounds in a row every update was refused: {reason}"
 
     def _result(self) -> Result:
         loss = sum([one.counted * one.loss for one in self._folded])

@@ -3,9 +3,13 @@
 It is told what happened, and when, and answers with what is to be done. Who drives it (a
 simulation, a network) carries the messages:
 
-    check_in(client, now)  leave(client)    who is there, where they say so themselves
+    arrive(client)  check_in(client, now)   who is there, where they say so themselves
+    leave(client)                           and who has gone without having been asked
     update(ticket, now)                     a client's answer has arrived, and lies with the driver
     failed(ticket, reason, now)             there will be none
+    missing(ticket, now)                    its client has fallen silent, and may come back
+    back(ticket, now)                       it has come back, and goes on with the same ticket
+    expired(ticket, now)                    its time is up, where no round's deadline ends it
     tick(now)                               time has passed; `wake` says when it wants to be told
 
     -> Assign(assignment)    Refuse(ticket, client, reason)    Combine(tickets)
@@ -15,6 +19,11 @@ After `Combine` the driver gives it those updates, one after another in the orde
 The tickets are in order of client, so the model depends on what clients sent and not on who was
 faster. Until `finish` the updates are still the driver's: a state taken between two `fold`s is that
 before the first, and a driver that goes on from it gives all of `combining` again.
+
+The place of a missing client is given to another, and whoever answers first counts. What the driver
+has to see to: it tells `expired` of a ticket without a round when the assignment's deadline is
+over, and `failed` of a ticket whose client begins afresh. Until its ticket was answered or has
+failed, also one that is not open any more, a client is asked nothing else.
 
 Its pacing says when it asks whom and when it combines (`dure.federated.server.pacing`). `state` and
 `restore` at any point go on with the same bits.
@@ -26,7 +35,7 @@ McMahan et al. 2017.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,7 +43,7 @@ from torch import Tensor
 
 from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.combining import Combining, Result
+from dure.federated.server.combining import VAIN, Combining, Result
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.sampling import Candidates
@@ -48,17 +57,22 @@ RETRY = 60.0
 ATTEMPTS = 10_000
 """Times that it tries to begin a round, or to find a client, before it gives up."""
 
+TOLD = frozenset(10**power for power in range(1, 16))
+"""Attempts in vain after which one that does not give up tells of them."""
+
 
 class Open(NamedTuple):
     """A ticket of which no model has been made yet, and whether its update has arrived.
 
     newest: the number of the newest model when it was handed out, which an older one may have been.
-    What is sent besides the weights is of that moment.
+    What is sent besides the weights is of that moment. missing: its client has fallen silent, and
+    its place is another's.
     """
 
     assignment: Assignment
     newest: int
     reported: bool = False
+    missing: bool = False
 
 
 class Sent(NamedTuple):
@@ -76,10 +90,15 @@ class Coordinator:
     """The server's state.
 
     sizes: examples of each client, as far as the server knows them. most_counted: what the loss
-    counts in an example, at the most. present: who has checked in; None takes all for reachable.
+    counts in an example, at the most. lasts: seconds that a round takes at the most where the
+    pacing names no deadline, and a ticket where there are no rounds; None for no end. patient: it
+    never gives up, but tells. tell: gets a sentence then, after 10, 100, ... attempts in vain and
+    after every `VAIN` models of nothing. present: who has checked in; None takes all for reachable.
     wake: when it wants to be told that time has passed. tickets: how many were given out. open:
     those of which no model has been made. busy: the ticket of each client at work. deadline: when
     the round ends, inf where nothing ends it. began: whether a round is under way.
+
+    Raises ValueError where `lasts` is no time.
     """
 
     model: GlobalModel
@@ -88,6 +107,9 @@ class Coordinator:
     sizes: Sequence[int]
     seed: int
     most_counted: float = math.inf
+    lasts: float | None = None
+    patient: bool = False
+    tell: Callable[[str], None] = lambda sentence: None
     present: set[int] | None = None
     wake: float = math.inf
     tickets: int = 0
@@ -102,7 +124,7 @@ class Coordinator:
     _probes: int = 0
     """Clients that it has looked at in vain since somebody could have come."""
     _asked: int = 0
-    """Clients that were asked for the next model, without those that failed."""
+    """Clients that were asked for the next model, without those that failed or are missing."""
     _reports: int = 0
     """Updates that have arrived and are not combined."""
     _answered: set[int] = field(default_factory=set)
@@ -113,7 +135,14 @@ class Coordinator:
     _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
     """The models that may still be handed out, the newest last; empty where that is the model."""
 
+    _resized: bool = False
+    """Whether a client has said another size than it had in the beginning."""
+
     def __post_init__(self) -> None:
+        if self.lasts is not None and not self.lasts > 0:
+            raise ValueError(
+                f"lasts is {self.lasts}, but a client needs more than 0 seconds to answer"
+            )
         self.updates = Combining(
             self.model, self.algorithm, self.sizes, self.seed, self.most_counted
         )
@@ -122,6 +151,8 @@ class Coordinator:
         self.oldest = pacing.oldest
         self._varies = pacing.varies
         self._lasts = pacing.deadline
+        if math.isinf(self._lasts) and self.lasts is not None:
+            self._lasts = self.lasts
         self._draw = pacing.order
         self._count()
 
@@ -136,10 +167,29 @@ class Coordinator:
         """The number of the global model."""
         return self.model.number
 
+    @property
+    def vain_attempts(self) -> int:
+        """Attempts in a row, up to now, in which no round came about and nobody was found."""
+        return self._attempt
+
     # What it is told
 
-    def check_in(self, client: int, now: float) -> list[Action]:
-        """A client is there. For drivers that know; others never call it."""
+    def check_in(self, client: int, now: float, examples: int | None = None) -> list[Action]:
+        """A client is there, and may be asked at once. For drivers that know; others never call it.
+
+        examples: how many it has now, where it says so. A ticket that it has stays as it is.
+        """
+        self.arrive(client, examples)
+        return self.tick(now)
+
+    def arrive(self, client: int, examples: int | None = None) -> None:
+        """As `check_in`, but nobody is asked yet: the next `tick` does that.
+
+        So that a driver may wait with the first round until enough are there. Raises ValueError for
+        a client without examples.
+        """
+        if examples is not None:
+            self._resize(client, examples)
         # The first check-in shows that this driver knows who is there. From then on only those who
         # have checked in are asked.
         if self.present is None:
@@ -148,7 +198,24 @@ class Coordinator:
         self._probes = 0
         if self.synchronous:  # those who were not there before come in the round's order again
             self._position = 0
-        return self.tick(now)
+
+    def _resize(self, client: int, examples: int) -> None:
+        """A client has so many examples now."""
+        if examples < 1:
+            raise ValueError(f"a client of {examples} examples has nothing to learn from")
+        if examples == self.sizes[client]:
+            return
+        if not self._resized:  # what was given belongs to others
+            self._share(list(self.sizes))
+        # `_share` has made it a list.
+        self.sizes[client] = examples  # type: ignore[index]
+        # Orders that follow sizes are drawn anew, as they are after `restore`.
+        self._order = None
+
+    def _share(self, sizes: list[int]) -> None:
+        """Takes a list of its own, by which updates are bounded too."""
+        self.sizes = self.updates.sizes = sizes
+        self._resized = True
 
     def leave(self, client: int) -> None:
         """A client without a ticket has gone again."""
@@ -164,6 +231,8 @@ class Coordinator:
         known = self.open.get(ticket)
         if known is None:
             return [self._late(ticket)]
+        if known.missing:  # it takes a place again, like all who have answered
+            known = self._return(known)
         client = known.assignment.client
         if known.reported:
             return [Refuse(ticket, client, "it was sent already")]
@@ -185,9 +254,9 @@ class Coordinator:
         combined = self._combine(now)
         if combined:
             return combined
-        if not (self.synchronous or self.busy):
+        if not self.synchronous and self._asked == self._reports:
             self._probes = 0  # it was the last one at work: all are asked anew
-        return self._fill() if self._asked < self.asks or not self.synchronous else []
+        return self._fill(now) if self._asked < self.asks or not self.synchronous else []
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
         """A client will not answer: it was not there, dropped out, or could not do it.
@@ -206,11 +275,67 @@ class Coordinator:
             return []
         del self.open[ticket]
         self.busy.pop(known.assignment.client, None)
-        # It has to check in again before it is asked again.
+        self._gone(known)
+        return self._replace(known, now)
+
+    def missing(self, ticket: int, now: float) -> list[Action]:
+        """The client of an open ticket has fallen silent; it may come back.
+
+        Another is asked in its place. The ticket stays open: where it answers while its answer is
+        still needed, it counts. Nothing changes for a ticket that is not open, has its answer, or
+        is missing already.
+        """
+        known = self.open.get(ticket)
+        if known is None or known.reported or known.missing:
+            return []
+        # A key that is written again keeps its place.
+        self.open[ticket] = known._replace(missing=True)
+        self._gone(known)
+        return self._replace(known, now)
+
+    def back(self, ticket: int, now: float) -> list[Action]:
+        """A missing client is there again and goes on with its ticket; nobody else is asked.
+
+        Whoever was asked in its place works on as well. Nothing changes for a ticket that is not
+        open or not missing.
+        """
+        known = self.open.get(ticket)
+        if known is not None and known.missing:
+            self._return(known)
+        return []
+
+    def expired(self, ticket: int, now: float) -> list[Action]:
+        """The time of a ticket is up, where no deadline of a round ends it.
+
+        Another is asked, and an answer that still comes is refused as too late. Until then, or
+        until `failed`, its client is busy. Nothing changes for a ticket that is not open or has its
+        answer.
+        """
+        known = self.open.get(ticket)
+        if known is None or known.reported:
+            return []
+        del self.open[ticket]
+        return self._replace(known, now)
+
+    def _gone(self, known: Open) -> None:
+        """The client of a ticket has to check in again before it is asked again."""
         if self.present is not None:
             self.present.discard(known.assignment.client)
-        self._asked -= 1
-        return [*self._fill(), *self._combine(now)]
+
+    def _replace(self, known: Open, now: float) -> list[Action]:
+        """Asks another in place of a client; that of a missing one is another's already."""
+        if not known.missing:
+            self._asked -= 1
+        return [*self._fill(now), *self._combine(now)]
+
+    def _return(self, known: Open) -> Open:
+        """A missing client takes a place again, which may be one too many."""
+        assignment = known.assignment
+        known = self.open[assignment.ticket] = known._replace(missing=False)
+        self._asked += 1
+        if self.present is not None:
+            self.present.add(assignment.client)
+        return known
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: a round begins or ends at its deadline, free places are filled."""
@@ -223,7 +348,7 @@ class Coordinator:
             self._probes = 0
         if not self.began:
             self._begin(now)
-        return [*self._fill(), *self._combine(now)]
+        return [*self._fill(now), *self._combine(now)]
 
     # The new model
 
@@ -278,7 +403,9 @@ class Coordinator:
         # So that the driver calls `tick` at once, which begins the next round or fills places.
         self.wake = now
         # Last, since it may raise: the state is by then that of a finished round.
-        self.updates.check(result)
+        vain = self.updates.vain
+        if vain >= VAIN and result.refused and (vain % VAIN == 0 or not self.patient):
+            self._in_vain(self.updates.complaint(result))
         return result
 
     # Asking
@@ -296,7 +423,7 @@ class Coordinator:
         elif self.oldest is not None and not self._past:
             self._past = [(self.model.weights, self.model.buffers)]
 
-    def _fill(self) -> list[Action]:
+    def _fill(self, now: float) -> list[Action]:
         """Asks as many clients as the pacing wants at work."""
         if not self.began or self.updates.tickets:
             return []
@@ -314,7 +441,7 @@ class Coordinator:
             client = self._next()
             if client is None:
                 break
-            actions.append(Assign(self._assign(client, sent)))
+            actions.append(Assign(self._assign(client, sent, now)))
         return actions
 
     def _next(self) -> int | None:
@@ -354,7 +481,7 @@ class Coordinator:
         weights, buffers = self._past[-1 - old]
         return sent._replace(number=sent.number - old, weights=weights, buffers=buffers)
 
-    def _assign(self, client: int, sent: Sent) -> Assignment:
+    def _assign(self, client: int, sent: Sent, now: float) -> Assignment:
         if self._past:
             sent = self._drawn(sent)
         # Tickets count up and are never given again, so that an old answer fits no new question.
@@ -368,13 +495,18 @@ class Coordinator:
             buffers=sent.buffers,
             nbytes=sent.nbytes,
             extra=sent.extra,
-            deadline=self.deadline if math.isfinite(self.deadline) else None,
+            deadline=self._ends(now),
         )
         self.open[ticket] = Open(assignment, newest=self.round)
         self.busy[client] = ticket
         self.tickets += 1
         self._asked += 1
         return assignment
+
+    def _ends(self, now: float) -> float | None:
+        """When an answer to what is asked now has to be there: with its round, if there are any."""
+        ends = self.deadline if self.synchronous else now + self._lasts
+        return ends if math.isfinite(ends) else None
 
     def assignment(self, ticket: int) -> Assignment:
         """What a client with an open ticket was sent."""
@@ -443,16 +575,13 @@ class Coordinator:
                 self.wake = min(self.wake, now + RETRY)
             return []
         # With nobody at work only time can help. The bound ends a run whose clients never return.
-        self._attempt += 1
-        if self._attempt > ATTEMPTS:
-            answered = "no client"
-            if self._reports:
-                answered = f"only {self._reports} of at least {self.pacing.minimum} clients"
-            raise TooFewClientsError(
-                f"{answered} answered in {ATTEMPTS:,} attempts to go on with round "
-                f"{self.round + 1}: "
-                "look at the availability of the clients, or ask for fewer"
-            )
+        answered = "no client"
+        if self._reports:
+            answered = f"only {self._reports} of at least {self.pacing.minimum} clients"
+        self._count_attempt(
+            f"{answered} answered in {{}} attempts to go on with round {self.round + 1}: "
+            "look at the availability of the clients, or ask for fewer"
+        )
         self.wake = min(self.deadline, now + RETRY)
         if self.synchronous:  # those who were not there may be there then
             self._position = 0
@@ -461,16 +590,28 @@ class Coordinator:
 
     def _again(self, now: float) -> list[Action]:
         """At the deadline too few have answered: another attempt, with others."""
-        self._attempt += 1
-        if self._attempt > ATTEMPTS:
-            raise TooFewClientsError(
-                f"round {self.round + 1} ended {ATTEMPTS:,} times with fewer than "
-                f"{self.pacing.minimum} updates at its deadline: "
-                "give it more time, ask more clients, or take a smaller minimum"
-            )
+        self._count_attempt(
+            f"round {self.round + 1} ended {{}} times with fewer than "
+            f"{self.pacing.minimum} updates at its deadline: "
+            "give it more time, ask more clients, or take a smaller minimum"
+        )
         refused = self._close("the round was begun again")
         self._begin(now)
-        return [*refused, *self._fill()]
+        return [*refused, *self._fill(now)]
+
+    def _count_attempt(self, sentence: str) -> None:
+        """One more attempt was in vain; `sentence` has a place for how many."""
+        self._attempt += 1
+        if not self.patient and self._attempt > ATTEMPTS:
+            self._in_vain(sentence.format(f"{ATTEMPTS:,}"))
+        if self.patient and self._attempt in TOLD:
+            self._in_vain(sentence.format(f"{self._attempt:,}"))
+
+    def _in_vain(self, sentence: str) -> None:
+        """Gives up, or only tells, where it is patient."""
+        if not self.patient:
+            raise TooFewClientsError(sentence)
+        self.tell(sentence)
 
     def _close(self, reason: str) -> list[Action]:
         """Forgets the open tickets of a round.
@@ -535,6 +676,7 @@ class Coordinator:
             "probes": self._probes,
             "asked": self._asked,
             "reports": self._reports,
+            "sizes": list(self.sizes) if self._resized else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -557,6 +699,10 @@ class Coordinator:
         self._probes = state["probes"]
         self._asked = state["asked"]
         self._reports = state["reports"]
+        # Checkpoints of dure up to 0.1 have none.
+        sizes = state.get("sizes")
+        if sizes is not None:
+            self._share(list(sizes))
         # Drawn again when it is asked for: a function of the seed, the model's number and the
         # attempt.
         self._order = None
@@ -580,6 +726,7 @@ def _written(one: Open) -> dict[str, Any]:
         "deadline": sent.deadline,
         "newest": one.newest,
         "reported": one.reported,
+        "missing": one.missing,
     }
 
 
@@ -597,4 +744,5 @@ def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Ope
         extra=extra,
         deadline=written["deadline"],
     )
-    return Open(assignment, written.get("newest", written["round"]), written["reported"])
+    newest = written.get("newest", written["round"])
+    return Open(assignment, newest, written["reported"], written.get("missing", False))

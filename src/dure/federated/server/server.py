@@ -109,6 +109,9 @@ class Server(Learner):
             sizes=sizes,
             seed=seed,
             most_counted=most_counted(task.loss, task.train),
+            lasts=carrier.lasts,
+            patient=carrier.patient,
+            tell=warn,
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
