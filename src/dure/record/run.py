@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +26,7 @@ from dure.record.checkpoint import (
 )
 from dure.record.disk import Lines, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
+from dure.record.lock import Lock
 from dure.record.seal import Seal, checksum
 from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
@@ -40,9 +39,6 @@ _MAY_CHANGE = ("world", "label", "versions", "run")
 How many ranks there are follows from which are left, and the world and the label say it.
 """
 
-
-MOMENT = 2.0
-"""Seconds in which the ranks of a process that was killed have noticed it."""
 
 PATIENCE = 30.0
 """Seconds for which lines of the history wait in memory while the disk does not take them."""
@@ -58,7 +54,7 @@ class RunFolder:
         self._waiting: list[bytes] = []
         self._flushed = 0.0
         self._stuck: float | None = None
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         self._newest: Stored | None = None
         self._config: dict[str, Any] | None = None
 
@@ -128,29 +124,14 @@ class RunFolder:
         """Keeps other processes from going on with this run, until `close` or the end of this one.
 
         Other processes of this machine, that is. Raises RunFolderError if one of them still holds
-        it after `MOMENT`, which the ranks of a process that was killed just now may take to notice.
+        it after a moment, which the ranks of a process that was killed just now may take to notice.
         Where the file system has no locks, nobody is kept off.
         """
-        # A lock on the folder itself leaves no lock file behind. The kernel takes it back when the
-        # process ends, however it ends.
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise RunFolderError(f"cannot open {self.path}: {error.strerror}") from error
-        until = time.monotonic() + MOMENT
-        try:
-            while not _locked(descriptor):
-                if time.monotonic() > until:
-                    raise RunFolderError(
-                        f"another process is training in {self.path}: wait until it has ended, or "
-                        f"end it"
-                    )
-                time.sleep(0.01)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._lock = descriptor
-        _HELD.add(descriptor)
+        # A lock on the folder itself leaves no lock file behind.
+        self._lock = Lock.take(
+            self.path,
+            f"another process is training in {self.path}: wait until it has ended, or end it",
+        )
 
     def begin_again(
         self,
@@ -413,9 +394,7 @@ class RunFolder:
                 self._lines.close()
                 self._lines = None
             if self._lock is not None:
-                # Out of the set before it is closed: its number may be another file's right after.
-                _HELD.discard(self._lock)
-                os.close(self._lock)
+                self._lock.release()
                 self._lock = None
 
 
@@ -452,34 +431,6 @@ def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
                 f"{name} is {weight.dtype} of {tuple(weight.shape)} in model.safetensors, and "
                 f"{mine.dtype} of {tuple(mine.shape)} in the model",
             )
-
-
-_HELD: set[int] = set()
-"""Descriptors of the folders that this process holds.
-
-A child that is forked closes them: it may live longer.
-"""
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether the folder is now this process's, or can be nobody's."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # Somebody else has it. Any other error: the file system knows no locks.
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _let_go() -> None:
-    # A lock belongs to the open folder, which a forked child shares: it lasts until both close it.
-    while _HELD:
-        os.close(_HELD.pop())
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,477 @@
+"""The journal of a federation: every input of the coordinator, in its order, on the disk first.
+
+    append     from any thread; the future resolves when the row is committed and synced
+    next       the committed rows in their order, to the one thread that drives the coordinator
+
+A row is (seq, at, kind, client, ticket, body): seq counts 1, 2, 3 …, `at` is the federation's clock
+and never runs back. Whatever `next` gives was read from the disk, also while the server runs. So a
+server that comes back goes the same way: it says with `read_from` which rows its checkpoint holds,
+and gets all later ones, those of its earlier life first, with no gap and none twice.
+
+**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log and
+the log is synced before the commit returns. One thread writes. It puts all rows that wait into one
+transaction, so that many clients share one sync.
+
+**A disk that is full**, or a database that somebody's tool has locked for seconds, fails the rows
+of one transaction, whose futures raise RunFolderWriteError. None of them is delivered, their
+numbers are given to the next ones, and once there is room the journal goes on. **Any other error**
+of the disk closes it for good, as nobody can tell what a failed sync has left there: every later
+append raises, and so does `next`, once it has delivered what was committed, so that the server ends
+with one line and can be started again. A row whose append raised may still be found after a
+restart, like a request whose answer was lost: whoever sent it sends it again, and that must do no
+harm.
+
+**Damage** is found by SQLite's own checks and by a checksum in each row.
+
+Source: SQLite's pages on write-ahead logging (https://sqlite.org/wal.html) and on the pragma
+`synchronous`.
+"""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dure.errors import RunFolderError, RunFolderWriteError
+from dure.record.disk import sync_folder
+from dure.record.lock import Lock
+from dure.worlds.network.clock import Clock
+from dure.worlds.network.local_disk import warn_if_remote
+
+VERSION = 1
+"""Of the tables. A journal of another version is refused."""
+
+NAME = "journal.db"
+"""Beside it lie `journal.db-wal`, the log, `journal.db-shm`, its index, and `journal.lock`."""
+
+MOST_BODY = 16 << 20
+"""Bytes of a body. Tensors lie in files of their own."""
+
+_MOST_AT_ONCE = 1024
+"""Rows of one transaction, and rows read at once."""
+
+_CHECKED_WHOLE = 64 << 20
+"""Bytes up to which a journal is checked whole when it is opened: about a second."""
+
+_TABLES = """
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, client INTEGER NOT NULL,
+    ticket INTEGER NOT NULL, body BLOB NOT NULL, sum INTEGER NOT NULL
+);
+"""
+_COLUMNS = "seq, at, kind, client, ticket, body, sum"
+
+
+class Event(NamedTuple):
+    """A row. at: seconds of the federation's clock. client, ticket: -1 where there is none."""
+
+    seq: int
+    at: float
+    kind: str
+    client: int
+    ticket: int
+    body: bytes
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What waits to be written."""
+
+    kind: str
+    client: int
+    ticket: int
+    body: bytes
+    done: Future[Event]
+
+
+@dataclass(frozen=True)
+class _Forget:
+    """The rows before `seq` are to go."""
+
+    seq: int
+    done: Future[None]
+
+
+class Journal:
+    """The journal in `folder`, which is made where there is none; open until `close`.
+
+    run: the identity of the run, which a journal that is there has to have too.
+
+    resumed: whether there were rows. last: the seq of the newest committed row, 0 without.
+
+    The clock is set to the time of the last row, and stands: `hold` or `run` it then. Warns if the
+    folder is on a network. Raises RunFolderError if the journal is damaged, of another run or
+    version, or open in another process; RunFolderWriteError if it cannot be written.
+    """
+
+    def __init__(self, folder: Path, clock: Clock, run: str = "") -> None:
+        self.path = folder / NAME
+        self._clock = clock
+        warn_if_remote(folder)
+        self._lock = Lock.take(
+            folder / "journal.lock",
+            f"another process serves the run in {folder}: wait until it has ended, or end it",
+        )
+        try:
+            with _named(self.path):
+                if _is_missing(self.path):
+                    _make(self.path, run)
+                self._writer = _connected(self.path)
+                self._reader = _connected(self.path)
+                _check(self._writer, self.path, run)
+                newest = self._writer.execute(
+                    "SELECT seq, at FROM events ORDER BY seq DESC LIMIT 1"
+                ).fetchone()
+                # What the log takes over from an earlier life is synced with the folder's names.
+                sync_folder(folder)
+        except BaseException:
+            self._lock.release()
+            raise
+        last, at = newest or (0, 0.0)
+        self.last: int = last
+        self.resumed = self.last > 0
+        self._there = self.last
+        """The newest row that was there when it was opened."""
+        self._position = 0
+        """The seq of the row that was delivered last."""
+        self._read: deque[Event] = deque()
+        """Rows to be delivered next, read from the disk already."""
+        clock.begin_at(at)
+        self._closed = False
+        self._broken: str | None = None
+        self._asked: queue.SimpleQueue[_Row | _Forget | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        """Guards `last`, `_closed` and `_broken`."""
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
+
+    # What any thread may do.
+
+    def append(
+        self, kind: str, client: int = -1, ticket: int = -1, body: bytes = b""
+    ) -> Future[Event]:
+        """Writes a row; the future has it once it is on the disk.
+
+        The future raises RunFolderWriteError if it could not be written. Raises ValueError for
+        what no row can hold.
+        """
+        if not kind.isascii() or not (-(1 << 63) <= client < 1 << 63 > ticket >= -(1 << 63)):
+            raise ValueError(f"no event is {kind!r} of client {client} and ticket {ticket}")
+        if len(body) > MOST_BODY:
+            raise ValueError(f"an event of {len(body)} bytes, and {MOST_BODY} are the most")
+        row = _Row(kind, client, ticket, bytes(body), Future())
+        self._ask(row)
+        return row.done
+
+    def write(self, kind: str, client: int = -1, ticket: int = -1, body: bytes = b"") -> Event:
+        """`append`, and waits for it."""
+        return self.append(kind, client, ticket, body).result()
+
+    def forget_before(self, seq: int) -> Future[None]:
+        """Rows before `seq` go: a synced checkpoint holds them. The newest stays, for its number.
+
+        Raises ValueError if some of them were not delivered yet.
+        """
+        if seq > self._position - len(self._read) + 1:
+            raise ValueError(f"rows before {seq} are to go, but not all of them were delivered")
+        forget = _Forget(seq, Future())
+        self._ask(forget)
+        return forget.done
+
+    def backup(self, to: Path) -> None:
+        """A copy of what is committed, while it runs; see `backup`."""
+        backup(self.path.parent, to)
+
+    def _ask(self, asked: _Row | _Forget) -> None:
+        with self._news:
+            if self._broken is None and not self._closed:
+                self._asked.put(asked)
+                return
+        asked.done.set_exception(self._refusal())
+
+    # What the thread does that drives the coordinator.
+
+    def read_from(self, applied: int) -> None:
+        """`next` is to go on after the row `applied`, up to which a checkpoint holds everything.
+
+        Before the first `next`. Raises RunFolderError if rows after it are damaged or missing.
+        """
+        with self._news:
+            last = self.last
+        if applied > last:
+            raise RunFolderError(
+                f"{self.path} ends with row {last}, but the checkpoint holds what was up to row "
+                f"{applied}: put back the journal that belongs to it"
+            )
+        self._position = applied
+        # All at once, before anything is done with the first of them.
+        while self._position < last:
+            self._position = self._rows_after(self._position)[-1].seq
+        self._position = applied
+
+    def next(self, timeout: float | None = None) -> Event | None:
+        """The next committed row; None if there is none within `timeout` seconds, or it is closed.
+
+        Raises RunFolderWriteError if the disk failed, once everything committed was delivered.
+        """
+        if not self._read and self._wait(timeout):
+            with _named(self.path):
+                self._read.extend(self._rows_after(self._position))
+            self._position = self._read[-1].seq
+        return self._read.popleft() if self._read else None
+
+    @property
+    def behind(self) -> bool:
+        """Whether rows that were there when it was opened are still to be delivered."""
+        return self._position - len(self._read) < self._there
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Waits until there is a row after the last that was read: whether there is."""
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._news:
+            while not self._closed and self.last <= self._position:
+                left = None if until is None else until - time.monotonic()
+                if self._broken is not None:
+                    raise self._refusal()
+                if left is not None and left <= 0:
+                    return False
+                self._news.wait(left)
+            return not self._closed
+
+    def _rows_after(self, seq: int) -> list[Event]:
+        """Some rows, at least one. Raises RunFolderError if they are damaged or missing."""
+        rows = self._reader.execute(
+            f"SELECT {_COLUMNS} FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
+            (seq, _MOST_AT_ONCE),
+        ).fetchall()
+        events = []
+        for *fields, found in rows:
+            event = Event(*fields)
+            seq += 1
+            if event.seq != seq or found != _sum(event):
+                break
+            events.append(event)
+        if len(events) < max(1, len(rows)):
+            raise RunFolderError(
+                f"{self.path} is damaged: row {seq if rows else seq + 1} is missing or is not as "
+                f"it was written: put back a copy of it"
+            )
+        return events
+
+    def close(self) -> None:
+        """Writes what waits, and lets others open it. May be called again."""
+        with self._news:
+            if not self._closed:
+                self._closed = True
+                self._asked.put(None)
+        self._thread.join()
+        # The last connection that is closed moves the log into the database.
+        for connection in (self._reader, self._writer):
+            with suppress(sqlite3.Error):
+                connection.close()
+        self._lock.release()
+
+    # What the writing thread does.
+
+    def _work(self) -> None:
+        over = False
+        while not over:
+            batch = [self._asked.get()]
+            with suppress(queue.Empty):
+                while len(batch) < _MOST_AT_ONCE:
+                    batch.append(self._asked.get_nowait())
+            over = None in batch
+            # Whoever has given up waiting before it is begun is not written.
+            begun = [each for each in batch if each and each.done.set_running_or_notify_cancel()]
+            self._write_all([each for each in begun if isinstance(each, _Row)])
+            for each in begun:
+                if isinstance(each, _Forget):
+                    self._forget(each)
+
+    def _write_all(self, rows: list[_Row]) -> None:
+        if not rows:
+            return
+        try:
+            events = self._committed(rows)
+        except Exception as error:
+            self._failed(error)
+            for row in rows:
+                row.done.set_exception(self._refusal(error))
+            return
+        with self._news:
+            self.last = events[-1].seq
+            self._news.notify_all()
+        for row, event in zip(rows, events, strict=True):
+            row.done.set_result(event)
+
+    def _committed(self, rows: list[_Row]) -> list[Event]:
+        """The rows on the disk, in one transaction."""
+        if self._broken is not None:
+            raise RunFolderWriteError(self._broken)
+        events = [
+            Event(seq, self._clock.now(), row.kind, row.client, row.ticket, row.body)
+            for seq, row in enumerate(rows, self.last + 1)
+        ]
+        with _transaction(self._writer):
+            self._writer.executemany(
+                f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [(*event, _sum(event)) for event in events],
+            )
+        return events
+
+    def _forget(self, forget: _Forget) -> None:
+        try:
+            with _transaction(self._writer):
+                self._writer.execute(
+                    "DELETE FROM events WHERE seq < ?", (min(forget.seq, self.last),)
+                )
+        except Exception as error:
+            self._failed(error)
+            forget.done.set_exception(self._refusal(error))
+        else:
+            forget.done.set_result(None)
+
+    def _failed(self, error: Exception) -> None:
+        if _passes(error):
+            return
+        with self._news:
+            if self._broken is None:
+                self._broken = _told(self.path, error)
+            self._news.notify_all()
+
+    def _refusal(self, error: Exception | None = None) -> RunFolderWriteError:
+        """Made anew for everyone who is told: whoever raises an exception writes into it."""
+        if self._broken is not None:
+            return RunFolderWriteError(self._broken)
+        if error is not None:
+            return RunFolderWriteError(_told(self.path, error))
+        return RunFolderWriteError(f"{self.path} is closed")
+
+
+def backup(folder: Path, to: Path) -> None:
+    """A consistent copy, at `to`, of the journal in `folder`, also while a server writes it.
+
+    Raises RunFolderError if there is none, RunFolderWriteError if the copy cannot be written.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise RunFolderError(f"there is no {path}")
+    try:
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(to)) as copy:
+            copy.execute("PRAGMA synchronous=FULL")
+            # All pages in one step: else a server that writes on would make it begin anew.
+            source.backup(copy)
+    except sqlite3.Error as error:
+        raise RunFolderWriteError(f"cannot copy {path} to {to}: {error}") from error
+    sync_folder(to.parent)
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether there is no journal. Raises RunFolderError for a part of one, or a link."""
+    if path.is_symlink():
+        raise RunFolderError(f"{path} is a link: the journal has to lie in the run folder itself")
+    log = path.with_name(f"{path.name}-wal")
+    if not path.exists() and log.exists():
+        raise RunFolderError(f"{path} is missing, but its log {log.name} is there: put it back")
+    return not path.exists()
+
+
+def _make(path: Path, run: str) -> None:
+    """An empty journal, at once or not at all: a file without tables is then a damaged one."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.unlink(missing_ok=True)
+    with closing(sqlite3.connect(beside)) as connection:
+        # No other file: there is nothing to roll back to.
+        connection.execute("PRAGMA journal_mode=MEMORY")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.executescript(_TABLES)
+        with connection:
+            about = [("version", str(VERSION)), ("run", run)]
+            connection.executemany("INSERT INTO about VALUES (?, ?)", about)
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    # Not shared by threads at the same time: one writes, one reads.
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    if mode != "wal":
+        raise RunFolderError(f"{path} has no write-ahead log here: choose a folder on a local disk")
+    connection.execute("PRAGMA synchronous=FULL")
+    return connection
+
+
+def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
+    """Raises RunFolderError for a journal of another version or run, or one that is damaged."""
+    about = dict(connection.execute("SELECT name, value FROM about"))
+    if about.get("version") != str(VERSION):
+        raise RunFolderError(
+            f"{path} is of version {about.get('version')}, and this dure reads version {VERSION}: "
+            f"go on with the dure that wrote it"
+        )
+    if about.get("run") != run:
+        raise RunFolderError(
+            f"{path} is of another run ({about.get('run')}) than this folder's ({run}): put back "
+            f"the journal of this run"
+        )
+    # Of a larger one the rows that are still needed are checked as they are read.
+    if path.stat().st_size <= _CHECKED_WHOLE:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise RunFolderError(f"{path} is damaged ({found}): put back a copy of it")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of SQLite or the disk is told with the name of the file."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise RunFolderWriteError(_told(path, error)) from error
+    except sqlite3.Error as error:
+        raise RunFolderError(f"{path} is damaged ({error}): put back a copy of it") from error
+    except OSError as error:
+        raise RunFolderWriteError(_told(path, error)) from error
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite may have done so itself.
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _sum(event: Event) -> int:
+    numbers = struct.pack("<qdqq", event.seq, event.at, event.client, event.ticket)
+    return zlib.crc32(event.body, zlib.crc32(event.kind.encode(), zlib.crc32(numbers)))
+
+
+def _told(path: Path, error: Exception) -> str:
+    return str(error) if isinstance(error, RunFolderWriteError) else f"cannot write {path}: {error}"
+
+
+def _passes(error: Exception) -> bool:
+    """Whether it left nothing behind, and may be better the next time."""
+    # By their texts: Python 3.10 has no codes for them. Locked: by a tool of the user's, say.
+    return isinstance(error, sqlite3.OperationalError) and (
+        "disk is full" in str(error) or "is locked" in str(error)
+    )

@@ -1,0 +1,407 @@
+"""The tensors of updates, as files: received in parts, read as mappings, deleted in the end.
+
+    TICKET.part           what has come, each part checked before it was written
+    TICKET.parts          what that is: a line for what was announced, and one for every part
+    TICKET.safetensors    all of it, checked and synced: the update may be acknowledged
+
+Parts are not synced one by one. Each has its digest in `TICKET.parts`, so that whatever a kill or a
+power failure leaves is read against it: the parts that are whole count, and the client is told to
+go on after them. Only what is complete is promised: the file is synced, then renamed, then the
+folder is synced.
+
+Memory: one part. An update is read as a private mapping of its file: what is not touched takes no
+memory, and what is written into its tensors does not change the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dure.errors import RunFolderError, RunFolderWriteError
+from dure.record.disk import sync_folder, told
+from dure.wire.tensors import Form, TensorsError, receive_header
+from dure.worlds.network.local_disk import free_bytes
+
+KEPT_FREE = 64 << 20
+"""Bytes of the disk that no update may take: the journal and the log of the run need them."""
+
+_CHUNK = 1 << 20
+"""Bytes read at once where a file is read through."""
+
+_ENDINGS = (".part", ".parts", ".safetensors")
+
+
+class PartError(ValueError):
+    """A part, or the update that the parts make, is not what was announced.
+
+    The upload's `offset` says where to go on.
+    """
+
+
+class _Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int
+    digest: str
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    end: int
+    digest: str
+
+
+class Updates:
+    """The files in `folder`, which is made where there is none. Any thread may call anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with told(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+        self._lock = threading.Lock()
+        """Guards `_uploads`."""
+        self._uploads: dict[int, Upload] = {}
+        """Those that were opened since the server came up."""
+
+    def open(self, ticket: int, size: int, digest: str) -> Upload:
+        """Where the update of `ticket` is received: a stream of `size` bytes with this SHA-256.
+
+        The one that is under way if it was announced the same; else a new one, and what came of
+        another is gone: not for tickets whose update was acknowledged. After a restart what is here
+        is read through once. Raises RunFolderWriteError if the disk has no room for the rest.
+        """
+        announced = _Announced(size, digest)
+        with self._lock:
+            upload = self._uploads.get(ticket)
+            if upload is None or upload.announced != announced:
+                if upload is not None:
+                    upload.end()
+                upload = self._uploads[ticket] = Upload(self.folder, ticket, announced)
+        upload.begin()
+        self._check_room(upload)
+        return upload
+
+    def _check_room(self, upload: Upload) -> None:
+        with told(self.folder):
+            free = max(0, free_bytes(self.folder) - KEPT_FREE)
+        with self._lock:
+            others = sum(each.left for each in self._uploads.values() if each is not upload)
+            if upload.left <= free - others:
+                return
+            if self._uploads.get(upload.ticket) is upload:
+                del self._uploads[upload.ticket]
+        upload.end()
+        raise RunFolderWriteError(
+            f"cannot take {upload.left} bytes of an update: of the disk of {self.folder} {free} "
+            f"bytes may be used, and {others} are promised to other updates: make room there"
+        )
+
+    def read(self, ticket: int, expected: Mapping[str, Form]) -> dict[str, Tensor]:
+        """The tensors of a complete update, in the order of `expected`, on the CPU.
+
+        They may be written to, which changes neither the file nor what is read later.
+
+        Raises TensorsError if they are not what is expected, RunFolderError if there is no file.
+        """
+        path = self._complete(ticket)
+        try:
+            tensors = _mapped(path, expected)
+        except OSError as error:
+            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+        return {name: tensors[name] for name in expected}
+
+    def digest(self, ticket: int) -> str:
+        """SHA-256 of a complete update, read from the disk. Raises RunFolderError without one."""
+        path = self._complete(ticket)
+        try:
+            return _digest(path)
+        except OSError as error:
+            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+
+    def all(self) -> list[int]:
+        """The tickets of all updates that are complete."""
+        return sorted(
+            ticket for ticket, path in self._files() if path.name == f"{ticket}.safetensors"
+        )
+
+    def delete(self, tickets: Collection[int]) -> None:
+        """Removes their files, of those that are here. Raises RunFolderWriteError."""
+        self._remove(set(tickets))
+
+    def keep_only(self, tickets: Collection[int]) -> None:
+        """Removes the files of all other tickets, complete or not. Raises RunFolderWriteError."""
+        with self._lock:
+            here = {ticket for ticket, _ in self._files()} | set(self._uploads)
+        self._remove(here - set(tickets))
+
+    def _remove(self, tickets: Collection[int]) -> None:
+        with self._lock:
+            uploads = [self._uploads.pop(each) for each in tickets if each in self._uploads]
+        for upload in uploads:
+            upload.end()
+        for ticket in tickets:
+            _remove(self.folder, ticket)
+
+    def _complete(self, ticket: int) -> Path:
+        return self.folder / f"{ticket}.safetensors"
+
+    def _files(self) -> Iterator[tuple[int, Path]]:
+        """Every file of an update, with its ticket. What is called otherwise is somebody else's."""
+        for path in self.folder.iterdir():
+            if path.stem.isdecimal() and path.suffix in _ENDINGS:
+                yield int(path.stem), path
+
+
+class Upload:
+    """An update that is being received. Any thread may call anything.
+
+    offset: how many bytes of the stream are here.
+    """
+
+    def __init__(self, folder: Path, ticket: int, announced: _Announced) -> None:
+        self.ticket, self.announced = ticket, announced
+        self.offset = 0
+        self._folder = folder
+        self._part, self._parts, self._whole = (folder / f"{ticket}{ending}" for ending in _ENDINGS)
+        self._lock = threading.Lock()
+        self._begun = self._ended = False
+        self._stream = hashlib.sha256()
+        """Of the bytes up to `offset`."""
+
+    @property
+    def left(self) -> int:
+        """Bytes that are still to come."""
+        return self.announced.bytes - self.offset
+
+    def begin(self) -> None:
+        """Finds what is here from an earlier life of the server; nothing the second time."""
+        with self._lock:
+            if not self._begun:
+                with told(self._part):
+                    self._find()
+                self._begun = True
+
+    def _find(self) -> None:
+        if self._is_complete():
+            self.offset = self.announced.bytes
+            return
+        parts = self._known_parts()
+        if parts is None:
+            self._empty()
+        else:
+            self._take_over(parts)
+
+    def _is_complete(self) -> bool:
+        try:
+            same_size = self._whole.stat().st_size == self.announced.bytes
+        except FileNotFoundError:
+            return False
+        return same_size and _digest(self._whole) == self.announced.digest
+
+    def _known_parts(self) -> list[_Part] | None:
+        """What is said to be here; None if there is nothing, or it is of something else."""
+        try:
+            first, *rest = self._parts.read_bytes().split(b"\n")
+            if msgspec.json.decode(first, type=_Announced) != self.announced:
+                return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        parts: list[_Part] = []
+        # A line that was cut off ends what can be known.
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            parts.extend(msgspec.json.decode(line, type=_Part) for line in rest)
+        return parts
+
+    def _take_over(self, parts: list[_Part]) -> None:
+        """Counts the parts whose bytes are what they were, and removes what follows them."""
+        counted = []
+        with suppress(FileNotFoundError), open(self._part, "rb") as file:
+            for part in parts:
+                stream = self._stream.copy()
+                if not self.offset < part.end <= self.announced.bytes:
+                    break
+                if _digest_of_next(file, part.end - self.offset, stream) != part.digest:
+                    break
+                self._stream, self.offset = stream, part.end
+                counted.append(part)
+            os.truncate(self._part, self.offset)
+        self._note(counted)
+
+    def _note(self, parts: Sequence[_Part]) -> None:
+        """Writes anew what is known of this update."""
+        self._parts.unlink(missing_ok=True)
+        lines = b"".join(msgspec.json.encode(each) + b"\n" for each in (self.announced, *parts))
+        _write_at(self._parts, 0, memoryview(lines))
+
+    def write(self, offset: int, part: bytes | bytearray | memoryview, digest: str) -> int:
+        """Writes a part that begins at `offset` of the stream; what is here by then.
+
+        A part that is here already, or a front of it, is compared and confirmed.
+
+        Raises PartError, and writes nothing, for a part that begins after `offset`, goes beyond the
+        end, has another digest or is not what is here; RunFolderWriteError if the disk does not
+        take it.
+        """
+        with self._lock:
+            self._check_open()
+            if not 0 <= offset <= self.offset:
+                raise PartError(f"a part from byte {offset} on, and {self.offset} bytes are here")
+            if offset + len(part) > self.announced.bytes:
+                raise PartError(
+                    f"a part up to byte {offset + len(part)}, and {self.announced.bytes} bytes "
+                    f"were announced"
+                )
+            if hashlib.sha256(part).hexdigest() != digest:
+                raise PartError(f"the part from byte {offset} on is not what its digest says")
+            here = min(len(part), self.offset - offset)
+            rest = memoryview(part)[here:]
+            with told(self._part):
+                if here and not self._is_here(offset, memoryview(part)[:here]):
+                    raise PartError(f"the bytes from {offset} on are others than those here")
+                if rest:
+                    self._append(rest)
+            return self.offset
+
+    def _is_here(self, offset: int, part: memoryview) -> bool:
+        path = self._part if self._part.exists() else self._whole
+        with open(path, "rb") as file:
+            file.seek(offset)
+            for begin in range(0, len(part), _CHUNK):
+                piece = part[begin : begin + _CHUNK]
+                if file.read(len(piece)) != piece:
+                    return False
+        return True
+
+    def _append(self, rest: memoryview) -> None:
+        end = self.offset + len(rest)
+        line = msgspec.json.encode(_Part(end, hashlib.sha256(rest).hexdigest())) + b"\n"
+        _write_at(self._part, self.offset, rest)
+        known = self._parts.stat().st_size
+        _write_at(self._parts, known, memoryview(line))
+        self._stream.update(rest)
+        self.offset = end
+
+    def complete(self) -> None:
+        """All is here, and on the disk when this returns. May be called again.
+
+        Raises PartError if bytes are missing, or if they are not what was announced: then nothing
+        of them is kept. Raises RunFolderWriteError likewise if the disk fails.
+        """
+        with self._lock:
+            self._check_open()
+            if self.left:
+                raise PartError(f"{self.left} bytes of {self.announced.bytes} are missing")
+            if self._whole.exists() and not self._part.exists():
+                return
+            with told(self._part):
+                self._part.touch()  # an update of no bytes has no parts
+            if self._stream.hexdigest() != self.announced.digest:
+                self._empty()
+                raise PartError("the update is not what its digest says: send it again")
+            try:
+                with told(self._part):
+                    _sync(self._part)
+                    os.replace(self._part, self._whole)
+                    sync_folder(self._folder)
+            except RunFolderWriteError:
+                # Nobody can tell what a failed sync has left on the disk.
+                self._empty()
+                raise
+            self._parts.unlink(missing_ok=True)
+
+    def _empty(self) -> None:
+        """Nothing is here, and the first part may come."""
+        _remove(self._folder, self.ticket)
+        self.offset, self._stream = 0, hashlib.sha256()
+        with told(self._parts):
+            self._note([])
+
+    def end(self) -> None:
+        """Nothing more is written."""
+        with self._lock:
+            self._ended = True
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise PartError(f"the update of ticket {self.ticket} is not wanted any more")
+
+
+def _remove(folder: Path, ticket: int) -> None:
+    for ending in _ENDINGS:
+        path = folder / f"{ticket}{ending}"
+        with told(path):
+            path.unlink(missing_ok=True)
+
+
+def _write_at(path: Path, offset: int, content: memoryview) -> None:
+    """Writes all of it, or cuts off what was written. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        at = 0
+        while at < len(content):
+            at += os.pwrite(descriptor, content[at:], offset + at)
+    except OSError:
+        # On a full disk it takes room that others need.
+        with suppress(OSError):
+            os.ftruncate(descriptor, offset)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return _digest_of_next(file, path.stat().st_size)
+
+
+def _digest_of_next(file: BinaryIO, size: int, also: hashlib._Hash | None = None) -> str:
+    """SHA-256 of the next bytes, fewer where the file ends. also: another that takes them."""
+    digest = hashlib.sha256()
+    while size and (chunk := file.read(min(size, _CHUNK))):
+        size -= len(chunk)
+        digest.update(chunk)
+        if also is not None:
+            also.update(chunk)
+    return digest.hexdigest()
+
+
+def _mapped(path: Path, expected: Mapping[str, Form]) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        forms = receive_header(file.readinto, size, expected)
+        at = file.tell()
+    total = at + sum(form.nbytes for form in forms.values())
+    if total != size:
+        raise TensorsError(f"these are {size} bytes, and have to be {total}")
+    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    tensors = {}
+    for name, form in forms.items():
+        tensors[name] = _shaped(content[at : at + form.nbytes], form)
+        at += form.nbytes
+        # Any other byte than 0 and 1 is a boolean that torch does not expect.
+        if form.dtype == torch.bool and bool((tensors[name].view(torch.uint8) > 1).any()):
+            raise TensorsError(f"{name} holds bytes that are no booleans")
+    return tensors
+
+
+def _shaped(content: Tensor, form: Form) -> Tensor:
+    # After a tensor of odd length the next one is not aligned, and has to be copied.
+    if content.storage_offset() % form.dtype.itemsize:
+        content = content.clone()
+    return content.view(form.dtype).reshape(form.shape)
