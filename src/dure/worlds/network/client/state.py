@@ -1,0 +1,516 @@
+"""The folder of one client on one machine: what it keeps from one start to the next.
+
+    lock                            held by the process that is the client now
+    about.json                      the federation and the client that the folder belongs to
+    kept.json                       the index: which of the files below count, and what is unsettled
+    model-ROUND-DIGEST.safetensors      the newest global model
+    personal-0-DIGEST.safetensors       the client's own, trained further on its own data
+    memory-TICKET-DIGEST.safetensors    what the algorithm keeps between rounds, valid or pending
+    update-TICKET-DIGEST.safetensors    an update on its way to the server
+    download-DIGEST                 a model on its way from the server, as far as it has come
+    approved-RUN                    the user has agreed to take part in that run
+    key.pem                         the client's private key
+
+What an algorithm keeps, SCAFFOLD's control say, is right only if the update that was computed with
+it counts, and the server alone knows. So it is *pending* until the server has said what became of
+the ticket (`settle`), and only then *valid* (`memory`). The server repeats that until it has heard
+that the client has written it down (`confirmations`).
+
+Whatever changes is one replacement of the index. A file of tensors is written whole before the
+index names it, under a name that says what it holds, and is removed after no index names it. So a
+kill at any moment leaves the state before or the state after, and files that are swept away when
+the folder is opened next. Everything has a checksum: what a disk has damaged is named, not used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+from torch import Tensor
+
+from dure.errors import DureError
+from dure.record.disk import sync_folder, told, write_atomically
+from dure.record.seal import checksum
+from dure.wire.requests import Reserve, from_json, to_json
+from dure.wire.tensors import TensorsError, pieces, receive
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SWEPT = re.compile(
+    r"(?:model|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors"
+    r"|\.(?:tensors|kept\.json|about\.json)\.\d+"
+)
+"""Names that this file alone gives: what no index names of them is left over from a kill."""
+_RUN = re.compile(r"\w[\w.-]{0,99}")
+
+_BEGIN = b'{"checksum":"'
+_MIDDLE = b'","kept":'
+
+
+class StateError(DureError):
+    """The folder of a client cannot be used: another process has it, it is another's, or damaged.
+
+    The message names the folder or the file.
+    """
+
+    exit_code = 2
+
+
+class About(msgspec.Struct, frozen=True):
+    """Whose folder it is. client: its number."""
+
+    url: str
+    run: str
+    client: int
+    name: str
+
+
+class _File(msgspec.Struct, frozen=True):
+    """A file of tensors. digest: SHA-256 of all of it. number: of the round or the ticket."""
+
+    kind: str
+    number: int
+    digest: str
+
+    @property
+    def name(self) -> str:
+        # The digest is part of the name: a file never has to be written over one that counts.
+        return f"{self.kind}-{self.number}-{self.digest[:16]}.safetensors"
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """The index. pending: by ticket, None where the algorithm keeps nothing new."""
+
+    model: _File | None = None
+    personal: _File | None = None
+    memory: _File | None = None
+    pending: dict[int, _File | None] = {}
+    updates: dict[int, Reserve] = {}
+    confirmations: list[int] = []
+
+    def files(self) -> set[str]:
+        """The names of those that count."""
+        found = [self.model, self.personal, self.memory, *self.pending.values()]
+        found += [_of_update(reserve) for reserve in self.updates.values()]
+        return {file.name for file in found if file is not None}
+
+
+def _of_update(reserve: Reserve) -> _File:
+    return _File("update", reserve.ticket, reserve.digest)
+
+
+class ClientState:
+    """The folder of one client, which one process at a time has open.
+
+    folder: is made where it is missing; None takes a temporary one, which `close` removes.
+
+    Raises StateError where another process has it or where it is damaged, and RunFolderWriteError,
+    as every method that keeps something, where the disk does not take it: what was kept before then
+    still is.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._temporary = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="dure-")) if folder is None else folder
+        # Messages come on several threads: one waits for work, another watches it.
+        self._turn = threading.RLock()
+        self._lock = _locked(self.folder)
+        try:
+            self.about = _read(self.folder / "about.json", About)
+            self._kept = _read(self.folder / "kept.json", _Kept) or _Kept()
+            self._sweep()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Another process may have the folder now."""
+        if self._lock in _HELD:
+            _HELD.remove(self._lock)
+            # Said, and not by closing alone: a child that was just forked may have it open too.
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            if self._temporary:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> ClientState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def key(self) -> Path:
+        """Where the client's private key belongs."""
+        return self.folder / "key.pem"
+
+    def enter(self, about: About) -> None:
+        """The folder belongs to this client from now on; its server may have moved.
+
+        Raises StateError if it belongs to another one, or to another run.
+        """
+        with self._turn:
+            was = self.about
+            if was is not None and replace(was, url="") != replace(about, url=""):
+                raise StateError(
+                    f"{self.folder} belongs to {_who(was)}, and not to {_who(about)}: give another "
+                    "--state, or let it be forgotten"
+                )
+            if was != about:
+                _write(self.folder / "about.json", about)
+                self.about = about
+
+    # The newest global model, and the client's own
+
+    def keep_model(self, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """It is the newest one, in the place of the one before."""
+        with self._turn:
+            self._change(replace(self._kept, model=self._written("model", round, tensors)))
+
+    def download(self, digest: str) -> Path:
+        """The file in which tensors of this digest arrive. What is there of it came before a break.
+
+        Raises ValueError if this is no digest.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest[:80]!r} is no SHA-256")
+        return self.folder / f"download-{digest}"
+
+    def keep_download(self, round: int, digest: str) -> None:
+        """What was downloaded whole is the newest model. Other downloads are given up.
+
+        Raises StateError if it is not what its digest says; then it is removed.
+        """
+        with self._turn:
+            path = self.download(digest)
+            file = _File("model", round, digest)
+            # The name of one that is kept already needs no second look: its content is the same.
+            if self._kept.model != file:
+                try:
+                    _check(path, digest)
+                except StateError:
+                    path.unlink(missing_ok=True)
+                    raise
+                with told(path):
+                    _sync(path)
+                    os.replace(path, self.folder / file.name)
+                    sync_folder(self.folder)
+                self._change(replace(self._kept, model=file))
+            for other in self.folder.glob("download-*"):
+                other.unlink()
+
+    def model(self) -> tuple[int, dict[str, Tensor]] | None:
+        """(round, tensors) of the newest one; None before the first.
+
+        Raises StateError if it is damaged.
+        """
+        with self._turn:
+            file = self._kept.model
+            return None if file is None else (file.number, self._tensors(file))
+
+    def model_file(self) -> tuple[int, str, Path] | None:
+        """(round, digest, file) of the newest one, unread; None before the first."""
+        file = self._kept.model
+        return None if file is None else (file.number, file.digest, self.folder / file.name)
+
+    def keep_personal(self, tensors: Mapping[str, Tensor]) -> None:
+        """It is the client's own model, in the place of the one before."""
+        with self._turn:
+            self._change(replace(self._kept, personal=self._written("personal", 0, tensors)))
+
+    def personal(self) -> dict[str, Tensor] | None:
+        """The client's own model; None before the first. Raises StateError if it is damaged."""
+        with self._turn:
+            file = self._kept.personal
+            return None if file is None else self._tensors(file)
+
+    # What the algorithm keeps
+
+    def memory(self) -> list[Tensor] | None:
+        """What is valid; None before the first. Raises StateError if it is damaged."""
+        with self._turn:
+            file = self._kept.memory
+            tensors = None if file is None else self._tensors(file)
+        if tensors is None:
+            return None
+        return [tensors[str(place)] for place in range(len(tensors))]
+
+    def keep_pending(self, ticket: int, memory: Sequence[Tensor] | None) -> None:
+        """What becomes valid if the update of this ticket counts; None leaves what is valid."""
+        with self._turn:
+            file = None
+            if memory is not None:
+                named = {str(place): tensor for place, tensor in enumerate(memory)}
+                file = self._written("memory", ticket, named)
+            self._change(replace(self._kept, pending={**self._kept.pending, ticket: file}))
+
+    def pending(self) -> list[int]:
+        """Tickets whose outcome is not known."""
+        return list(self._kept.pending)
+
+    def settle(self, ticket: int, kept: bool) -> None:
+        """Takes what was pending if the update counts; else it, and the update, are dropped.
+
+        The server says so again until it has heard the confirmation: a ticket that is not pending
+        was settled before, and is confirmed once more.
+        """
+        with self._turn:
+            before = self._kept
+            pending, updates = dict(before.pending), dict(before.updates)
+            file = pending.pop(ticket, None)
+            updates.pop(ticket, None)
+            confirmations = [*dict.fromkeys([*before.confirmations, ticket])]
+            self._change(
+                replace(
+                    before,
+                    memory=file if kept and file is not None else before.memory,
+                    pending=pending,
+                    updates=updates,
+                    confirmations=confirmations,
+                )
+            )
+
+    def confirmations(self) -> list[int]:
+        """Tickets that are settled here, which the server may not have heard."""
+        return list(self._kept.confirmations)
+
+    def confirmed(self, tickets: Iterable[int]) -> None:
+        """The server has heard that these are settled."""
+        with self._turn:
+            heard = set(tickets)
+            left = [ticket for ticket in self._kept.confirmations if ticket not in heard]
+            self._change(replace(self._kept, confirmations=left))
+
+    # An update on its way
+
+    def keep_update(self, reserve: Reserve, tensors: Mapping[str, Tensor]) -> None:
+        """What is to be sent, until the outcome of its ticket is known.
+
+        Raises ValueError if `reserve` cannot travel, or is not about these tensors.
+        """
+        # A number that is not finite could not be read again, here or by the server.
+        from_json(to_json(reserve), Reserve)
+        with self._turn:
+            file = self._written("update", reserve.ticket, tensors)
+            size = (self.folder / file.name).stat().st_size
+            if (file.digest, size) != (reserve.digest, reserve.bytes):
+                self._sweep()
+                raise ValueError(
+                    f"these tensors have {size} bytes with the digest {file.digest}, and not "
+                    f"{reserve.bytes} with {reserve.digest}"
+                )
+            self._change(
+                replace(self._kept, updates={**self._kept.updates, reserve.ticket: reserve})
+            )
+
+    def updates(self) -> list[Reserve]:
+        """Those that are on their way."""
+        return list(self._kept.updates.values())
+
+    def update(self, ticket: int) -> Path:
+        """The file with the tensors of an update on its way.
+
+        Raises KeyError if there is none of this ticket, StateError if it is damaged.
+        """
+        reserve = self._kept.updates[ticket]
+        path = self.folder / _of_update(reserve).name
+        _check(path, reserve.digest)
+        return path
+
+    # What the user has agreed to
+
+    def approval(self, run: str) -> Path:
+        """The file that says so, once it is there. Raises StateError for no name of a run."""
+        # The name comes from the server, and is to lead to no other folder.
+        if not _RUN.fullmatch(run):
+            raise StateError(f"{run[:80]!r} is no name of a run")
+        return self.folder / f"approved-{run}"
+
+    def approve(self, run: str) -> None:
+        """The user agrees to take part in the run."""
+        write_atomically(self.approval(run), b"")
+
+    def approved(self, run: str) -> bool:
+        """Whether the user has agreed to take part in the run."""
+        return self.approval(run).is_file()
+
+    def forget(self) -> None:
+        """Removes all that the run has left here. The key stays, which is the machine's."""
+        with self._turn:
+            # The index first: nothing counts then, and a kill in between leaves nothing half.
+            self._change(_Kept())
+            for path in (*self.folder.glob("download-*"), *self.folder.glob("approved-*")):
+                path.unlink()
+            for name in ("kept.json", "about.json"):
+                (self.folder / name).unlink(missing_ok=True)
+            sync_folder(self.folder)
+            self.about = None
+
+    # Files
+
+    def _change(self, kept: _Kept) -> None:
+        """All that is kept, from now on: the one place where the index changes."""
+        if kept != self._kept:
+            _write(self.folder / "kept.json", kept)
+            self._kept = kept
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes files of tensors that do not count, and what a kill left half written."""
+        count = self._kept.files()
+        for path in self.folder.iterdir():
+            if path.name not in count and _SWEPT.fullmatch(path.name):
+                # What cannot be removed takes room, and does no other harm.
+                with suppress(OSError):
+                    path.unlink()
+
+    def _written(self, kind: str, number: int, tensors: Mapping[str, Tensor]) -> _File:
+        """A file of these tensors, on the disk but in no index yet."""
+        beside = self.folder / f".tensors.{os.getpid()}"
+        digest = hashlib.sha256()
+        with told(beside):
+            try:
+                with open(beside, "wb") as content:
+                    for piece in pieces(tensors):
+                        digest.update(piece)
+                        content.write(piece)
+                    content.flush()
+                    os.fsync(content.fileno())
+                file = _File(kind, number, digest.hexdigest())
+                os.replace(beside, self.folder / file.name)
+            except OSError:
+                # On a full disk, what was written of it takes room that others need.
+                with suppress(OSError):
+                    beside.unlink()
+                raise
+            sync_folder(self.folder)
+        return file
+
+    def _tensors(self, file: _File) -> dict[str, Tensor]:
+        path = self.folder / file.name
+        try:
+            with open(path, "rb") as content:
+                reading = _Reading(content)
+                tensors = receive(reading, os.fstat(content.fileno()).st_size)
+        except (OSError, TensorsError) as error:
+            raise _damaged(path, str(error)) from error
+        if reading.digest.hexdigest() != file.digest:
+            raise _damaged(path, "its digest is not that of its content")
+        return tensors
+
+
+class _Reading:
+    """Reads a file, and has the digest of what was read."""
+
+    def __init__(self, content: BinaryIO) -> None:
+        self.content = content
+        self.digest = hashlib.sha256()
+
+    def __call__(self, memory: memoryview) -> int:
+        count: int = self.content.readinto(memory)  # type: ignore[attr-defined]
+        self.digest.update(memory[:count])
+        return count
+
+
+def _locked(folder: Path) -> int:
+    """The lock of a folder, as an open descriptor."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A private key lies there, and what was learned from data that nobody else is to see.
+        folder.chmod(0o700)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StateError(f"{folder} can be no folder of a client: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise StateError(
+            f"{folder} is in use by another process: give each client a --state of its own"
+        ) from error
+    except OSError:
+        # The file system knows no locks: nobody else could hold it.
+        pass
+    _HELD.add(lock)
+    return lock
+
+
+_HELD: set[int] = set()
+"""Descriptors of the locks of this process. A child that is forked closes them: it may live
+longer, and a lock lasts until all have closed it."""
+
+
+def _let_go() -> None:
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _who(about: About) -> str:
+    return f"client {about.client} ({about.name}) of run {about.run}"
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as content:
+        os.fsync(content.fileno())
+
+
+def _check(path: Path, digest: str) -> None:
+    """Raises StateError if the file is not what its digest says."""
+    try:
+        with open(path, "rb") as content:
+            found = hashlib.sha256()
+            while piece := content.read(1 << 20):
+                found.update(piece)
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    if found.hexdigest() != digest:
+        raise _damaged(path, "its digest is not that of its content")
+
+
+def _damaged(path: Path, reason: str) -> StateError:
+    return StateError(
+        f"{path} is damaged: {reason}; restore it from a copy, or begin in an empty folder"
+    )
+
+
+# Small files: {"checksum": of what follows, "kept": ...}
+
+_Content = TypeVar("_Content")
+
+
+def _write(path: Path, what: object) -> None:
+    content = msgspec.json.encode(what)
+    write_atomically(path, _BEGIN + checksum(content).encode() + _MIDDLE + content + b"}")
+
+
+def _read(path: Path, kind: type[_Content]) -> _Content | None:
+    """What was written there; None without the file. Raises StateError if it is damaged."""
+    try:
+        written = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    head = len(_BEGIN) + 8 + len(_MIDDLE)
+    content = written[head:-1]
+    if written != _BEGIN + checksum(content).encode() + _MIDDLE + content + b"}":
+        raise _damaged(path, "its checksum is not that of its content")
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise _damaged(path, str(error)) from error
