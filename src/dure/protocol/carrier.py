@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from dure.protocol.messages import (
     Assignment,
     Join,
@@ -41,11 +43,13 @@ Action = Assign | Refuse | Combine
 class Coordinator(Protocol):
     """What a carrier has to know of a coordinator.
 
-    wake: when it wants to be told that time has passed. Those who simulate clients know where they
+    wake: when it wants to be told that time has passed. synchronous: whether there are rounds, which
+    end all their tickets. Those who simulate clients know where they
     are, and need none of the events that tell of their coming and going.
     """
 
     wake: float
+    synchronous: bool
 
     def arrive(self, client: int, examples: int | None = None) -> None:
         """A client is there, of so many examples; nobody is asked yet."""
@@ -76,6 +80,9 @@ class Coordinator(Protocol):
 
     def assignment(self, ticket: int) -> Assignment:
         """What a client with an open ticket was sent."""
+
+    def expects(self, asked: Assignment) -> Sequence[Tensor]:
+        """What the extras of an answer look like."""
 
     def waits_for(self, ticket: int) -> bool:
         """Whether an update with this ticket would count."""

@@ -512,6 +512,10 @@ class Coordinator:
         """What a client with an open ticket was sent."""
         return self.open[ticket].assignment
 
+    def expects(self, asked: Assignment) -> Sequence[Tensor]:
+        """What the extras of an answer look like."""
+        return self.algorithm.expects(asked)
+
     def waits_for(self, ticket: int) -> bool:
         """Whether an update with this ticket would count.
 

@@ -95,7 +95,9 @@ class Network(World):
         place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
+            folder=server.folder,
             journal=server.journal,
+            clock=server.clock,
             updates=server.updates,
             desk=server.desk,
             shelf=server.shelf,
@@ -103,6 +105,7 @@ class Network(World):
             start_with=self.start_with or federation.clients,
             lasts=self.deadline,
             measure_seconds=self.measure_seconds,
+            record=self.record,
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
         )
@@ -142,10 +145,12 @@ class _Server:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         context = world.context()
         run = str(place.config.get("run", ""))
-        self.journal = Journal(folder, Clock(), run=run, record=world.record)
+        self.folder = folder
+        self.clock = Clock()
+        self.journal = Journal(folder, self.clock, run)
         self.ending.callback(self.journal.close)
         self.updates = Updates(folder / "updates")
-        self.desk = Desk(self.journal.clock.now)
+        self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
         self.machine: Machine = machine_of(ENGINE, 1)
         access = Access(folder, clients=federation.clients, mode=world.access)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -40,10 +41,10 @@ from dure.wire.requests import (
 from dure.wire.tensors import size_of
 from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.journal import Journal
-from dure.worlds.network.server.access import Access, Admitted, Refused
-from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
+from dure.worlds.network.server.desk import GRACE, Desk, Seat
 from dure.worlds.network.server.shelf import Shelf
-from dure.worlds.network.updates import Updates, UploadError
+from dure.worlds.network.updates import PartError, Updates
 
 Body = TypeVar("Body", bound=Said)
 
@@ -79,7 +80,8 @@ class App:
     journal: Journal
     updates: Updates
     access: Access
-    refusals: dict[str, int] = field(default_factory=dict)
+    reserved: dict[int, Reserve] = field(default_factory=dict)
+    """What was said of updates that are being received, by ticket."""
 
     def asgi(self) -> Starlette:
         """The application."""
@@ -108,15 +110,14 @@ class App:
             try:
                 if not known:
                     return await handler(request)
-                admitted = self.access.admit(request.headers, request.method, _target(request))
-                response = await handler(request, admitted)
-                if admitted.nonce:
-                    response.headers["dure-nonce"] = admitted.nonce
-                return response
+                admitted = self.access.admit(
+                    request.headers, request.method, _target(request), _address(request)
+                )
+                return await self._checked(handler, request, admitted)
             except Refused as refused:
-                return self._refused(refused.status, refused.reason, dict(refused.headers))
-            except (RequestError, UploadError) as error:
-                return self._refused(getattr(error, "status", 400), str(error))
+                return refusal(refused.status, refused.reason, refused.headers)
+            except RequestError as error:
+                return refusal(400, str(error))
             except RunFolderWriteError as error:
                 return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
             except ClientDisconnect:
@@ -124,36 +125,70 @@ class App:
 
         return Route(path, endpoint, methods=[method])
 
-    def _refused(self, status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
-        """Refusals are counted by their reason, as far as these are ours."""
-        key = reason.partition(":")[0][:80]
-        if key in self.refusals or len(self.refusals) < 100:
-            self.refusals[key] = self.refusals.get(key, 0) + 1
-        return refusal(status, reason, headers)
+    async def _checked(
+        self, handler: Callable[..., Awaitable[Response]], request: Request, admitted: Admitted
+    ) -> Response:
+        """What cannot be right is counted against the client that has sent it."""
+        try:
+            return await handler(request, admitted)
+        except RequestError as error:
+            self.access.refuse(admitted.client, 400, "malformed", str(error))
+        except PartError as error:
+            self.access.refuse(admitted.client, 400, "wrong bytes", str(error))
+
+    def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Called once, before the first request."""
+        self.desk.lives_in(loop)
+        self._listening = loop.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        """Notices who has gone."""
+        while True:
+            await asyncio.sleep(GRACE / 8)
+            for seat in self.desk.silent(time.monotonic()):
+                seat.here = False
+                seat.missing = seat.train is not None
+                try:
+                    if seat.train is not None:
+                        await self._log("missing", seat.number, seat.train.ticket)
+                    else:
+                        await self._log("leave", seat.number)
+                # The disk is full: it is noticed again at the next look.
+                except RunFolderWriteError:
+                    seat.here = True
 
     # Who is there
 
     async def enrol(self, request: Request) -> Response:
         body = await self._body(request, None, requests.Enrol)
-        return answer(await asyncio.to_thread(self.access.enrol, body))
+        return answer(await asyncio.to_thread(self.access.enrol, body, _address(request)))
 
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
         said = await self._body(request, admitted, CheckIn)
+        if admitted.client == NEW or said.name or said.wants is not None:
+            admitted = await asyncio.to_thread(
+                self.access.check_in, admitted, said.name, said.wants
+            )
         if said.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
                 f"the client speaks version {said.version}, and the server {requests.VERSION}: "
                 f"install the same dure"
             )
-        if said.examples < 1:
-            raise RequestError("examples is 0, but a client trains on at least one")
+        if said.examples < 0 or said.held_out < 0:
+            raise RequestError("examples and held_out count examples: 0 or more")
         if said.trains is not None:
             different = self.served.compare(said.trains, self.served.trains)
             if different:
-                return self._refused(409, f"the task is another: {'; '.join(different[:5])}")
-        seat = self.desk.seat(admitted.client, admitted.name)
-        here = Here(admitted.name, said.examples, said.held_out, said.machine)
-        with _call(self.desk, seat):
-            await self._arrives(seat, here)
+                why = f"the task is another: {'; '.join(different[:5])}"
+                self.access.refuse(admitted.client, 409, "another task", why)
+        seat = self.desk.seat(admitted.client)
+        seat.name = admitted.name or f"client {admitted.client}"
+        # Without examples it only looks.
+        if said.examples:
+            with _call(self.desk, seat):
+                await self._arrives(
+                    seat, Here(seat.name, said.examples, said.held_out, said.machine)
+                )
         served = self.served
         return answer(
             Welcome(
@@ -211,9 +246,9 @@ class App:
         return answer(watched) if watched is not None else Response(status_code=400)
 
     def _known(self, admitted: Admitted) -> Seat:
-        seat = self.desk.seat(admitted.client, admitted.name)
+        seat = self.desk.seat(admitted.client)
         if not seat.examples:
-            raise Refused(409, "check in first", {})
+            raise Refused(409, "check in first", "the server wants to know who calls: check in")
         return seat
 
     # What they fetch
@@ -222,7 +257,8 @@ class App:
         digest = request.path_params["digest"]
         stream = self.shelf.get(digest)
         if stream is None:
-            return self._refused(410, "there is no such model any more: ask again what to do")
+            why = "there is no such model any more: ask again what to do"
+            raise Refused(410, "no such model", why)
         start, end = _range(request.headers, stream.size, digest)
         seat = self._known(admitted)
         headers = {
@@ -250,9 +286,9 @@ class App:
         seat = self._known(admitted)
         if not self.desk.wants(seat, said.ticket):
             # A client that did not hear that all has arrived asks again.
-            if self._was_sent(seat, said.ticket):
+            if said.ticket in seat.outcomes or said.ticket in seat.sent:
                 return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
-            return self._refused(410, "nobody waits for this update any more")
+            raise _unwanted()
         if said.failure is None:
             expected = size_of(seat.forms)
             if said.bytes != expected:
@@ -266,38 +302,28 @@ class App:
             upload = await asyncio.to_thread(
                 self.updates.open, said.ticket, said.bytes, said.digest
             )
-            self._reserved[said.ticket] = said
+            self.reserved[said.ticket] = said
             if upload.offset == said.bytes:
                 return await self._whole(seat, said, upload)
         return answer(Reserved(str(said.ticket), upload.offset, PART))
 
-    @property
-    def _reserved(self) -> dict[int, Reserve]:
-        return self.__dict__.setdefault("_said", {})
-
-    def _was_sent(self, seat: Seat, ticket: int) -> bool:
-        return ticket in seat.outcomes or ticket in seat.sent
-
     async def part(self, request: Request, admitted: Admitted) -> Response:
         name = request.path_params["upload"]
         seat = self._known(admitted)
-        said = self._reserved.get(int(name)) if name.isdecimal() else None
-        if said is None or seat.train is None or seat.train.ticket != said.ticket:
-            return self._refused(410, "nobody waits for this update any more")
+        said = self.reserved.get(int(name)) if name.isdecimal() and len(name) < 19 else None
+        if said is None or not self.desk.wants(seat, said.ticket):
+            raise _unwanted()
         with _call(self.desk, seat):
             body = await _read(request, PART)
             offset = _whole_number(request.headers.get("upload-offset", ""))
-            digest = request.headers.get("dure-digest", "")
-            if hashlib.sha256(body).hexdigest() != digest:
-                raise RequestError("the part has another digest than it says")
             upload = await asyncio.to_thread(
                 self.updates.open, said.ticket, said.bytes, said.digest
             )
-            if offset != upload.offset:
+            if offset > upload.offset:
                 response = answer(Reserved(name, upload.offset, PART))
                 response.status_code = 409
                 return response
-            await asyncio.to_thread(upload.write, offset, body, digest)
+            await asyncio.to_thread(upload.write, offset, body, admitted.digest)
             if upload.offset == said.bytes:
                 return await self._whole(seat, said, upload)
         return answer(Reserved(name, upload.offset, PART))
@@ -311,7 +337,7 @@ class App:
     async def _complete(self, seat: Seat, said: Reserve) -> None:
         await self._log("update", seat.number, said.ticket, to_json(said))
         seat.sent.append(said.ticket)
-        self._reserved.pop(said.ticket, None)
+        self.reserved.pop(said.ticket, None)
         self.desk.done(seat.number, said.ticket)
 
     async def failed(self, request: Request, admitted: Admitted) -> Response:
@@ -322,6 +348,8 @@ class App:
             told = f": {said.message}" if said.message else ""
             reason = f"its own code raised {said.kind}{where}{told}"[:500]
             await self._log("failed", seat.number, said.ticket, reason.encode())
+            # It is asked again after its next call.
+            seat.here = False
         return Response(status_code=204)
 
     async def measured(self, request: Request, admitted: Admitted) -> Response:
@@ -344,10 +372,8 @@ class App:
         """The JSON body. Raises RequestError where it is not what was signed, or what it has to
         be."""
         body = await _read(request, MOST_BODY)
-        claimed = request.headers.get("dure-digest")
-        if admitted is not None and claimed is not None:
-            if hashlib.sha256(body).hexdigest() != claimed:
-                raise RequestError("the body has another digest than it says")
+        if admitted is not None and hashlib.sha256(body).hexdigest() != admitted.digest:
+            raise RequestError("the body is not the one that was signed")
         return from_json(body, kind)
 
 
@@ -361,22 +387,32 @@ def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) 
     return Response(body, status, dict(headers or {}), media_type="application/json")
 
 
+def _unwanted() -> Refused:
+    return Refused(410, "not wanted", "nobody waits for this update any more")
+
+
 def _target(request: Request) -> str:
-    query = request.url.query
-    return request.url.path + (f"?{query}" if query else "")
+    """The path with its query, as it was sent."""
+    raw = request.scope.get("raw_path", b"").decode("ascii", "replace")
+    query = request.scope.get("query_string", b"").decode("ascii", "replace")
+    return raw + (f"?{query}" if query else "")
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
 
 
 async def _read(request: Request, most: int) -> bytes:
     """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
     length = request.headers.get("content-length")
     if length is not None and _whole_number(length) > most:
-        raise Refused(413, f"the body has {length} bytes, and may have {most}", {})
+        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
     parts = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > most:
-            raise Refused(413, f"the body has more than {most} bytes", {})
+            raise Refused(413, "too long", f"the body has more than {most} bytes")
         parts.append(part)
     return b"".join(parts)
 
@@ -400,7 +436,8 @@ def _range(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, int
     start = _whole_number(first)
     end = _whole_number(last) + 1 if last else size
     if not start < min(end, size):
-        raise Refused(416, f"there are {size} bytes", {"content-range": f"bytes */{size}"})
+        where = {"content-range": f"bytes */{size}"}
+        raise Refused(416, "no such range", f"there are {size} bytes", where)
     return start, min(end, size)
 
 

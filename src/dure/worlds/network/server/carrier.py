@@ -21,6 +21,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,6 +38,7 @@ from dure.protocol.messages import (
     Settled,
     Update,
 )
+from dure.record.disk import write_atomically
 from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
@@ -48,10 +50,17 @@ from dure.wire.requests import (
     Train,
     from_json,
 )
+from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
+
+COHORT = "cohort.json"
+"""In the run folder: the examples of each client at the beginning of the first round."""
+
+BACK_OFF = 5.0
+"""Seconds for which the clock stands after a restart: the longest that clients wait to try again."""
 
 LOOK = 0.25
 """Seconds after which a waiting server looks whether its user wants it to stop."""
@@ -99,7 +108,9 @@ class NetworkCarrier:
         self,
         *,
         federation: Federation,
+        folder: Path,
         journal: Journal,
+        clock: Clock,
         updates: Updates,
         desk: Desk,
         shelf: Shelf,
@@ -107,11 +118,14 @@ class NetworkCarrier:
         start_with: int,
         lasts: float,
         measure_seconds: float,
+        record: bool,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
     ) -> None:
         self.federation = federation
+        self.folder = folder
         self.journal = journal
+        self.clock = clock
         self.files = updates
         self.desk = desk
         self.shelf = shelf
@@ -119,6 +133,7 @@ class NetworkCarrier:
         self.start_with = start_with
         self.lasts = lasts
         self.measure_seconds = measure_seconds
+        self.record = record
         self.interrupted = interrupted
         self.tell = tell
         self.now = 0.0
@@ -128,8 +143,6 @@ class NetworkCarrier:
         self._waiting: deque[Event] = deque()
         """Events that came while clients measured, and are still to be applied."""
         self._begun = False
-        self._present: dict[int, Here] = {}
-        """Before the first round: who is there."""
         self._again: list[int] = []
         """Tickets of a checkpoint, whose assignments are to be put on the desk again."""
         self._underway: dict[int, Underway] = {}
@@ -146,41 +159,44 @@ class NetworkCarrier:
     # What the server asks of a carrier
 
     def join(self) -> Join:
-        """Waits until enough clients are there for the first round. Raises Interrupted."""
-        while not self._begun:
+        """Waits until enough clients are there for the first round.
+
+        Their events are applied when the first round is carried out.
+        """
+        cohort = self.folder / COHORT
+        if cohort.exists():
+            return Join(msgspec.json.decode(cohort.read_bytes(), type=list[int]))
+        present: dict[int, int] = {}
+        begun = False
+        while not begun:
             event = self._next(math.inf)
             if event is None:
                 if self.interrupted():
                     raise KeyboardInterrupt
-            elif event.kind == "check_in":
-                self._enters(event.client, from_json(event.body, Here))
-                # In a journal that is gone through again the next event says so.
-                if len(self._present) >= self.start_with and not self.journal.behind:
-                    present = msgspec.to_builtins(self._present, str_keys=True)
-                    self.journal.write("begin", body=msgspec.json.encode(present))
+                continue
+            self._waiting.append(event)
+            if event.kind == "check_in":
+                here = from_json(event.body, Here)
+                present[event.client] = here.examples
+                self._met(event.client, here)
+                self.tell(f"{len(present)} of {self.start_with} clients are there")
             elif event.kind == "leave":
-                self._present.pop(event.client, None)
-            elif event.kind == "begin":
-                # With all who were there: rows before a checkpoint are forgotten, but for this one.
-                self._present = msgspec.json.decode(event.body, type=dict[int, Here])
-                self._begun = True
-        sizes = [0] * self.federation.clients
-        for client, here in self._present.items():
-            sizes[client] = here.examples
+                present.pop(event.client, None)
+            begun = event.kind == "begin"
+            # Where it is gone through again, the journal says itself when that was.
+            if len(present) >= self.start_with and not begun and not self.journal.behind:
+                self.journal.write("begin")
+        sizes = [present.get(client, 0) for client in range(self.federation.clients)]
+        # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
+        write_atomically(cohort, msgspec.json.encode(sizes))
         return Join(sizes)
-
-    def _enters(self, client: int, here: Here) -> None:
-        """A client is there before the first round."""
-        self._present[client] = here
-        self._met(client, here)
-        self.tell(f"{len(self._present)} of {self.start_with} clients are there")
 
     def carry(self, coordinator: Coordinator) -> Combine:
         """Applies events until the coordinator can make a new model. Raises Interrupted."""
-        self._begin(coordinator)
+        self._lay_again(coordinator)
         self._let_go(coordinator)
         while True:
-            event = self._waiting.popleft() if self._waiting else self._next(coordinator.wake)
+            event = self._waiting.popleft() if self._waiting else self._next(self._wake(coordinator))
             if event is None:
                 if self.interrupted():
                     raise Interrupted
@@ -189,13 +205,8 @@ class NetworkCarrier:
             if combine is not None:
                 return combine
 
-    def _begin(self, coordinator: Coordinator) -> None:
-        """What has to be done once, before the first event of this process is applied."""
-        for client, here in sorted(self._present.items()):
-            self._met(client, here)
-            coordinator.arrive(client, here.examples)
-        self._present = {}
-        # After a checkpoint was read: what was on the desk then.
+    def _lay_again(self, coordinator: Coordinator) -> None:
+        """After a checkpoint was read: puts on the desk what was there then."""
         again, self._again = self._again, []
         for ticket in again:
             if coordinator.waits_for(ticket):
@@ -223,8 +234,8 @@ class NetworkCarrier:
         Other events wait meanwhile.
         """
         asked = [seat for seat in self.desk.seats.values() if seat.here and seat.held_out]
-        known = self.journal.behind or bool(asked)
-        if not known or not any(seat.held_out for seat in self.desk.seats.values()):
+        # Also where all of them are away: whether anybody is waited for has to follow from the log.
+        if not any(seat.held_out for seat in self.desk.seats.values()):
             return Measured([], {})
         stream = self._put(measure.weights, measure.buffers, ())
         request = MeasureThis(measure.round, stream[0], stream[1])
@@ -283,7 +294,8 @@ class NetworkCarrier:
         """A checkpoint with the newest `state` is on the disk: what it contains can go."""
         self.files.delete(self._covered)
         self._covered = []
-        self.journal.forget_before(self._applied)
+        if not self.record:
+            self.journal.forget_before(self._applied - len(self._waiting))
 
     # Events
 
@@ -293,8 +305,11 @@ class NetworkCarrier:
             event = self.journal.next(LOOK)
         else:
             # All that was logged before a restart has been gone through: clients may come.
-            self.desk.open.set()
-            left = wake - self.journal.clock.now()
+            if not self.desk.open.is_set():
+                # Deadlines wait until clients have noticed that the server is back.
+                self.clock.hold(BACK_OFF if self.journal.resumed else 0.0)
+                self.desk.open.set()
+            left = wake - self.clock.now()
             if left <= 0:
                 # Logged, since what it brings about can be seen: who is asked.
                 self.journal.write("tick")
@@ -313,7 +328,11 @@ class NetworkCarrier:
             case "check_in":
                 here = from_json(event.body, Here)
                 self._met(event.client, here)
-                return coordinator.check_in(event.client, self.now, here.examples)
+                coordinator.arrive(event.client, here.examples)
+                return coordinator.tick(self.now) if self._begun else []
+            case "begin":
+                self._begun = True
+                return coordinator.tick(self.now)
             case "leave":
                 coordinator.leave(event.client)
                 return []
@@ -355,7 +374,16 @@ class NetworkCarrier:
                 self._land(ticket, "it took too long", 0)
                 self.desk.done(under.client, ticket)
                 actions += coordinator.expired(ticket, self.now)
+                # Its client is told so, and is free again.
+                coordinator.failed(ticket, "it took too long", self.now)
         return actions
+
+    def _wake(self, coordinator: Coordinator) -> float:
+        """When time alone has something to do."""
+        if coordinator.synchronous:
+            return coordinator.wake
+        ends = [self._deadline(coordinator, ticket) for ticket in self._underway]
+        return min([coordinator.wake, *(end for end in ends if end is not None)])
 
     def _deadline(self, coordinator: Coordinator, ticket: int) -> float | None:
         return coordinator.assignment(ticket).deadline if coordinator.waits_for(ticket) else None
@@ -430,7 +458,7 @@ class NetworkCarrier:
 
     def _met(self, client: int, here: Here) -> None:
         self._machines[client] = here.machine
-        seat = self.desk.seat(client, here.name)
+        seat = self.desk.seat(client)
         seat.name = here.name
         seat.examples = here.examples
         seat.held_out = here.held_out
@@ -498,6 +526,7 @@ class NetworkCarrier:
         return {
             "now": self.now,
             "applied": self._applied,
+            "begun": self._begun,
             "waiting": [list(event) for event in self._waiting],
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
             "arrived": {
@@ -525,13 +554,15 @@ class NetworkCarrier:
             ticket: Arrived(client, round, msgspec.convert(said, Reserve))
             for ticket, (client, round, said) in state["arrived"].items()
         }
-        self._begun = True
-        self._present = {}
+        self._begun = state["begun"]
         for number, name, examples, held_out, here in state["clients"]:
-            seat = self.desk.seat(number, name)
+            seat = self.desk.seat(number)
+            seat.name = name
             seat.examples = examples
             seat.held_out = held_out
             seat.here = here
+            # It has until then to notice that the server is back.
+            seat.seen = time.monotonic() + BACK_OFF
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))

@@ -72,11 +72,11 @@ class Desk:
         """The event loop whose handlers wait here."""
         self._loop = loop
 
-    def seat(self, number: int, name: str = "") -> Seat:
+    def seat(self, number: int) -> Seat:
         """That client's, made when it is first named."""
         with self._lock:
             if number not in self.seats:
-                self.seats[number] = Seat(number, name or f"client {number}")
+                self.seats[number] = Seat(number, f"client {number}")
             return self.seats[number]
 
     # The main thread puts things down

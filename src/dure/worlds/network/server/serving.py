@@ -22,6 +22,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEADER_SECONDS = 15.0
 """Seconds in which the header of a request has to be complete."""
 
+SILENT_SECONDS = 20
+"""Seconds after which a client that does not send the rest of a body, or take an answer, is gone."""
+
 KEEP_SECONDS = 90
 """Seconds for which an idle connection is kept: longer than clients keep theirs."""
 
@@ -33,10 +36,15 @@ class Hurried(HttpToolsProtocol):
     """uvicorn's HTTP/1.1, with a deadline for headers."""
 
     _timer: asyncio.TimerHandle | None = None
+    _heard = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._hurry()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -44,7 +52,20 @@ class Hurried(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._relax()
+        self._timer = self.loop.call_later(SILENT_SECONDS, self._listen)
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._relax()
+        super().on_message_complete()
+
+    def _listen(self) -> None:
+        """While a body is awaited: is anybody still sending it?"""
+        silent = self.loop.time() - self._heard
+        if silent >= SILENT_SECONDS:
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(SILENT_SECONDS - silent, self._listen)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._relax()
@@ -77,6 +98,9 @@ class Serving:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections that are accepted take these over: who does not take what is sent is gone.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
         try:
             self.socket.bind((host, port))
         except OSError:
