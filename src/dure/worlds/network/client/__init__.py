@@ -1,0 +1,1 @@
+"""A client of a federation over a network: what it does, keeps, allows and tells."""
