@@ -1,0 +1,307 @@
+"""One connection to a server: how it is opened, how long it is waited for, and why it broke.
+
+HTTP/1.1 by the standard library's `http.client`, over TLS, through the proxy that the environment
+names (`https_proxy`, `http_proxy`, `no_proxy`). Two things are not as that library has them. A
+request's head and a small body leave in one piece, since a second small piece would wait for the
+receiver's acknowledgement of the first. And every wait ends: a small answer as a whole has a
+deadline, and in a long one every silence has.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import http.client
+import io
+import ipaddress
+import socket
+import ssl
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from dure.errors import DureError
+
+AT_ONCE = 1 << 16
+"""Bytes that are handed to a socket, or taken from one, at once.
+
+TLS cuts them into records of 16 KiB anyway. On a slow link a piece has to fit into the time that
+a silence may last.
+"""
+
+UNSENT = 1 << 17
+"""Bytes that the system may hold back before it takes more, where it can be told.
+
+Else it takes megabytes of which nothing has left, and the time for an answer begins with them.
+"""
+
+_READ_AHEAD = 1 << 14
+
+
+class LinkLostError(OSError):
+    """The server cannot be reached, or the connection to it broke: it can be tried again."""
+
+
+class NotTrustedError(DureError):
+    """The server's certificate is not trusted here, or the server trusts none of ours.
+
+    Trying again would not help.
+    """
+
+    exit_code = 2
+
+
+class Place(NamedTuple):
+    """Where a server listens. prefix: what stands before each path, "" or "/dure"."""
+
+    secure: bool
+    host: str
+    port: int
+    prefix: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def place_of(url: str) -> Place:
+    """Raises ValueError for what is no URL of a server."""
+    said = urllib.parse.urlsplit(url)
+    if said.scheme not in ("https", "http") or not said.hostname:
+        raise ValueError(f"{url!r} is no URL of a server: write https://HOST:PORT")
+    if said.query or said.fragment or said.username is not None:
+        raise ValueError(f"{url!r} has more than https://HOST:PORT/PATH: leave out the rest")
+    secure = said.scheme == "https"
+    port = said.port or (443 if secure else 80)
+    return Place(secure, said.hostname, port, said.path.rstrip("/"))
+
+
+class Proxy(NamedTuple):
+    """headers: what it is told of who asks."""
+
+    host: str
+    port: int
+    headers: dict[str, str]
+
+
+def proxy_for(place: Place) -> Proxy | None:
+    """What the environment says. Raises ValueError for a proxy that is not spoken to over HTTP."""
+    if _here(place.host) or urllib.request.proxy_bypass(place.host):
+        return None
+    url = urllib.request.getproxies().get("https" if place.secure else "http")
+    if not url:
+        return None
+    said = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    if said.scheme != "http" or not said.hostname:
+        raise ValueError(
+            f"the proxy {said.scheme}://{said.hostname} is not one of http://HOST:PORT"
+        )
+    headers = {}
+    if said.username is not None:
+        name = urllib.parse.unquote(said.username)
+        secret = urllib.parse.unquote(said.password or "")
+        word = base64.b64encode(f"{name}:{secret}".encode()).decode()
+        headers["Proxy-Authorization"] = f"Basic {word}"
+    return Proxy(said.hostname, said.port or 8080, headers)
+
+
+def _here(host: str) -> bool:
+    """Whether it is this machine, which a proxy could not reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass
+class Limits:
+    """What a connection waits for and takes.
+
+    silent: seconds without a byte. until: of `time.monotonic`, when everything has to be there;
+    None without. left: bytes that may still come.
+    """
+
+    silent: float
+    until: float | None = None
+    left: int = 0
+
+    def seconds(self) -> float:
+        """How long is waited for the next bytes. Raises TimeoutError where it is too late."""
+        if self.until is None:
+            return self.silent
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+    def took(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise http.client.HTTPException("the answer does not end")
+
+
+class _Incoming(io.RawIOBase):
+    """What comes out of a socket, within the limits."""
+
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        self._sock = sock
+        # It keeps the socket open, as the library expects, until the answer is read.
+        self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
+        self._limits = limits
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int:
+        self._sock.settimeout(self._limits.seconds())
+        count = self._raw.readinto(memory) or 0
+        self._limits.took(count)
+        return count
+
+    def close(self) -> None:
+        try:
+            self._raw.close()
+        finally:
+            super().close()
+
+
+class _Source(NamedTuple):
+    """What the library's answer takes for a socket."""
+
+    sock: socket.socket
+    limits: Limits
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Incoming(self.sock, self.limits), _READ_AHEAD)
+
+
+class Connection(http.client.HTTPConnection):
+    """An open connection. Raises OSError where there is none to be had."""
+
+    def __init__(
+        self, place: Place, context: ssl.SSLContext | None, proxy: Proxy | None, limits: Limits
+    ) -> None:
+        to = proxy or place
+        super().__init__(to.host, to.port, timeout=limits.silent)
+        self.limits = limits
+        self.response_class = self._response  # type: ignore[assignment]
+        self.default_port = 443 if place.secure else 80
+        # Without TLS the proxy takes requests itself, by whole URLs.
+        self._before = place.prefix
+        self._more: dict[str, str] = {}
+        if proxy is not None and place.secure:
+            self.set_tunnel(place.host, place.port, proxy.headers)
+        elif proxy is not None:
+            self._before = f"http://{place}{place.prefix}"
+            self._more = proxy.headers
+        self._head: bytearray | None = None
+        limits.left = 1 << 16
+        self.connect()
+        try:
+            if context is not None:
+                self.sock = context.wrap_socket(self.sock, server_hostname=place.host)
+            _arrange(self.sock)
+            self._wire: socket.socket = self.sock
+        except BaseException:
+            self.close()
+            raise
+
+    def _response(self, sock: socket.socket, method: str | None = None) -> Any:
+        return http.client.HTTPResponse(_Source(sock, self.limits), method=method)  # type: ignore[arg-type]
+
+    def head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+        """The bytes before a request's body; nothing is sent."""
+        self._head = bytearray()
+        try:
+            self.putrequest(method, self._before + path)
+            for name, value in {**self._more, **headers}.items():
+                self.putheader(name, value)
+            self.endheaders()
+            return bytes(self._head)
+        finally:
+            self._head = None
+
+    def send(self, data: Any) -> None:
+        if self._head is not None:
+            self._head += data
+        else:
+            super().send(data)
+
+    def shut(self) -> None:
+        """Ends whatever a thread waits for here; any other thread may say so."""
+        with suppress(OSError):
+            # Past TLS's own method, after which the waiting thread would read undeciphered bytes.
+            socket.socket.shutdown(self._wire, socket.SHUT_RDWR)
+
+
+_OPTIONS = (
+    # A link that lies idle is asked whether it is still there, before a router forgets it.
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 20),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+    (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT),
+)
+
+
+def _arrange(sock: socket.socket) -> None:
+    for level, name, value in _OPTIONS:
+        option = getattr(socket, name, 25 if name == "TCP_NOTSENT_LOWAT" else None)
+        if option is None:
+            continue
+        try:
+            sock.setsockopt(level, option, value)
+        except OSError as error:
+            if error.errno not in (errno.ENOPROTOOPT, errno.EINVAL):
+                raise
+
+
+def lost(error: Exception, place: Place, seconds: float) -> LinkLostError | NotTrustedError:
+    """What became of a connection, in one line.
+
+    seconds: how long was waited, where that is what went wrong.
+    """
+    if isinstance(error, LinkLostError | NotTrustedError):
+        return error
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return NotTrustedError(_untrusted(error, place))
+    if isinstance(error, ssl.SSLError) and _refuses_ours(error):
+        return NotTrustedError(
+            f"{place} does not accept this client's certificate, or asks for one: {error.reason}"
+        )
+    return LinkLostError(" ".join(_reason(error, place, seconds).split()))
+
+
+def _untrusted(error: ssl.SSLCertVerificationError, place: Place) -> str:
+    hint = "give the certificate of the authority that signed it"
+    if "not yet valid" in error.verify_message or "expired" in error.verify_message:
+        hint = "look at the clock of this machine, and at the certificate's dates"
+    elif "mismatch" in error.verify_message:
+        hint = "use a name that is in the certificate"
+    return f"the certificate of {place} is not trusted: {error.verify_message}; {hint}"
+
+
+def _refuses_ours(error: ssl.SSLError) -> bool:
+    reason = error.reason or ""
+    return "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason)
+
+
+def _reason(error: Exception, place: Place, seconds: float) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return f"{place} refuses connections: is the server running?"
+    if isinstance(error, socket.gaierror):
+        return f"there is no host {place.host}: {error.strerror}"
+    if isinstance(error, TimeoutError):
+        return f"{place} did not answer within {seconds:g} s"
+    if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return f"{place} does not speak TLS: is it a server of http://?"
+    if isinstance(error, ConnectionError | http.client.IncompleteRead | ssl.SSLEOFError):
+        return f"the connection to {place} broke"
+    return f"the connection to {place} failed: {error}"

@@ -1,0 +1,529 @@
+"""The client's side of the wire: requests to a server, and patience.
+
+A `Link` is one connection that stays open between requests. Where the server has closed it
+meanwhile, it is opened anew and the request sent once more: all requests here may be repeated.
+Whatever else goes wrong is said by the kind of the error:
+
+    LinkLostError      nobody answered, or the connection broke    try again, after a while
+    BusyError          the server is there, and not able now       try again, after a while
+    RefusedError       the server does not do this                 trying again would not help
+    NotTrustedError    one of the two does not trust the other     trying again would not help
+
+`patiently` tries again. How long it waits doubles, and is drawn from all of that time, so that the
+clients of a server that comes back do not come all at once ("full jitter": M. Brooker, Exponential
+backoff and jitter, AWS architecture blog, 2015).
+"""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import http.client
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from dure.errors import DureError
+from dure.wire.requests import MOST_BODY, Body, Refusal, RequestError, Said, from_json, to_json
+from dure.worlds.network.client.connection import (
+    AT_ONCE,
+    Connection,
+    Limits,
+    LinkLostError,
+    NotTrustedError,
+    lost,
+    place_of,
+    proxy_for,
+)
+
+__all__ = [
+    "Answer",
+    "Backoff",
+    "BusyError",
+    "Link",
+    "LinkLostError",
+    "NotTrustedError",
+    "Outgoing",
+    "RefusedError",
+    "Signs",
+    "StoppedError",
+    "Streamed",
+    "patiently",
+]
+
+MOST_HEAD = 1 << 18
+"""Bytes of an answer besides its body, at most."""
+
+LONGEST_WAIT = 600.0
+"""Seconds that a server may ask a client to stay away."""
+
+_NOT_NOW = (408, 425, 429)
+_LATE_ANSWER = 1.0
+_CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_Result = TypeVar("_Result")
+
+
+class RefusedError(DureError):
+    """The server does not do what it was asked.
+
+    status: of HTTP. reason: what the server says, in one line. body: its answer, cut where it is
+    long.
+    """
+
+    def __init__(self, status: int, reason: str, body: bytes = b"") -> None:
+        super().__init__(status, reason, body)
+        self.status, self.reason, self.body = status, reason, body
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class BusyError(OSError):
+    """The server, or what stands before it, cannot answer now.
+
+    seconds: how long it wants to be left alone; 0 where it does not say.
+    """
+
+    def __init__(self, status: int, reason: str, seconds: float = 0.0) -> None:
+        super().__init__(status, reason, seconds)
+        self.status, self.reason, self.seconds = status, reason, seconds
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class StoppedError(Exception):
+    """The caller's own wish to end came first."""
+
+
+class Signs(Protocol):
+    """Signs requests. Several threads may ask at once."""
+
+    def headers(self, method: str, path: str, digest: str) -> Mapping[str, str]:
+        """Of one sending of a request; digest: SHA-256 of its body, as hexadecimal digits."""
+
+    def renew(self, nonce: str) -> None:
+        """The server's new nonce, to be used from now on."""
+
+
+class Answer(NamedTuple):
+    """headers: by their names in small letters."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Streamed(NamedTuple):
+    """An answer whose body is read as it comes. read: fills the front of the memory; how many
+    bytes that were, 0 at the end; raises LinkLostError where the body ends early."""
+
+    status: int
+    headers: Mapping[str, str]
+    read: Callable[[memoryview], int]
+
+
+class Outgoing(NamedTuple):
+    """A request's body. digest: SHA-256 of it. pieces: the bytes, from the beginning at each call;
+    what it raises ends the request."""
+
+    size: int
+    digest: str
+    pieces: Callable[[], Iterator[bytes | memoryview]]
+
+
+def _outgoing(body: bytes) -> Outgoing:
+    return Outgoing(len(body), hashlib.sha256(body).hexdigest(), lambda: iter((body,)))
+
+
+class Link:
+    """Requests to one server, by one thread at a time.
+
+    url: https://HOST:PORT, with a path where a proxy before the server expects one. context: of
+    TLS; the system's authorities without. signs: what signs each request. connect_seconds: to open
+    a connection. silent_seconds: for an answer, and between two bytes of a long one. idle_seconds:
+    after which a connection is not used again, below the time after which servers close it.
+    most_part: bytes of a body that something on the way is known to refuse more than; uploads
+    note it here.
+
+    Raises ValueError for a URL or a proxy that is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        context: ssl.SSLContext | None = None,
+        signs: Signs | None = None,
+        connect_seconds: float = 10.0,
+        silent_seconds: float = 30.0,
+        idle_seconds: float = 55.0,
+    ) -> None:
+        self.place = place_of(url)
+        self._proxy = proxy_for(self.place)
+        self._context = (context or ssl.create_default_context()) if self.place.secure else None
+        self._signs = signs
+        self._connect_seconds = connect_seconds
+        self.silent_seconds = silent_seconds
+        self._idle_seconds = idle_seconds
+        self.most_part: int | None = None
+        self._limits = Limits(silent_seconds)
+        self._connection: Connection | None = None
+        self._used = 0.0
+        self._closed = False
+        self._one = threading.Lock()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        most: int = MOST_BODY,
+    ) -> Answer:
+        """A request whose answer is small.
+
+        timeout: seconds until the answer has to be there, `silent_seconds` by default. most: bytes
+        that its body may have.
+
+        Raises LinkLostError, NotTrustedError, RefusedError, BusyError.
+        """
+        return self.send(method, path, _outgoing(body), headers, timeout, most)
+
+    def ask(
+        self, method: str, path: str, said: Said, kind: type[Body], timeout: float | None = None
+    ) -> Body:
+        """A request and an answer of `dure.wire.requests`. Raises as `request` does."""
+        headers = {"content-type": "application/json"}
+        answer = self.request(method, path, to_json(said), headers, timeout)
+        try:
+            return from_json(answer.body, kind)
+        except RequestError as error:
+            reason = f"what answers at {self.place} is no server of dure: {error}"
+            raise RefusedError(answer.status, _one_line(reason)) from error
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Outgoing,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        most: int = MOST_BODY,
+    ) -> Answer:
+        """`request`, whose body may be long."""
+        seconds = self.silent_seconds if timeout is None else timeout
+        with self._held(), self._told(seconds):
+            response = self._answered(method, path, body, headers or {}, seconds)
+            return Answer(response.status, _headers(response), self._whole(response, most))
+
+    @contextmanager
+    def stream(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        most: int = MOST_BODY,
+    ) -> Iterator[Streamed]:
+        """A request whose answer is long, and read within the block. Raises as `request` does."""
+        with self._held():
+            with self._told(self.silent_seconds):
+                response = self._answered(
+                    method, path, _outgoing(b""), headers or {}, self.silent_seconds
+                )
+            limits = self._limits
+            limits.until = None
+            limits.left = most + MOST_HEAD
+            try:
+                yield Streamed(response.status, _headers(response), self._reader(response))
+            finally:
+                # What is left of a body would be taken for the next answer.
+                if not response.isclosed():
+                    self._hang_up()
+                response.close()
+
+    def close(self) -> None:
+        """For good. Any thread may say so; one that waits here gets LinkLostError at once."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None:
+            connection.shut()
+        if self._one.acquire(blocking=False):
+            try:
+                self._hang_up()
+            finally:
+                self._one.release()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        if not self._one.acquire(blocking=False):
+            raise RuntimeError("a Link takes one request at a time: make another for this thread")
+        try:
+            yield
+        finally:
+            if self._closed:
+                self._hang_up()
+            # By the clock on the wall, which goes on while the machine sleeps.
+            self._used = time.time()
+            self._one.release()
+
+    @contextmanager
+    def _told(self, seconds: float) -> Iterator[None]:
+        """What goes wrong with the connection is LinkLostError or NotTrustedError, and ends it."""
+        try:
+            yield
+        except (LinkLostError, NotTrustedError, BusyError, RefusedError):
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            if self._closed:
+                raise LinkLostError("the link is closed") from error
+            raise lost(error, self.place, seconds) from error
+        except BaseException:
+            # A request that was ended in its midst leaves a connection that nobody can use.
+            self._hang_up()
+            raise
+
+    def _answered(
+        self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
+    ) -> http.client.HTTPResponse:
+        """The answer to a request, its body unread, where it says that all is well."""
+        response = self._exchanged(method, path, body, headers, seconds)
+        nonce = response.headers.get("dure-nonce")
+        if response.status == 401 and nonce is not None and self._signs is not None:
+            self._whole(response, MOST_BODY)
+            self._signs.renew(nonce)
+            response = self._exchanged(method, path, body, headers, seconds)
+        if not 200 <= response.status < 300:
+            raise _refusal(response, self._whole(response, MOST_BODY))
+        return response
+
+    def _exchanged(
+        self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
+    ) -> http.client.HTTPResponse:
+        """An answer of any status. That a connection was closed while it lay idle is no failure."""
+        connection = self._kept()
+        if connection is not None:
+            try:
+                return self._once(connection, method, path, body, headers, seconds)
+            except _CLOSED:
+                self._hang_up()
+        return self._once(self._opened(), method, path, body, headers, seconds)
+
+    def _once(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        body: Outgoing,
+        headers: Mapping[str, str],
+        seconds: float,
+    ) -> http.client.HTTPResponse:
+        limits = self._limits
+        limits.left = MOST_HEAD + MOST_BODY
+        # Signed at each sending: a server may take a signature once.
+        signed = {} if self._signs is None else self._signs.headers(method, path, body.digest)
+        length = {"content-length": str(body.size)} if body.size or method != "GET" else {}
+        head = connection.head(method, path, {**length, **headers, **signed})
+        connection.sock.settimeout(self.silent_seconds)
+        try:
+            for piece in _joined(head, body.pieces()):
+                connection.send(piece)
+        except OSError:
+            # Who refuses a body may answer, and close, before all of it is sent.
+            limits.until = time.monotonic() + _LATE_ANSWER
+            response = _late(connection)
+            if response is None:
+                raise
+            return response
+        limits.until = time.monotonic() + seconds
+        return connection.getresponse()
+
+    def _whole(self, response: http.client.HTTPResponse, most: int) -> bytes:
+        """The body of an answer."""
+        self._limits.until = time.monotonic() + self.silent_seconds
+        self._limits.left = most + MOST_HEAD
+        try:
+            body = response.read(most + 1)
+        except ValueError as error:
+            raise http.client.HTTPException("an answer in chunks without a size") from error
+        left = response.length
+        if len(body) > most or left:
+            self._hang_up()
+        if len(body) > most:
+            reason = f"{self.place} answers with more than {most} bytes"
+            raise RefusedError(response.status, reason, body[:MOST_BODY])
+        if left:
+            raise http.client.IncompleteRead(body, left)
+        return body
+
+    def _reader(self, response: http.client.HTTPResponse) -> Callable[[memoryview], int]:
+        def read(memory: memoryview) -> int:
+            with self._told(self.silent_seconds):
+                count = response.readinto(memory[:AT_ONCE])
+                if count == 0 and len(memory) and response.length:
+                    raise http.client.IncompleteRead(b"", response.length)
+                return count
+
+        return read
+
+    # The connection
+
+    def _kept(self) -> Connection | None:
+        """The connection of the request before, if it is open and was used of late."""
+        if self._connection is None:
+            return None
+        idle = time.time() - self._used
+        if self._connection.sock is None or not 0 <= idle <= self._idle_seconds:
+            self._hang_up()
+        return self._connection
+
+    def _opened(self) -> Connection:
+        if self._closed:
+            raise LinkLostError("the link is closed")
+        limits = Limits(self._connect_seconds)
+        try:
+            connection = Connection(self.place, self._context, self._proxy, limits)
+        except OSError as error:
+            raise lost(error, self.place, self._connect_seconds) from error
+        limits.silent = self.silent_seconds
+        self._limits = limits
+        self._connection = connection
+        if self._closed:  # while it was opened
+            raise LinkLostError("the link is closed")
+        return connection
+
+    def _hang_up(self) -> None:
+        connection = self._connection
+        self._connection = None
+        if connection is not None:
+            connection.close()
+
+
+def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The head with the first piece of the body, if that is small, and the other pieces."""
+    first = next(pieces, b"")
+    if len(first) <= AT_ONCE:
+        yield head + bytes(first)
+    else:
+        yield head
+        yield first
+    yield from pieces
+
+
+def _late(connection: Connection) -> http.client.HTTPResponse | None:
+    try:
+        response = connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return None
+    return response if response.status >= 400 else None
+
+
+def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.getheaders()}
+
+
+def _refusal(response: http.client.HTTPResponse, body: bytes) -> RefusedError | BusyError:
+    reason = _said(response, body)
+    if response.status >= 500 or response.status in _NOT_NOW:
+        return BusyError(response.status, reason, _retry_after(response.headers.get("retry-after")))
+    return RefusedError(response.status, reason, body)
+
+
+def _said(response: http.client.HTTPResponse, body: bytes) -> str:
+    """Why, in the server's own words where it is one of dure."""
+    try:
+        return _one_line(from_json(body, Refusal).error)
+    except RequestError:
+        pass
+    to = response.headers.get("location")
+    elsewhere = f", and names {to} instead: use that" if to else ""
+    return _one_line(f"the server answers {response.status} {response.reason}{elsewhere}")
+
+
+def _one_line(text: str) -> str:
+    """What a server says is shown in a terminal: a line, without characters that move it."""
+    return "".join(each if each.isprintable() else " " for each in text)[:500]
+
+
+def _retry_after(text: str | None) -> float:
+    """Seconds, of a number of them or a date."""
+    if text is None:
+        return 0.0
+    try:
+        seconds = float(int(text))
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return min(max(seconds, 0.0), LONGEST_WAIT)
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long is waited before another attempt: at the n-th, up to base 2^n seconds, and at most
+    `most`.
+
+    draw: a number from 0 to 1. Clients are to draw different ones, so it comes from the system.
+    """
+
+    base: float = 0.25
+    most: float = 5.0
+    draw: Callable[[], float] = random.SystemRandom().random
+
+    def waits(self) -> Iterator[float]:
+        longest = self.base
+        while True:
+            yield self.draw() * min(longest, self.most)
+            longest = min(2 * longest, self.most)
+
+
+def _untold(error: OSError, seconds: float) -> None:
+    pass
+
+
+def patiently(
+    call: Callable[[], _Result],
+    backoff: Backoff,
+    stop: threading.Event,
+    tell: Callable[[OSError, float], None] = _untold,
+    limit: float | None = None,
+) -> _Result:
+    """What `call` returns, once it neither raises LinkLostError nor BusyError.
+
+    tell: is called with each of these, and the seconds until the next attempt. limit: seconds after
+    which there is no next.
+
+    Raises StoppedError once `stop` is set, at once even while it waits; the last error at the
+    limit; and whatever else `call` raises.
+    """
+    until = None if limit is None else time.monotonic() + limit
+    for wait in backoff.waits():
+        if stop.is_set():
+            raise StoppedError
+        try:
+            return call()
+        except (LinkLostError, BusyError) as error:
+            if stop.is_set():
+                raise StoppedError from error
+            if isinstance(error, BusyError):
+                # All that are sent away come back later, and not all at one time.
+                wait += error.seconds
+            if until is not None and time.monotonic() + wait > until:
+                raise
+            tell(error, wait)
+            stop.wait(wait)
+    raise AssertionError("waits do not end")

@@ -1,0 +1,473 @@
+"""Tensors to a client and from it, over links that break.
+
+Down: the stream of safetensors is read straight into the tensors. A link that broke goes on where
+it stopped (`Range`, `If-Range`), and at the end the SHA-256 of all has to be the digest that the
+server named. One copy of the model exists, and small buffers.
+
+Up: the stream is sent from the tensors' own memory, in parts with a digest each. The server takes a
+part as a whole or not at all, and says how many bytes it has; so a part that was under way when the
+link broke is sent again. The first parts are a tenth of the stream, and each break halves those
+that follow: however often the link breaks, at most a fifth of the stream is sent twice (or 2 MiB,
+where that is more), down to parts of 64 KiB.
+
+Source of ranges: RFC 9110, section 14. Parts by offset are as in tus (https://tus.io), which has no
+digest of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import urllib.parse
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from dure.errors import DureError
+from dure.record.disk import sync_folder, told
+from dure.wire.requests import RequestError, Reserve, Reserved, from_json
+from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, header_of, receive
+from dure.worlds.network.client.connection import AT_ONCE
+from dure.worlds.network.client.link import (
+    Answer,
+    Backoff,
+    BusyError,
+    Link,
+    LinkLostError,
+    Outgoing,
+    RefusedError,
+    StoppedError,
+    Streamed,
+    patiently,
+)
+
+LEAST_PART = 1 << 16
+"""Bytes of a part of an upload, at least, unless the server takes less."""
+
+FIRST_PART = 1 << 20
+"""Bytes of the first part, at least: a small update travels in one request."""
+
+MOST_CORRECTIONS = 8
+"""Times in a row that a server may correct an upload, before it is given up."""
+
+
+class TransferError(DureError):
+    """What arrived is not what was asked for, or the server contradicts itself."""
+
+
+Tell = Callable[[OSError, float], None]
+"""Hears of each break of a link, and how many seconds pass until the next attempt."""
+
+Progress = Callable[[int], None]
+"""Hears how many bytes of the stream are done."""
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _always() -> bool:
+    return True
+
+
+class _Pace:
+    """Keeps to a number of bytes a second, if there is one, and notices the wish to stop."""
+
+    def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
+        self._seconds_per_byte = 0.0 if bytes_per_second is None else 1.0 / bytes_per_second
+        # A piece is never more than a second's.
+        self.at_once = AT_ONCE
+        if bytes_per_second is not None:
+            self.at_once = max(1, min(AT_ONCE, int(bytes_per_second)))
+        self._stop = stop
+        self._free = 0.0
+
+    def passed(self, count: int) -> None:
+        """So many bytes have gone: waits until the next may. Raises StoppedError."""
+        if self._seconds_per_byte:
+            now = time.monotonic()
+            self._free = max(self._free, now) + count * self._seconds_per_byte
+            self._stop.wait(self._free - now)
+        if self._stop.is_set():
+            raise StoppedError
+
+
+# Down
+
+
+def download(
+    link: Link,
+    digest: str,
+    size: int,
+    expected: Mapping[str, Form] | None,
+    stop: threading.Event,
+    backoff: Backoff,
+    keep: Path | None = None,
+    *,
+    tell: Tell = _nothing,
+    progress: Progress = _nothing,
+    bytes_per_second: float | None = None,
+) -> dict[str, Tensor]:
+    """The tensors whose stream has this digest and so many bytes.
+
+    expected: what they have to be like; None takes anything. keep: a file that holds the stream
+    when this returns; before, whatever it held. What arrives damaged is asked for once more.
+
+    Raises TransferError where it is damaged again or is something else, RefusedError where the
+    server does not have it, NotTrustedError, StoppedError, and RunFolderWriteError for the file.
+    """
+    damage: Exception | None = None
+    for _ in range(2):
+        coming = _Coming(link, digest, size, stop, backoff, tell, progress, bytes_per_second)
+        with coming, _Kept(keep) as kept:
+            coming.copy = kept.write
+            try:
+                tensors = receive(coming.read, size, expected)
+            except TensorsError as error:
+                damage = error
+                continue
+            if coming.digest() == digest:
+                kept.put_in_place()
+                return tensors
+            damage = TensorsError(f"its SHA-256 is {coming.digest()}")
+    raise TransferError(f"what arrived is not {digest}: {damage}") from damage
+
+
+class _Coming:
+    """A stream that goes on where its link broke."""
+
+    def __init__(
+        self,
+        link: Link,
+        digest: str,
+        size: int,
+        stop: threading.Event,
+        backoff: Backoff,
+        tell: Tell,
+        progress: Progress,
+        bytes_per_second: float | None,
+    ) -> None:
+        self._link = link
+        self._name = digest
+        self._size = size
+        self._stop = stop
+        self._backoff = backoff
+        self._tell = tell
+        self._progress = progress
+        self._pace = _Pace(bytes_per_second, stop)
+        self.copy: Callable[[memoryview], None] = _nothing
+        self._sha = hashlib.sha256()
+        self._at = 0
+        self._answer: Streamed | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> _Coming:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def digest(self) -> str:
+        return self._sha.hexdigest()
+
+    def read(self, memory: memoryview) -> int:
+        """`Read` of dure.wire.tensors."""
+        if self._at == self._size:
+            return 0
+        some = memory[: self._pace.at_once]
+        # Each byte that arrives ends what was waited for: the next break is a first one again.
+        count = patiently(lambda: self._some(some), self._backoff, self._stop, self._tell)
+        self._sha.update(some[:count])
+        self.copy(some[:count])
+        self._at += count
+        self._progress(self._at)
+        self._pace.passed(count)
+        return count
+
+    def _some(self, memory: memoryview) -> int:
+        """At least one byte."""
+        if self._answer is None:
+            self._answer = self._asked()
+        try:
+            count = self._answer.read(memory)
+            if count == 0:
+                raise LinkLostError(f"the answer of {self._link.place} ends too early")
+        except LinkLostError:
+            self._answer = None
+            self._open.close()
+            raise
+        return count
+
+    def _asked(self) -> Streamed:
+        """The answer that goes on at byte `_at`."""
+        headers = {}
+        if self._at:
+            headers = {"range": f"bytes={self._at}-", "if-range": f'"{self._name}"'}
+        asked = self._link.stream("GET", f"/v1/tensors/{self._name}", headers, most=self._size)
+        with ExitStack() as opened:
+            answer = opened.enter_context(asked)
+            begin = self._begin(answer)
+            length = answer.headers.get("content-length")
+            if length is not None and int(length) != self._size - begin:
+                raise TransferError(f"{self._name} has {length} bytes, not {self._size - begin}")
+            _skip(answer, self._at - begin)
+            self._open = opened.pop_all()
+        return answer
+
+    def _begin(self, answer: Streamed) -> int:
+        """Where the answer begins: with the whole, if something on the way knows no ranges."""
+        if answer.status != 206:
+            return 0
+        said = answer.headers.get("content-range", "")
+        if not said.startswith(f"bytes {self._at}-"):
+            raise TransferError(f"asked for bytes from {self._at} on, the server sends {said!r}")
+        return self._at
+
+
+def _skip(answer: Streamed, count: int) -> None:
+    memory = memoryview(bytearray(min(count, AT_ONCE)))
+    while count:
+        read = answer.read(memory[:count])
+        if read == 0:
+            raise LinkLostError("the answer ends too early")
+        count -= read
+
+
+class _Kept:
+    """A file that is written on the way, and gets its name when it is whole."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> _Kept:
+        if self._path is not None:
+            self._beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            with told(self._path):
+                self._file = open(self._beside, "wb", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            with suppress(OSError):
+                self._beside.unlink(missing_ok=True)
+
+    def write(self, some: memoryview) -> None:
+        if self._file is None or self._path is None:
+            return
+        with told(self._path):
+            while some:
+                some = some[self._file.write(some) :]
+
+    def put_in_place(self) -> None:
+        if self._file is None or self._path is None:
+            return
+        with told(self._path):
+            # Else the name could be on the disk before the content, when the power fails.
+            os.fsync(self._file.fileno())
+            os.replace(self._beside, self._path)
+            sync_folder(self._path.parent)
+
+
+# Up
+
+
+def upload(
+    link: Link,
+    reserve: Reserve,
+    tensors: Mapping[str, Tensor],
+    stop: threading.Event,
+    backoff: Backoff,
+    wanted: Callable[[], bool] = _always,
+    *,
+    tell: Tell = _nothing,
+    progress: Progress = _nothing,
+    bytes_per_second: float | None = None,
+) -> bool:
+    """Sends an update; whether the server has written it down.
+
+    False: it is not `wanted` any more, which is asked between two pieces.
+
+    Raises RefusedError where the server does not take it, NotTrustedError, StoppedError,
+    TransferError, and ValueError where the reserved bytes are not those of the tensors.
+    """
+    going = _Going(link, reserve, tensors, _Pace(bytes_per_second, stop), wanted, progress)
+    try:
+        while not patiently(going.step, backoff, stop, tell):
+            pass
+    except _UnwantedError:
+        return False
+    return True
+
+
+class _UnwantedError(Exception):
+    pass
+
+
+class _Going:
+    """An update on its way, part by part."""
+
+    def __init__(
+        self,
+        link: Link,
+        reserve: Reserve,
+        tensors: Mapping[str, Tensor],
+        pace: _Pace,
+        wanted: Callable[[], bool],
+        progress: Progress,
+    ) -> None:
+        self._stream = _Laid(tensors)
+        if self._stream.size != reserve.bytes:
+            raise ValueError(f"{reserve.bytes} bytes are reserved for {self._stream.size}")
+        self._link = link
+        self._reserve = reserve
+        self._pace = pace
+        self._wanted = wanted
+        self._progress = progress
+        self._largest = max(FIRST_PART, self._stream.size // 10)
+        self._corrections = 0
+        # What the server has; None where it has to be asked.
+        self._reserved: Reserved | None = None
+
+    def step(self) -> bool:
+        """The reservation, or a part; whether that was all. Raises LinkLostError, BusyError."""
+        if self._reserved is None:
+            self._take(self._link.ask("POST", "/v1/uploads", self._reserve, Reserved))
+        else:
+            self._send(self._reserved)
+        return self._reserved is not None and self._reserved.complete
+
+    def _take(self, reserved: Reserved) -> None:
+        size = self._stream.size
+        if not 0 <= reserved.offset <= size or reserved.part < 1:
+            raise TransferError(
+                f"the server has {reserved.offset} of {size} bytes, and takes {reserved.part}"
+            )
+        self._reserved = reserved
+        self._progress(reserved.offset)
+        if reserved.offset == size and not reserved.complete:
+            self._reserved = None
+            self._count_correction("the server has all bytes, and has not written them down")
+            raise BusyError(200, "the server has all bytes of the update, and writes them down")
+
+    def _send(self, reserved: Reserved) -> None:
+        at = reserved.offset
+        count = min(
+            self._stream.size - at,
+            reserved.part,
+            self._largest,
+            self._link.most_part or self._largest,
+        )
+        # Whatever goes wrong, the server is asked what it has.
+        self._reserved = None
+        try:
+            answer = self._patch(reserved.upload, at, count)
+        except LinkLostError:
+            self._largest = max(LEAST_PART, self._largest // 2)
+            raise
+        except RefusedError as refused:
+            self._correct(reserved, count, refused)
+            return
+        self._corrections = 0
+        self._take(from_json(answer.body, Reserved))
+
+    def _patch(self, upload: str, at: int, count: int) -> Answer:
+        sha = hashlib.sha256()
+        for piece in self._stream.part(at, count):
+            sha.update(piece)
+        digest = sha.hexdigest()
+        headers = {
+            "content-type": "application/octet-stream",
+            "upload-offset": str(at),
+            "dure-digest": digest,
+        }
+        path = f"/v1/uploads/{urllib.parse.quote(upload, safe='')}"
+        body = Outgoing(count, digest, lambda: self._pieces(at, count))
+        return self._link.send("PATCH", path, body, headers)
+
+    def _pieces(self, at: int, count: int) -> Iterator[memoryview]:
+        for piece in _joined(self._stream.part(at, count), self._pace.at_once):
+            if not self._wanted():
+                raise _UnwantedError
+            yield piece
+            at += len(piece)
+            self._progress(at)
+            self._pace.passed(len(piece))
+
+    def _correct(self, reserved: Reserved, count: int, refused: RefusedError) -> None:
+        """What follows from an answer that did not take the part."""
+        if refused.status == 413 and count > LEAST_PART:
+            # What refuses it may stand before the server, which then knows nothing of it.
+            self._link.most_part = max(LEAST_PART, count // 2)
+            self._reserved = reserved
+            return
+        if refused.status not in (404, 409, 410, 422):
+            raise refused
+        self._count_correction(refused.reason)
+        if refused.status == 409:
+            # The body says what the server has; else it is asked.
+            with suppress(RequestError):
+                self._take(from_json(refused.body, Reserved))
+
+    def _count_correction(self, reason: str) -> None:
+        self._corrections += 1
+        if self._corrections > MOST_CORRECTIONS:
+            raise TransferError(f"the update does not arrive: {reason}")
+
+
+class _Laid:
+    """The stream of tensors, from any byte on."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._header = memoryview(header_of(forms_of(tensors)))
+        self._tensors = [each.detach() for each in tensors.values() if each.numel()]
+        sizes = [len(self._header), *(each.numel() * each.element_size() for each in self._tensors)]
+        self._begins = [0, *accumulate(sizes)]
+        self.size = self._begins.pop()
+        # Of a tensor that has to be copied to lie in one piece, one copy is kept.
+        self._last: tuple[int, memoryview] = (0, self._header)
+
+    def part(self, at: int, count: int) -> Iterator[memoryview]:
+        """So many bytes, as views."""
+        end = at + count
+        number = bisect_right(self._begins, at) - 1
+        while at < end:
+            begin = self._begins[number]
+            view = self._view(number)[at - begin : end - begin]
+            yield view
+            at += len(view)
+            number += 1
+
+    def _view(self, number: int) -> memoryview:
+        if number == 0:
+            return self._header
+        if self._last[0] != number:
+            self._last = (0, self._header)
+            tensor = self._tensors[number - 1].cpu().contiguous()
+            self._last = (number, bytes_of(tensor))
+        return self._last[1]
+
+
+def _joined(views: Iterator[memoryview], most: int) -> Iterator[memoryview]:
+    """The same bytes in pieces of at most `most`; views that are small are copied into one."""
+    small = bytearray()
+    for view in views:
+        for at in range(0, len(view), most):
+            piece = view[at : at + most]
+            if len(small) + len(piece) > most:
+                yield memoryview(small)
+                small = bytearray()
+            if len(piece) == most:
+                yield piece
+            else:
+                small += piece
+    if small:
+        yield memoryview(small)
