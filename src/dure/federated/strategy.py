@@ -293,12 +293,10 @@ class Federated(Strategy):
         clients = self._count(task)
         if clients is None:
             raise ValueError("clients is not given: a server has to know how many there may be")
-        flat = FlatParameters(model)
-        shared = self.algorithm(_start(task, model, clients)).shared(flat.copy())
         federation = Federation(
             clients=clients,
             seed=seed,
-            layout=Layout(_names(flat, shared), Buffers(model).names),
+            layout=self.layout(task, model, clients),
             trains=trains_of(task, model),
         )
         carrier = network(federation)
@@ -338,17 +336,53 @@ class Federated(Strategy):
             names=self.names(task),
         )
 
+    def one_client(
+        self,
+        task: Task,
+        model: nn.Module,
+        conditions: Conditions,
+        seed: int,
+        client: int,
+        clients: int,
+        divides: bool,
+    ) -> Clients:
+        """One client of so many, on a machine of its own.
+
+        divides: whether its examples are those that the partition gives it; else all of the task's
+        are its own.
+        """
+        own = torch.arange(len(task.train))
+        if divides:
+            own = self.divide(task, seed)[client]
+        # The others are elsewhere: here they have nothing.
+        parts = [own if other == client else own[:0] for other in range(clients)]
+        return self.clients_half(task, model, conditions, seed, parts)
+
+    def layout(self, task: Task, model: nn.Module, clients: int) -> Layout:
+        """The names under which the tensors of the model's messages travel."""
+        flat = FlatParameters(another(model, task, 0))
+        shared = self.algorithm(_start(task, model, clients)).shared(flat.copy())
+        return Layout(_names(flat, shared), Buffers(model).names)
+
     def clients_half(
-        self, task: Task, model: nn.Module, conditions: Conditions, seed: int
+        self,
+        task: Task,
+        model: nn.Module,
+        conditions: Conditions,
+        seed: int,
+        parts: Sequence[Tensor] | None = None,
     ) -> Clients:
         """All clients of the federation, with their examples.
 
-        model: the run's, which stays as it is.
+        model: the run's, which stays as it is. parts: the examples of each, where it is not the
+        partition that says so.
         """
+        divided = parts is None
         # Engines are made later, when a forward pass may have given the run's model other buffers.
         fresh = another(model, task, seed)
         examples, _ = examples_for(model, task)
-        parts = self.divide(task, seed)
+        if parts is None:
+            parts = self.divide(task, seed)
         own, held_out = _held_out(parts, self.held_out, seed)
         personal = Personal(
             task=task,
@@ -406,7 +440,7 @@ class Federated(Strategy):
             lr_schedule=task.lr_schedule,
             # All that torch has, before a run has fewer for the steps of one client.
             threads=torch.get_num_threads(),
-            names=self.names(task),
+            names=self.names(task) if divided else None,
         )
 
 
@@ -451,6 +485,11 @@ def _held_out(
     own = []
     kept = []
     for client, part in enumerate(parts):
+        # Clients that are elsewhere have nothing here.
+        if not len(part):
+            own.append(part)
+            kept.append(part)
+            continue
         # At least one example to measure with, and at least one to train on, which goes first.
         count = min(max(round(share * len(part)), 1), len(part) - 1)
         order = torch.randperm(len(part), generator=generator(seed, "held out", client))

@@ -217,6 +217,10 @@ class Clients:
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
         return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
 
+    def keeps(self, ticket: int) -> Memory | None:
+        """What the client of an update keeps if that counts; None where that is nothing new."""
+        return self._pending.get(ticket, _NOBODY)[1]
+
     def settle(self, settled: Settled) -> None:
         """Clients whose updates count keep what they learned for next time; the others forget."""
         for ticket in settled.kept:

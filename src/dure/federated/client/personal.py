@@ -66,6 +66,10 @@ class Personal:
             chosen = Permutation(len(held_out), derive(seed, "measured clients")).first(MOST)
         self.clients = sorted(client for client in chosen if len(held_out[client]))
 
+    def count(self, client: int) -> int:
+        """How many examples a client has held out."""
+        return len(self.held_out[client]) if self.held_out else 0
+
     # Made when somebody measures: most runs hold nothing out, and need no second model.
     @cached_property
     def model(self) -> nn.Module:

@@ -152,6 +152,11 @@ class ClientState:
         self.close()
 
     @property
+    def temporary(self) -> bool:
+        """Whether nothing of it outlives the process."""
+        return self._temporary
+
+    @property
     def key(self) -> Path:
         """Where the client's private key belongs."""
         return self.folder / "key.pem"

@@ -1,0 +1,228 @@
+"""A client of a federation on a network: this machine's examples, trained for a server elsewhere.
+
+The server says by which strategy, with which seed and as which of how many clients; the task is
+this site's own, and no code travels. What is trained is what a simulated client of the same number
+and examples would train, by the same draws.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import seeded_model
+from dure.contracts.task import Task
+from dure.federated.client.clients import Clients
+from dure.federated.strategy import Federated
+from dure.fleet.conditions import Conditions
+from dure.machine.threads import threads
+from dure.protocol.messages import Assignment, Measure, Settled, nbytes
+from dure.run.registry import decode_strategy
+from dure.tasks.trained import machine_of, trains_of
+from dure.wire.layout import Layout
+from dure.wire.requests import (
+    VERSION,
+    CheckIn,
+    Machine,
+    MeasuredThis,
+    MeasureThis,
+    Outcome,
+    Reserve,
+    Train,
+    Trains,
+    Welcome,
+)
+from dure.wire.tensors import digest_of, forms_of, size_of
+
+ENGINE = "loop"
+"""How clients on a network train."""
+
+Progress = Callable[[str, Mapping[str, object]], None]
+
+
+def _ignore(what: str, about: Mapping[str, object]) -> None:
+    pass
+
+
+def join(
+    url: str,
+    task: Task,
+    *,
+    name: str = "",
+    state: str | Path | None = None,
+    part: int | None = None,
+    token: str = "",
+    authority: str | Path | None = None,
+    certificate: str | Path | None = None,
+    stop: threading.Event | None = None,
+    on_progress: Progress = _ignore,
+) -> str:
+    """Takes part in the federation that the server at `url` serves, until its run is over.
+
+    task: what is learned, with this site's own examples. part: for demonstrations, takes the place
+    of simulated client `part`: of the task's examples only those that the strategy's partition
+    gives it. name: how the client is called; by default its host. state: the folder of what it
+    keeps; a client that has one can be killed and started again. token: of an invitation, needed
+    once. authority: PEM file of who signed the server's certificate; the system's by default.
+    certificate: PEM file of this client's own, where the server wants one. stop: ends it when it is
+    set. on_progress: hears of what happens, such as ("training", {"round": 3}).
+
+    Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
+    client, and ValueError for a task that cannot be trained.
+    """
+    from dure.worlds.network.client.audit import Audit
+    from dure.worlds.network.client.loop import Loop
+    from dure.worlds.network.client.policy import Policy
+    from dure.worlds.network.client.session import Session
+    from dure.worlds.network.client.state import ClientState
+
+    folder = Path(state) if state is not None else None
+    with ClientState(folder) as kept:
+        policy = Policy() if folder is None else Policy.beside(folder)
+        audit = None if folder is None else Audit(folder / "audit.jsonl")
+        session = Session(
+            url,
+            context=_context(url, authority, certificate),
+            state=kept,
+            audit=audit,
+            stop=stop or threading.Event(),
+            tell=lambda text: on_progress("waiting", {"why": text}),
+            bytes_per_second=policy.bandwidth,
+        )
+        try:
+            if token and kept.about is None:
+                session.enrol(token, name, part)
+            site = Training(task, name, part, policy.share_errors)
+            looked = session.check_in(site.look())
+            reasons = policy.check(looked)
+            if reasons:
+                raise ValueError(f"this site does not take part: {'; '.join(reasons)}")
+            session.belongs(looked, name)
+            site.begin(looked, None if kept.temporary else kept.memory())
+            with threads(site.threads):
+                return Loop(session, site, on_progress).run()
+        finally:
+            session.close()
+            if audit is not None:
+                audit.close()
+
+
+def _context(
+    url: str, authority: str | Path | None, certificate: str | Path | None
+) -> ssl.SSLContext | None:
+    if not url.startswith("https:"):
+        return None
+    from dure.wire.certificates import client_context
+
+    own = Path(certificate) if certificate is not None else None
+    return client_context(Path(authority) if authority is not None else None, own)
+
+
+@dataclass
+class Training:
+    """A task of dure's, trained as one client of a federated strategy.
+
+    part: the simulated client whose examples it takes; None: all of the task's are its own.
+    """
+
+    task: Task
+    name: str
+    part: int | None = None
+    share_errors: bool = False
+    folder: Path | None = None
+    examples: int = 0
+    held_out: int = 0
+    threads: int = 1
+    _began: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wants = self.part
+        self.model: nn.Module = seeded_model(self.task, 0)
+
+    def look(self) -> CheckIn:
+        """A check-in that only looks at what is served."""
+        return CheckIn(
+            version=VERSION, name=self.name, examples=0, wants=self.wants, trains=self.trains()
+        )
+
+    def trains(self) -> Trains | None:
+        return trains_of(self.task, self.model)
+
+    def machine(self) -> Machine | None:
+        machine: Machine = machine_of(ENGINE, self.threads)
+        return machine
+
+    def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
+        strategy = decode_strategy(welcome.strategy)
+        if not isinstance(strategy, Federated):
+            raise ValueError(f"{strategy.name} is no federated system")
+        self.client = welcome.client
+        self.threads = welcome.machine.threads
+        self.model = seeded_model(self.task, welcome.seed)
+        self.clients: Clients = strategy.one_client(
+            self.task,
+            self.model,
+            Conditions(engine=ENGINE),
+            welcome.seed,
+            self.client,
+            welcome.clients,
+            divides=self.part is not None,
+        )
+        self.layout: Layout = strategy.layout(self.task, self.model, welcome.clients)
+        self.examples = self.clients.sizes[self.client]
+        measured = self.client in self.clients.personal.clients
+        self.held_out = self.clients.personal.count(self.client) if measured else 0
+        if memory is not None:
+            self.clients.memories[self.client] = list(memory)
+
+    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Any:
+        from dure.worlds.network.client.loop import Answered
+
+        weights, buffers, extra = self.layout.apart(tensors)
+        assignment = Assignment(
+            ticket=train.ticket,
+            client=self.client,
+            round=train.round,
+            turn=train.turn,
+            weights=weights,
+            buffers=buffers,
+            nbytes=nbytes(weights) + nbytes(buffers) + nbytes(extra),
+            extra=extra,
+        )
+        started = time.perf_counter()
+        update = self.clients.receive(assignment)
+        seconds = time.perf_counter() - started
+        named: dict[str, Tensor] = {}
+        if update.failure is None:
+            named = self.layout.named(update.delta, update.buffers, update.extra)
+        reserve = Reserve(
+            ticket=train.ticket,
+            bytes=size_of(forms_of(named)) if named else 0,
+            digest=digest_of(named) if named else "",
+            examples=update.examples,
+            samples=update.samples,
+            loss=update.loss,
+            counted=update.counted,
+            failure=update.failure,
+            seconds=seconds,
+        )
+        return Answered(reserve, named, self.clients.keeps(train.ticket))
+
+    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+        weights, buffers, _ = self.layout.apart(tensors)
+        with torch.no_grad():
+            measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))
+        values = {name: each[0] for name, each in measured.values.items()}
+        return MeasuredThis(measure.round, self.held_out, values)
+
+    def settle(self, outcome: Outcome) -> None:
+        tickets = [outcome.ticket]
+        self.clients.settle(Settled(tickets, []) if outcome.kept else Settled([], tickets))

@@ -1,0 +1,223 @@
+"""What a client does, again and again: hears, trains or measures, sends.
+
+    next -> outcomes of its updates      what it keeps becomes valid, or is dropped
+         -> measure this model           on what it holds out
+         -> train from this model        fetch, train, write down, send
+
+A client may be killed at any moment. What it keeps between rounds becomes valid when the server has
+said that the update counts; an update that was computed is sent, and not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from dure.wire.requests import (
+    VERSION,
+    CheckIn,
+    Machine,
+    MeasuredThis,
+    MeasureThis,
+    Outcome,
+    Reserve,
+    Train,
+    Trains,
+    Welcome,
+)
+from dure.worlds.network.client.failure import what_is_told
+from dure.worlds.network.client.link import Refused, Stopped
+from dure.worlds.network.client.session import Session, tensors_in
+
+MOST_WAIT = 60.0
+"""Seconds between two attempts of a client whose own code raises again and again, at the most."""
+
+
+class Answered(NamedTuple):
+    """What a site has made of an assignment.
+
+    reserve: the update without its tensors. memory: what the algorithm keeps if the update counts;
+    None where it keeps nothing new.
+    """
+
+    reserve: Reserve
+    tensors: Mapping[str, Tensor]
+    memory: Sequence[Tensor] | None
+
+
+class Site(Protocol):
+    """What a site does with what it is told. The loop knows neither model nor algorithm."""
+
+    name: str
+    examples: int
+    held_out: int
+    wants: int | None
+    share_errors: bool
+    folder: Path | None
+
+    def trains(self) -> Trains | None:
+        """What it would train; None for a training loop of its own."""
+
+    def machine(self) -> Machine | None:
+        """How it computes."""
+
+    def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
+        """The run is this one; memory: what the algorithm had kept."""
+
+    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+        """Trains from a model."""
+
+    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+        """Measures a model."""
+
+    def settle(self, outcome: Outcome) -> None:
+        """What became of an update."""
+
+
+Event = Callable[[str, Mapping[str, object]], None]
+"""Hears of what happens: ("training", {"round": 3, …})."""
+
+
+class Loop:
+    """A client at work until the run is over, or it is stopped."""
+
+    def __init__(self, session: Session, site: Site, event: Event) -> None:
+        self.session = session
+        self.site = site
+        self.event = event
+        self.state = session.state
+        self._confirmed: list[int] = []
+        self._failures = 0
+
+    def run(self) -> str:
+        """Until the run is over; why it is. Raises Stopped, Refused, and what the site raises."""
+        self._check_in()
+        self._confirmed = [] if self.state.temporary else self.state.confirmations()
+        while True:
+            confirmed = list(self._confirmed)
+            try:
+                word = self.session.next(confirmed)
+            except Refused as refused:
+                # A server that was started anew without its run has to be told who calls.
+                if refused.status != 409:
+                    raise
+                self._check_in()
+                continue
+            self._heard(confirmed)
+            for outcome in word.outcomes:
+                self._settle(outcome)
+            if word.over is not None:
+                return word.over
+            if word.measure is not None:
+                self._measure(word.measure)
+            if word.train is not None:
+                self._train(word.train)
+
+    def _check_in(self) -> None:
+        site = self.site
+        welcome = self.session.check_in(
+            CheckIn(
+                version=VERSION,
+                name=site.name,
+                examples=site.examples,
+                held_out=site.held_out,
+                wants=site.wants,
+                trains=site.trains(),
+                machine=site.machine(),
+            )
+        )
+        self.event("checked in", {"client": welcome.client, "differs": welcome.differs})
+
+    # What became of updates
+
+    def _settle(self, outcome: Outcome) -> None:
+        if not self.state.temporary:
+            self.state.settle(outcome.ticket, outcome.kept)
+        self.site.settle(outcome)
+        self._confirmed.append(outcome.ticket)
+        self.event("settled", {"kept": outcome.kept, "reason": outcome.reason})
+
+    def _heard(self, tickets: list[int]) -> None:
+        """The server has heard that these are settled."""
+        if tickets:
+            self._confirmed = [one for one in self._confirmed if one not in tickets]
+            if not self.state.temporary:
+                self.state.confirmed(tickets)
+
+    # Work
+
+    def _measure(self, measure: MeasureThis) -> None:
+        tensors = self._fetched(measure.round, measure.tensors, measure.bytes)
+        if tensors is None:
+            return
+        self.event("measuring", {"round": measure.round})
+        self.session.measured(self.site.measure(measure, tensors))
+
+    def _train(self, train: Train) -> None:
+        with self.session.working(train.ticket) as wanted:
+            self.event("fetching", {"round": train.round, "bytes": train.bytes})
+            found = self._ready(train)
+            if found is None:
+                answered = self._answered(train)
+                if answered is None:
+                    return
+                found = answered.reserve, answered.tensors
+            self.event("sending", {"round": train.round, "bytes": found[0].bytes})
+            try:
+                sent = self.session.send(*found, wanted)
+            # The round ended while it was on its way.
+            except Refused as refused:
+                if refused.status != 410:
+                    raise
+                sent = False
+            self.event("sent" if sent else "not wanted", {"round": train.round})
+
+    def _ready(self, train: Train) -> tuple[Reserve, Mapping[str, Tensor]] | None:
+        """An update that was computed before this process began."""
+        for reserve in () if self.state.temporary else self.state.updates():
+            if reserve.ticket == train.ticket:
+                return reserve, tensors_in(self.state.update(train.ticket))
+        return None
+
+    def _answered(self, train: Train) -> Answered | None:
+        """What the site makes of it, written down; None where its own code raised."""
+        tensors = self._fetched(train.round, train.tensors, train.bytes)
+        if tensors is None:
+            return None
+        self.event("training", {"round": train.round})
+        try:
+            answered = self.site.train(train, tensors)
+        except Exception as error:
+            self._fails(train, error)
+            return None
+        self._failures = 0
+        if not self.state.temporary:
+            if answered.memory is not None:
+                self.state.keep_pending(train.ticket, answered.memory)
+            if answered.reserve.failure is None:
+                self.state.keep_update(answered.reserve, answered.tensors)
+        return answered
+
+    def _fetched(self, round: int, digest: str, size: int) -> dict[str, Tensor] | None:
+        """A model; None where the server has a newer one by now."""
+        try:
+            return self.session.fetch(round, digest, size)
+        except Refused as refused:
+            if refused.status != 410:
+                raise
+            return None
+
+    def _fails(self, train: Train, error: Exception) -> None:
+        """The site's own code raised: the server hears where, and the client waits a little."""
+        site = self.site
+        told = what_is_told(train.ticket, error, site.share_errors, site.folder)
+        self.event("failed", {"round": train.round, "error": f"{type(error).__name__}: {error}"})
+        self.session.failed(told)
+        self._failures += 1
+        if self.session.stop.wait(min(2.0**self._failures, MOST_WAIT)):
+            raise Stopped from error
+
+

@@ -1,0 +1,287 @@
+"""A client's talk with its server: every request, signed, patient, and noted before it leaves.
+
+A session is one client's. It has a link for what it does, and while it works another one on which
+it hears whether its work is still wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dure.wire.requests import (
+    CheckIn,
+    Enrol,
+    Enrolled,
+    Failed,
+    MeasuredThis,
+    Ready,
+    Reserve,
+    Said,
+    Watch,
+    Watched,
+    Welcome,
+    Word,
+    to_json,
+)
+from dure.wire.signatures import NONCE, Key, Signer, prove
+from dure.wire.tensors import Form, receive
+from dure.worlds.network.client.audit import Audit, Kind
+from dure.worlds.network.client.link import Backoff, Link, LinkLost, Refused, patiently
+from dure.worlds.network.client.state import About, ClientState
+from dure.worlds.network.client.transfer import download, upload
+
+QUICK = 0.5
+"""Seconds of work after which a client begins to ask whether it is still wanted."""
+
+Tell = Callable[[str], None]
+"""Hears of what goes wrong with the link, in a line."""
+
+
+class Signed:
+    """Signs the requests of one link; its server's nonces are those of all links of the client."""
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self._last: dict[str, str] = {}
+
+    def headers(self, method: str, path: str, digest: str) -> Mapping[str, str]:
+        self._last = self._signer.sign(method, path, digest)
+        return self._last
+
+    def renew(self, nonce: str) -> None:
+        self._signer.again(self._last, 401, {NONCE: nonce})
+
+
+class Session:
+    """One client and its server.
+
+    context: of TLS, None over plain HTTP. state: where the client keeps what it has to keep. audit:
+    None notes nothing. stop: set when the client is to end, which ends every wait.
+    bytes_per_second: of transfers, None without a bound.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        context: ssl.SSLContext | None,
+        state: ClientState,
+        audit: Audit | None,
+        stop: threading.Event,
+        tell: Tell = lambda text: None,
+        bytes_per_second: float | None = None,
+    ) -> None:
+        self.url = url
+        self.state = state
+        self.stop = stop
+        self.tell = tell
+        self._context = context
+        self._audit = audit
+        self._pace = bytes_per_second
+        self._key = Key.kept_in(state.key)
+        self._signer = Signer(self._key)
+        self._backoff = Backoff()
+        self._link = self._made()
+        self._watching: Link | None = None
+        self.patience = 30.0
+        self.heartbeat = 10.0
+
+    def _made(self) -> Link:
+        return Link(self.url, context=self._context, signs=Signed(self._signer))
+
+    def close(self) -> None:
+        self._link.close()
+        if self._watching is not None:
+            self._watching.close()
+
+    # Who it is
+
+    def enrol(self, token: str, name: str, wants: int | None) -> Enrolled:
+        """Brings the client's key, and the token that lets it in."""
+        proof = prove(self._key, token, name, wants)
+        body = Enrol(token=token, key=self._key.public, proof=proof, name=name, wants=wants)
+        return self._ask("/v1/enrol", body, Enrolled, "enrol")
+
+    def check_in(self, said: CheckIn) -> Welcome:
+        """Says who it is and what it would train; without examples it only looks."""
+        welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
+        self.patience = welcome.patience
+        self.heartbeat = welcome.heartbeat
+        return welcome
+
+    def belongs(self, welcome: Welcome, name: str) -> None:
+        """The folder is this client's from now on. Raises StateError if it is another's."""
+        self.state.enter(About(self.url, welcome.run, welcome.client, name))
+
+    # What it is to do
+
+    def next(self, confirmed: Sequence[int]) -> Word:
+        """What there is to do; waits until there is something, or the server says that there is
+        not."""
+        ready = Ready(confirmed=list(confirmed))
+        word = self._ask("/v1/next", ready, Word, timeout=self.patience + 30)
+        return word
+
+    def fetch(
+        self, round: int, digest: str, size: int, expected: Mapping[str, Form] | None = None
+    ) -> dict[str, Tensor]:
+        """The tensors of a model; kept as the newest one where the client keeps anything."""
+        kept = self.state.model_file()
+        if kept is not None and kept[1] == digest:
+            found = self.state.model()
+            assert found is not None
+            return found[1]
+        into = None if self.state.temporary else self.state.download(digest)
+        tensors = download(
+            self._link,
+            digest,
+            size,
+            expected,
+            self.stop,
+            self._backoff,
+            into,
+            tell=self._tells,
+            bytes_per_second=self._pace,
+        )
+        if into is not None:
+            self.state.keep_download(round, digest)
+        return tensors
+
+    # What it says
+
+    def send(
+        self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+    ) -> bool:
+        """Sends an update; whether the server has it. False where it is not wanted any more."""
+        if self._audit is not None:
+            size, digest = reserve.bytes, reserve.digest
+            self._audit.record_digest("update", size, digest, reserve.ticket, None)
+        return upload(
+            self._link,
+            reserve,
+            tensors,
+            self.stop,
+            self._backoff,
+            wanted,
+            tell=self._tells,
+            bytes_per_second=self._pace,
+        )
+
+    def failed(self, failed: Failed) -> None:
+        """There will be no update, since the client's own code raised."""
+        self._post("/v1/failures", failed, "failure", failed.ticket)
+
+    def measured(self, measured: MeasuredThis) -> None:
+        """How good a model is on what the client holds out."""
+        self._post("/v1/measured", measured, "metrics", None, measured.round)
+
+    @contextmanager
+    def working(self, ticket: int) -> Iterator[Callable[[], bool]]:
+        """While it works, the server knows that it is there. Gives whether the work is wanted."""
+        watched = _Watched(self, ticket)
+        try:
+            yield watched.wanted
+        finally:
+            watched.end()
+
+    # How it says it
+
+    def _ask(
+        self,
+        path: str,
+        said: Said,
+        kind: Any,
+        noted: Kind | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        if noted is not None:
+            self._note(noted, to_json(said))
+        return patiently(
+            lambda: self._link.ask("POST", path, said, kind, timeout),
+            self._backoff,
+            self.stop,
+            self._tells,
+        )
+
+    def _post(
+        self, path: str, said: Said, noted: Kind, ticket: int | None, round: int | None = None
+    ) -> None:
+        body = to_json(said)
+        self._note(noted, body, ticket, round)
+        headers = {"content-type": "application/json"}
+        patiently(
+            lambda: self._link.request("POST", path, body, headers),
+            self._backoff,
+            self.stop,
+            self._tells,
+        )
+
+    def _note(
+        self, kind: Kind, body: bytes, ticket: int | None = None, round: int | None = None
+    ) -> None:
+        if self._audit is not None:
+            self._audit.record(kind, body, ticket, round)
+
+    def _tells(self, error: OSError, seconds: float) -> None:
+        self.tell(f"{error}; trying again in {seconds:.1f} s")
+
+    def watch(self, ticket: int) -> Watched:
+        """Asks once whether the work is wanted, on a link of its own."""
+        if self._watching is None:
+            self._watching = self._made()
+        timeout = self.heartbeat + 30
+        return self._watching.ask("POST", "/v1/watch", Watch(ticket), Watched, timeout)
+
+
+class _Watched:
+    """Asks in a thread whether work is still wanted, from `QUICK` seconds on."""
+
+    def __init__(self, session: Session, ticket: int) -> None:
+        self._session = session
+        self._ticket = ticket
+        self._wanted = True
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dure watches", daemon=True)
+        self._thread.start()
+
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def end(self) -> None:
+        """The work is done; a question that is open is left alone, since the next is not asked."""
+        self._done.set()
+
+    def _watch(self) -> None:
+        if self._done.wait(QUICK):
+            return
+        while not self._done.is_set() and not self._session.stop.is_set():
+            try:
+                self._wanted = self._session.watch(self._ticket).wanted
+            # What is wrong with the link is told where the work is sent.
+            except (LinkLost, Refused, OSError, RuntimeError):
+                self._done.wait(QUICK)
+            if not self._wanted:
+                return
+
+
+def digest_of_file(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    hashed = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            hashed.update(chunk)
+    return hashed.hexdigest()
+
+
+def tensors_in(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file in the safetensors format."""
+    with open(path, "rb") as file:
+        return receive(lambda memory: file.readinto(memory), path.stat().st_size)
