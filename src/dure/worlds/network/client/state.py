@@ -24,7 +24,6 @@ the folder is opened next. Everything has a checksum: what a disk has damaged is
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -45,6 +44,7 @@ from dure.record.disk import sync_folder, told, write_atomically
 from dure.record.seal import checksum
 from dure.wire.requests import Reserve, from_json, to_json
 from dure.wire.tensors import TensorsError, pieces, receive
+from dure.worlds.network.client.lock import lock, unlock
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SWEPT = re.compile(
@@ -136,14 +136,8 @@ class ClientState:
 
     def close(self) -> None:
         """Another process may have the folder now."""
-        if self._lock in _HELD:
-            _HELD.remove(self._lock)
-            # Said, and not by closing alone: a child that was just forked may have it open too.
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            if self._temporary:
-                shutil.rmtree(self.folder, ignore_errors=True)
+        if unlock(self._lock) and self._temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> ClientState:
         return self
@@ -435,34 +429,13 @@ def _locked(folder: Path) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A private key lies there, and what was learned from data that nobody else is to see.
         folder.chmod(0o700)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise StateError(f"{folder} can be no folder of a client: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock(folder / "lock")
     except BlockingIOError as error:
-        os.close(lock)
         raise StateError(
             f"{folder} is in use by another process: give each client a --state of its own"
         ) from error
-    except OSError:
-        # The file system knows no locks: nobody else could hold it.
-        pass
-    _HELD.add(lock)
-    return lock
-
-
-_HELD: set[int] = set()
-"""Descriptors of the locks of this process. A child that is forked closes them: it may live
-longer, and a lock lasts until all have closed it."""
-
-
-def _let_go() -> None:
-    while _HELD:
-        os.close(_HELD.pop())
-
-
-os.register_at_fork(after_in_child=_let_go)
+    except OSError as error:
+        raise StateError(f"{folder} can be no folder of a client: {error.strerror}") from error
 
 
 def _who(about: About) -> str:

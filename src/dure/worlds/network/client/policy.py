@@ -1,0 +1,398 @@
+"""What a site allows: `policy.toml`, which lies with the client and which no server can change.
+
+    systems = ["fed-avg", "scaffold"]       # those that it takes part in; else all of dure's
+    local_epochs = 5                        # the most of a round
+    local_steps = 500                       # the most of a round
+    smallest_cohort = 10                    # the fewest clients of a run, and of a round
+    hours = "22:00-06:00"                   # local time; or several: ["12:00-13:00", "20:00-06:00"]
+    cores = 2                               # the most at work
+    memory = "4 GB"                         # the most that the client takes
+    bandwidth = "2 MB"                      # the most that travels in a second, either way
+    approve = "ask"                         # the user has to approve each run; else "always"
+    share_errors = true                     # messages and lines of the site's own errors travel too
+
+Every key may be left out; then nothing is bounded, and no message of an error travels. What the run
+asks is compared with it before anything is trained (`check`). What cannot be known to be within a
+bound is beyond it.
+
+`cores` and `memory` are also limits that the system holds the process to (`hold`). The least that a
+model needs is compared with `memory` at once: weights as they came, as they are trained, gradients
+and the change that is sent. What activations and an optimizer need depends on the code of the site,
+and shows when the system refuses more: the client then fails in that round, and says so.
+
+`smallest_cohort` is about how many take part. Servers of fed-async and fed-buff use updates one by
+one, or a few at a time, however many clients are at work.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, time, timedelta
+from pathlib import Path
+from typing import Any
+
+from dure.catalog import SYSTEMS
+from dure.errors import DureError, suggestion
+from dure.machine.cores import available_cores
+from dure.machine.threads import set_own_threads
+from dure.references import is_reference
+from dure.wire.requests import Trains, Welcome
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = "policy.toml"
+
+_OWN_SYSTEMS = [name for name, each in SYSTEMS.items() if each.module.startswith("dure.federated.")]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B")
+_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+_HOURS = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)")
+_DAY = 24 * 60
+
+COPIES = 4
+"""Of the model, that training needs at the least."""
+
+
+class PolicyError(DureError, ValueError):
+    """`policy.toml` says what it cannot say."""
+
+    exit_code = 2
+
+
+Hours = tuple[int, int]
+"""From a minute of the day to another one, over midnight where that is earlier."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a site allows. None: no bound. memory in bytes, bandwidth in bytes a second.
+
+    hours: empty for all day. asks: whether the user has to approve a run.
+    """
+
+    systems: tuple[str, ...] = tuple(_OWN_SYSTEMS)
+    local_epochs: int | None = None
+    local_steps: int | None = None
+    smallest_cohort: int = 1
+    hours: tuple[Hours, ...] = ()
+    cores: int | None = None
+    memory: int | None = None
+    bandwidth: int | None = None
+    approve: str = "always"
+    share_errors: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> Policy:
+        """What the file says. Raises PolicyError with the file, the key and what is allowed."""
+        try:
+            written = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PolicyError(f"cannot read {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise PolicyError(f"{path} is no TOML: {error}") from error
+        given = {}
+        for key, value in written.items():
+            if key not in _READERS:
+                raise PolicyError(f"{path} has no key {key!r}{suggestion(key, _READERS)}")
+            try:
+                given[key] = _READERS[key](value)
+            except ValueError as error:
+                raise PolicyError(f"{path}: {key} is {value!r}, but it is {error}") from error
+        return cls(**given)
+
+    @classmethod
+    def beside(cls, folder: Path) -> Policy:
+        """What `policy.toml` in the folder says; without one nothing is bounded."""
+        path = folder / FILE
+        # A link that leads nowhere is a policy that cannot be read.
+        return cls.read(path) if os.path.lexists(path) else cls()
+
+    @property
+    def asks(self) -> bool:
+        return self.approve == "ask"
+
+    # What a run asks
+
+    def check(self, welcome: Welcome, examples: int | None = None) -> list[str]:
+        """Why the site does not take part, in words; empty where it does.
+
+        examples: on which the client would train, where that is known.
+        """
+        return [
+            *self._system(welcome.strategy),
+            *self._work(welcome.strategy, examples),
+            *self._cohort(welcome),
+            *self._memory(welcome.trains),
+        ]
+
+    def _system(self, strategy: Mapping[str, Any]) -> Iterator[str]:
+        name = strategy.get("name")
+        reference = strategy.get("from")
+        if "from" not in strategy and name in self.systems:
+            return
+        # Found by a reference, which may lead to another folder here than there.
+        if isinstance(reference, str) and _place(reference) in map(_place, self.systems):
+            return
+        shown = f"{name!r} of its own" if "from" in strategy else repr(name)
+        yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"
+
+    def _work(self, strategy: Mapping[str, Any], examples: int | None) -> Iterator[str]:
+        if self.local_epochs is None and self.local_steps is None:
+            return
+        epochs, steps = strategy.get("local_epochs"), strategy.get("local_steps")
+        tuning = strategy.get("fine_tune", 0)
+        batch = strategy.get("batch_size")
+        numbers = [each for each in (epochs, steps, tuning, batch) if each is not None]
+        if not all(_is_count(each, 0) for each in numbers) or (epochs, steps) == (None, None):
+            yield f"{FILE} bounds local work, and the run does not say how much it asks"
+            return
+        # Steps count where both are said. Without a batch size a step is an epoch.
+        per_epoch = None if examples is None else math.ceil(examples / (batch or examples or 1))
+        if batch is None:
+            per_epoch = 1
+        yield from self._epochs(epochs, steps, tuning, per_epoch)
+        yield from self._steps(epochs, steps, per_epoch)
+
+    def _epochs(
+        self, epochs: int | None, steps: int | None, tuning: int, per_epoch: int | None
+    ) -> Iterator[str]:
+        most = self.local_epochs
+        if most is None:
+            return
+        allowed = f"{FILE} allows at most {_many(most, 'local epoch')}; the run asks for"
+        if tuning > most:
+            yield f"{allowed} {tuning} of fine-tuning"
+        if steps is None:
+            if epochs is not None and epochs > most:
+                yield f"{allowed} {epochs}"
+        elif per_epoch is None:
+            yield f"{allowed} {_many(steps, 'step')}, which may be more"
+        elif steps > most * per_epoch:
+            yield f"{allowed} {_many(steps, 'step')}, of which {most * per_epoch} are {most}"
+
+    def _steps(self, epochs: int | None, steps: int | None, per_epoch: int | None) -> Iterator[str]:
+        most = self.local_steps
+        if most is None:
+            return
+        allowed = f"{FILE} allows at most {_many(most, 'local step')}; the run asks for"
+        if steps is not None:
+            if steps > most:
+                yield f"{allowed} {steps}"
+        elif epochs is not None and per_epoch is None:
+            yield f"{allowed} {_many(epochs, 'epoch')}, which may be more"
+        elif epochs is not None and per_epoch is not None and epochs * per_epoch > most:
+            yield f"{allowed} {_many(epochs, 'epoch')}, which are {epochs * per_epoch}"
+
+    def _cohort(self, welcome: Welcome) -> Iterator[str]:
+        allowed = f"{FILE} asks for at least {_many(self.smallest_cohort, 'client')}"
+        if welcome.clients < self.smallest_cohort:
+            yield f"{allowed}; the run has {welcome.clients}"
+            return
+        fraction = welcome.strategy.get("fraction", 1.0)
+        if isinstance(fraction, (int, float)) and 0 < fraction <= 1:
+            asked = max(round(fraction * welcome.clients), 1)
+            if asked < self.smallest_cohort:
+                yield f"{allowed}; a round of the run has {asked}"
+        elif self.smallest_cohort > 1:
+            yield f"{allowed}, and the run does not say how many a round has"
+
+    def _memory(self, trains: Trains) -> Iterator[str]:
+        if self.memory is None:
+            return
+        model = sum(_bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
+        if COPIES * model > self.memory:
+            yield (
+                f"{FILE} allows {_size(self.memory)} of memory; to train a model of {_size(model)} "
+                f"takes {_size(COPIES * model)} at least"
+            )
+
+    # When
+
+    def open_at(self, now: datetime) -> bool:
+        """Whether the site works then. now: local time, or one that says its zone."""
+        local = now.astimezone()
+        minute = local.hour * 60 + local.minute
+        return not self.hours or any(_within(minute, hours) for hours in self.hours)
+
+    def seconds_until_open(self, now: datetime) -> float:
+        """How long it is until then; 0 where the site works now."""
+        if self.open_at(now):
+            return 0.0
+        local = now.astimezone()
+        return min(_seconds_until(begin, local) for begin, _ in self.hours)
+
+    # How much
+
+    def hold(self) -> None:
+        """From now on the system gives this process, and its children, no more than is allowed.
+
+        To be called before there are other threads. Raises PolicyError where it has more already.
+        """
+        if self.cores is not None:
+            if hasattr(os, "sched_setaffinity"):  # Linux
+                os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: self.cores])
+            set_own_threads(min(self.cores, available_cores()))
+        if self.memory is not None:
+            _limit_memory(self.memory)
+
+
+def _limit_memory(memory: int) -> None:
+    taken = _taken()
+    if taken > memory:
+        raise PolicyError(
+            f"{FILE} allows {_size(memory)} of memory, and Python and its libraries alone take "
+            f"{_size(taken)}"
+        )
+    # Of what a process writes to, not of its addresses: libraries reserve far more than they use.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, most))
+
+
+def _taken() -> int:
+    """Bytes that count for the limit already; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^VmData:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+# Hours
+
+
+def _within(minute: int, hours: Hours) -> bool:
+    begin, end = hours
+    if begin < end:
+        return begin <= minute < end
+    return minute >= begin or minute < end
+
+
+def _seconds_until(begin: int, local: datetime) -> float:
+    """Until the clock on the wall says so next, though it may be put forward or back before."""
+    opening = datetime.combine(local.date(), time(begin // 60, begin % 60))
+    if opening <= local.replace(tzinfo=None):
+        opening += timedelta(days=1)
+    return (opening.astimezone() - local).total_seconds()
+
+
+# What runs say
+
+
+def _place(reference: str) -> str:
+    """The last part of a reference's path: "rules.py:Mine" of "/home/me/rules.py:Mine"."""
+    return reference.rpartition("/")[2] if is_reference(reference) else ""
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _bytes_of(dtype: str, shape: list[int]) -> int:
+    """Of a tensor: "F32" and "float32" have 32 bits an element, "BOOL" has 8."""
+    bits = re.search(r"\d+", dtype)
+    return max(0, math.prod(shape)) * (int(bits[0]) if bits else 8) // 8
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _size(count: int) -> str:
+    """ "4 GB", "1.5 MB"."""
+    for unit in "TGMk":
+        if count >= _FACTORS[unit]:
+            return f"{count / _FACTORS[unit]:.3g} {unit}B"
+    return f"{count} B"
+
+
+# What files say: each reader raises ValueError with what is allowed
+
+
+def _whole(value: object) -> int:
+    if not _is_count(value, 1):
+        raise ValueError("a whole number from 1 on")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _read_size(value: object) -> int:
+    allowed = 'a size such as "4 GB" or "500 MB", or a number of bytes'
+    if _is_count(value, 1):
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = int(float(found[1]) * _FACTORS[found[2]]) if found else 0
+    if size < 1:
+        raise ValueError(allowed)
+    return size
+
+
+def _read_systems(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise ValueError('a list of names, such as ["fed-avg", "scaffold"]')
+    for name in value:
+        if name not in _OWN_SYSTEMS and not is_reference(name):
+            raise ValueError(
+                f"a list of systems, and there is no system {name!r}"
+                f"{suggestion(name, _OWN_SYSTEMS)}, or path/to/file.py:Class"
+            )
+    return tuple(value)
+
+
+def _read_hours(value: object) -> tuple[Hours, ...]:
+    written = [value] if isinstance(value, str) else value
+    if not isinstance(written, list) or not written:
+        raise ValueError(_ALLOWED_HOURS)
+    return tuple(_read_one(one) for one in written)
+
+
+_ALLOWED_HOURS = 'local time such as "22:00-06:00", or a list of those'
+
+
+def _read_one(written: object) -> Hours:
+    found = _HOURS.fullmatch(written) if isinstance(written, str) else None
+    if found is None:
+        raise ValueError(_ALLOWED_HOURS)
+    begin, begin_minute, end, end_minute = map(int, found.groups())
+    hours = (begin * 60 + begin_minute, end * 60 + end_minute)
+    if max(begin_minute, end_minute) > 59 or hours[0] >= _DAY or hours[1] > _DAY:
+        raise ValueError(_ALLOWED_HOURS)
+    if hours[0] == hours[1]:
+        raise ValueError(f"{_ALLOWED_HOURS}, which end later than they begin")
+    return hours
+
+
+def _read_approve(value: object) -> str:
+    if value not in ("ask", "always"):
+        raise ValueError('"ask" or "always"')
+    return str(value)
+
+
+def _read_bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+_READERS: dict[str, Callable[[object], Any]] = {
+    "systems": _read_systems,
+    "local_epochs": _whole,
+    "local_steps": _whole,
+    "smallest_cohort": _whole,
+    "hours": _read_hours,
+    "cores": _whole,
+    "memory": _read_size,
+    "bandwidth": _read_size,
+    "approve": _read_approve,
+    "share_errors": _read_bool,
+}
