@@ -210,6 +210,13 @@ WORLDS: dict[str, World] = {
         lives="clients",
         call="Simulated()",
     ),
+    "network": World(
+        "dure.worlds.network.world",
+        "Network",
+        "a federation whose clients come to this server over a network",
+        lives="clients",
+        call="Network()",
+    ),
 }
 """Worlds by name."""
 

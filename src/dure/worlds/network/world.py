@@ -10,10 +10,10 @@ import contextlib
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
 from dure.fleet.conditions import Conditions
@@ -23,6 +23,8 @@ from dure.wire.requests import Machine
 from dure.worlds.here import refuse_under_torchrun, run_here
 
 Value = TypeVar("Value")
+
+Mode = Literal["invited", "open"]
 
 ENGINE = "loop"
 """How clients on a network train: one client, step by step."""
@@ -56,7 +58,7 @@ class Network(World):
     key: Path | None = None
     client_ca: Path | None = None
     insecure: bool = False
-    access: str = "invited"
+    access: Mode = "invited"
     start_with: int | None = None
     deadline: float = 600.0
     heartbeat: float = 10.0
@@ -135,6 +137,7 @@ class _Server:
         from dure.worlds.network.server.access import Access
         from dure.worlds.network.server.app import App, Served
         from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.register import Register
         from dure.worlds.network.server.serving import Serving
         from dure.worlds.network.server.shelf import Shelf
         from dure.worlds.network.updates import Updates
@@ -153,8 +156,8 @@ class _Server:
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
         self.machine: Machine = machine_of(ENGINE, 1)
-        access = Access(folder, clients=federation.clients, mode=world.access)
-        self.ending.callback(access.close)
+        register = self.ending.enter_context(Register(folder / "clients.db", federation.clients))
+        access = Access(register, world.access)
         served = Served(
             run=run,
             clients=federation.clients,
