@@ -146,6 +146,7 @@ class Learner(ABC):
 
     def saved(self) -> None:
         """The newest `state` is on the disk: what was kept in case it would not be can go."""
+        return
 
     def facts(self) -> dict[str, Any] | None:
         """What lies where, as JSON, for the report; None where there is nothing to say.

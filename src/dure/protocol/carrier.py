@@ -43,9 +43,9 @@ Action = Assign | Refuse | Combine
 class Coordinator(Protocol):
     """What a carrier has to know of a coordinator.
 
-    wake: when it wants to be told that time has passed. synchronous: whether there are rounds, which
-    end all their tickets. Those who simulate clients know where they
-    are, and need none of the events that tell of their coming and going.
+    wake: when it wants to be told that time has passed. synchronous: whether there are rounds,
+    which end all their tickets. Those who simulate clients know where they are, and need none of
+    the events that tell of their coming and going.
     """
 
     wake: float

@@ -22,9 +22,9 @@ from dure.contracts.strategy import seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
 from dure.federated.strategy import Federated
-from dure.fleet.conditions import Conditions
+from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.threads import threads
-from dure.protocol.messages import Assignment, Measure, Settled, nbytes
+from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
 from dure.wire.layout import Layout
@@ -42,7 +42,7 @@ from dure.wire.requests import (
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
 
-ENGINE = "loop"
+ENGINE: EngineName = "loop"
 """How clients on a network train."""
 
 Progress = Callable[[str, Mapping[str, object]], None]
@@ -122,7 +122,9 @@ def _context(
         return None
     from dure.wire.certificates import client_context
 
-    own = Path(certificate) if certificate is not None else None
+    own = None
+    if certificate is not None:
+        own = Path(certificate), Path(certificate).with_suffix(".key")
     return client_context(Path(authority) if authority is not None else None, own)
 
 
@@ -157,8 +159,7 @@ class Training:
         return trains_of(self.task, self.model)
 
     def machine(self) -> Machine | None:
-        machine: Machine = machine_of(ENGINE, self.threads)
-        return machine
+        return machine_of(ENGINE, self.threads)
 
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
         strategy = decode_strategy(welcome.strategy)
@@ -199,6 +200,7 @@ class Training:
         )
         started = time.perf_counter()
         update = self.clients.receive(assignment)
+        assert isinstance(update, Update)
         seconds = time.perf_counter() - started
         named: dict[str, Tensor] = {}
         if update.failure is None:

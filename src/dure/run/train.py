@@ -109,9 +109,7 @@ def train(
             RunFolder.create(folder, config)
         begun_here(folder, task, strategy, world)
     return run_job(
-        dataclasses.replace(
-            job, folder=folder, resume=elastic, elastic=elastic, config=config
-        ),
+        dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic, config=config),
         world,
         on_progress,
     )

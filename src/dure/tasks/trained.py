@@ -1,4 +1,4 @@
-"""What a task trains, in words and numbers: by it two machines find out whether they train the same.
+"""What a task trains, in words and numbers: two machines see by it whether they train the same.
 
 No code travels between a server and its clients. Each has the task itself, and they compare what it
 comes to: the tensors that are trained, the weights that are not, the loss, the optimizer with its
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dure.contracts.task import Task
-from dure.wire.requests import Trains
+from dure.wire.requests import Machine, Trains
 from dure.wire.tensors import digest_of
 
 
@@ -90,8 +90,6 @@ def _features(theirs: list[str], ours: list[str]) -> str:
     return f"feature {place} is {theirs[place]!r}, and {ours[place]!r} at the server"
 
 
-def machine_of(engine: str, threads: int) -> Any:
+def machine_of(engine: str, threads: int) -> Machine:
     """This machine, as far as it decides on bits."""
-    from dure.wire.requests import Machine
-
-    return Machine(torch.__version__, torch.backends.cpu.get_cpu_capability(), engine, threads)
+    return Machine(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), engine, threads)

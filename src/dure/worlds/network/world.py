@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
-from dure.fleet.conditions import Conditions
+from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
 from dure.wire.requests import Machine
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 Mode = Literal["invited", "open"]
 
-ENGINE = "loop"
+ENGINE: EngineName = "loop"
 """How clients on a network train: one client, step by step."""
 
 FAREWELL = 3.0

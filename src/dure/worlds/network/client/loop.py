@@ -29,7 +29,7 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.worlds.network.client.failure import what_is_told
-from dure.worlds.network.client.link import Refused, Stopped
+from dure.worlds.network.client.link import RefusedError, StoppedError
 from dure.worlds.network.client.session import Session, tensors_in
 
 MOST_WAIT = 60.0
@@ -93,14 +93,14 @@ class Loop:
         self._failures = 0
 
     def run(self) -> str:
-        """Until the run is over; why it is. Raises Stopped, Refused, and what the site raises."""
+        """Until the run is over; why it is. Raises StoppedError and RefusedError."""
         self._check_in()
         self._confirmed = [] if self.state.temporary else self.state.confirmations()
         while True:
             confirmed = list(self._confirmed)
             try:
                 word = self.session.next(confirmed)
-            except Refused as refused:
+            except RefusedError as refused:
                 # A server that was started anew without its run has to be told who calls.
                 if refused.status != 409:
                     raise
@@ -169,7 +169,7 @@ class Loop:
             try:
                 sent = self.session.send(*found, wanted)
             # The round ended while it was on its way.
-            except Refused as refused:
+            except RefusedError as refused:
                 if refused.status != 410:
                     raise
                 sent = False
@@ -205,7 +205,7 @@ class Loop:
         """A model; None where the server has a newer one by now."""
         try:
             return self.session.fetch(round, digest, size)
-        except Refused as refused:
+        except RefusedError as refused:
             if refused.status != 410:
                 raise
             return None
@@ -218,6 +218,4 @@ class Loop:
         self.session.failed(told)
         self._failures += 1
         if self.session.stop.wait(min(2.0**self._failures, MOST_WAIT)):
-            raise Stopped from error
-
-
+            raise StoppedError from error

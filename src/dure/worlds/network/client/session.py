@@ -34,7 +34,7 @@ from dure.wire.requests import (
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import Form, receive
 from dure.worlds.network.client.audit import Audit, Kind
-from dure.worlds.network.client.link import Backoff, Link, LinkLost, Refused, patiently
+from dure.worlds.network.client.link import Backoff, Link, LinkLostError, RefusedError, patiently
 from dure.worlds.network.client.state import About, ClientState
 from dure.worlds.network.client.transfer import download, upload
 
@@ -108,11 +108,12 @@ class Session:
         """Brings the client's key, and the token that lets it in."""
         proof = prove(self._key, token, name, wants)
         body = Enrol(token=token, key=self._key.public, proof=proof, name=name, wants=wants)
-        return self._ask("/v1/enrol", body, Enrolled, "enrol")
+        enrolled: Enrolled = self._ask("/v1/enrol", body, Enrolled, "enrol")
+        return enrolled
 
     def check_in(self, said: CheckIn) -> Welcome:
         """Says who it is and what it would train; without examples it only looks."""
-        welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
+        welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
         self.patience = welcome.patience
         self.heartbeat = welcome.heartbeat
         return welcome
@@ -127,7 +128,7 @@ class Session:
         """What there is to do; waits until there is something, or the server says that there is
         not."""
         ready = Ready(confirmed=list(confirmed))
-        word = self._ask("/v1/next", ready, Word, timeout=self.patience + 30)
+        word: Word = self._ask("/v1/next", ready, Word, timeout=self.patience + 30)
         return word
 
     def fetch(
@@ -266,7 +267,7 @@ class _Watched:
             try:
                 self._wanted = self._session.watch(self._ticket).wanted
             # What is wrong with the link is told where the work is sent.
-            except (LinkLost, Refused, OSError, RuntimeError):
+            except (LinkLostError, RefusedError, OSError, RuntimeError):
                 self._done.wait(QUICK)
             if not self._wanted:
                 return

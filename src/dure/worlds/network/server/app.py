@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,14 +40,18 @@ from dure.wire.requests import (
     to_json,
 )
 from dure.wire.tensors import size_of
-from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
+from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.server.desk import GRACE, Desk, Seat
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import PartError, Updates
 
 Body = TypeVar("Body", bound=Said)
+
+LOG = logging.getLogger("dure.server")
+
+Handler = Callable[..., Awaitable[Response]]
 
 PART = 4 << 20
 """Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
@@ -99,9 +104,7 @@ class App:
             ]
         )
 
-    def _route(
-        self, path: str, method: str, handler: Callable[..., Awaitable[Response]], known: bool = True
-    ) -> Route:
+    def _route(self, path: str, method: str, handler: Handler, known: bool = True) -> Route:
         """The handler behind the checks that all share: is it open, and who calls?"""
 
         async def endpoint(request: Request) -> Response:
@@ -122,12 +125,14 @@ class App:
                 return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
             except ClientDisconnect:
                 return Response(status_code=400)
+            # A mistake of ours: said in the log, and nothing of it to strangers.
+            except Exception:
+                LOG.exception("%s %s", request.method, request.url.path)
+                return refusal(500, "the server has made a mistake; its log says where")
 
         return Route(path, endpoint, methods=[method])
 
-    async def _checked(
-        self, handler: Callable[..., Awaitable[Response]], request: Request, admitted: Admitted
-    ) -> Response:
+    async def _checked(self, handler: Handler, request: Request, admitted: Admitted) -> Response:
         """What cannot be right is counted against the client that has sent it."""
         try:
             return await handler(request, admitted)
@@ -220,9 +225,7 @@ class App:
         self.desk.confirm(seat.number, ready.confirmed)
         with _call(self.desk, seat):
             await self._comes_back(seat)
-            word = await _while_connected(
-                request, self.desk.next(seat, self.served.patience)
-            )
+            word = await _while_connected(request, self.desk.next(seat, self.served.patience))
         return answer(word) if word is not None else Response(status_code=400)
 
     async def _comes_back(self, seat: Seat) -> None:
@@ -231,9 +234,7 @@ class App:
             seat.missing = False
             await self._log("back", seat.number, seat.train.ticket)
         if not seat.here:
-            await self._arrives(
-                seat, Here(seat.name, seat.examples, seat.held_out, seat.machine)
-            )
+            await self._arrives(seat, Here(seat.name, seat.examples, seat.held_out, seat.machine))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
         said = await self._body(request, admitted, Watch)
@@ -366,9 +367,7 @@ class App:
         """Returns once it is on the disk. Raises RunFolderWriteError."""
         await asyncio.wrap_future(self.journal.append(kind, client, ticket, body))
 
-    async def _body(
-        self, request: Request, admitted: Admitted | None, kind: type[Body]
-    ) -> Body:
+    async def _body(self, request: Request, admitted: Admitted | None, kind: type[Body]) -> Body:
         """The JSON body. Raises RequestError where it is not what was signed, or what it has to
         be."""
         body = await _read(request, MOST_BODY)
@@ -393,7 +392,7 @@ def _unwanted() -> Refused:
 
 def _target(request: Request) -> str:
     """The path with its query, as it was sent."""
-    raw = request.scope.get("raw_path", b"").decode("ascii", "replace")
+    raw: str = request.scope.get("raw_path", b"").decode("ascii", "replace")
     query = request.scope.get("query_string", b"").decode("ascii", "replace")
     return raw + (f"?{query}" if query else "")
 
@@ -461,12 +460,13 @@ Found = TypeVar("Found")
 async def _while_connected(request: Request, waiting: Awaitable[Found]) -> Found | None:
     """What is waited for; None once the client has hung up."""
     found: asyncio.Future[Found] = asyncio.ensure_future(waiting)
-    gone = asyncio.ensure_future(_gone(request))
+    gone: asyncio.Future[None] = asyncio.ensure_future(_gone(request))
+    both: set[asyncio.Future[Any]] = {found, gone}
     try:
-        await asyncio.wait({found, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         return found.result() if found.done() else None
     finally:
-        for one in (found, gone):
+        for one in both:
             one.cancel()
 
 

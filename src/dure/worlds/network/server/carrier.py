@@ -8,11 +8,11 @@ function of the journal: after a restart the events behind the checkpoint are ap
 same code, and give the same bits. What is not an input is not logged: what is on the desk follows
 from the coordinator's actions.
 
-    check_in    a client is there, with so many examples       begin     enough are there
-    leave       it has gone, and had nothing to do             tick      time has passed
-    missing     it has gone while at work                      update    its update lies here
-    back        and is there again                             failed    its own code raised
-    measured    what it says of a model                        all_measured   nobody else is waited for
+    check_in    a client is there, with so many examples    begin      enough are there
+    leave       it has gone, and had nothing to do          tick       time has passed
+    missing     it has gone while at work                   update     its update lies here
+    back        and is there again                          failed     its own code raised
+    measured    what it says of a model                     all_measured   no other is waited for
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COHORT = "cohort.json"
 """In the run folder: the examples of each client at the beginning of the first round."""
 
 BACK_OFF = 5.0
-"""Seconds for which the clock stands after a restart: the longest that clients wait to try again."""
+"""Seconds for which the clock stands after a restart: as long as clients wait to try again."""
 
 LOOK = 0.25
 """Seconds after which a waiting server looks whether its user wants it to stop."""
@@ -131,7 +131,7 @@ class NetworkCarrier:
         self.shelf = shelf
         self.machine = machine
         self.start_with = start_with
-        self.lasts = lasts
+        self.lasts: float | None = lasts
         self.measure_seconds = measure_seconds
         self.record = record
         self.interrupted = interrupted
@@ -196,7 +196,9 @@ class NetworkCarrier:
         self._lay_again(coordinator)
         self._let_go(coordinator)
         while True:
-            event = self._waiting.popleft() if self._waiting else self._next(self._wake(coordinator))
+            event = (
+                self._waiting.popleft() if self._waiting else self._next(self._wake(coordinator))
+            )
             if event is None:
                 if self.interrupted():
                     raise Interrupted
@@ -466,9 +468,7 @@ class NetworkCarrier:
 
     # Tensors
 
-    def _sent(
-        self, coordinator: Coordinator, asked: Assignment
-    ) -> tuple[str, int, dict[str, Any]]:
+    def _sent(self, coordinator: Coordinator, asked: Assignment) -> tuple[str, int, dict[str, Any]]:
         """(digest, bytes, forms of the answer) of what an assignment sends.
 
         All assignments of a model share its tensors, so this is done once for them.

@@ -32,7 +32,8 @@ class Seat:
     """What is known of a client, and what waits for it.
 
     calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
-    work and is gone. forms: of the update that is wanted. sent: the newest tickets that it answered.
+    work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
+    answered.
     """
 
     number: int
@@ -81,7 +82,9 @@ class Desk:
 
     # The main thread puts things down
 
-    def assign(self, client: int, train: Train, deadline: float | None, forms: dict[str, Form]) -> None:
+    def assign(
+        self, client: int, train: Train, deadline: float | None, forms: dict[str, Form]
+    ) -> None:
         """The client is to train this."""
         seat = self.seat(client)
         with self._lock:
@@ -153,9 +156,7 @@ class Desk:
                 return Word(outcomes=outcomes, over=self.over, newest=self.newest)
             if not (outcomes or train or seat.measure):
                 return None
-            return Word(
-                outcomes=outcomes, train=train, measure=seat.measure, newest=self.newest
-            )
+            return Word(outcomes=outcomes, train=train, measure=seat.measure, newest=self.newest)
 
     async def next(self, seat: Seat, seconds: float) -> Word:
         """What there is to say to the client, at the latest after so many seconds nothing."""

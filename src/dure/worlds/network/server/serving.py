@@ -23,7 +23,7 @@ HEADER_SECONDS = 15.0
 """Seconds in which the header of a request has to be complete."""
 
 SILENT_SECONDS = 20
-"""Seconds after which a client that does not send the rest of a body, or take an answer, is gone."""
+"""Seconds after which a client that sends no more of a body, or takes no answer, is gone."""
 
 KEEP_SECONDS = 90
 """Seconds for which an idle connection is kept: longer than clients keep theirs."""
@@ -138,6 +138,9 @@ class Serving:
         except BaseException as error:
             self._error = error
         finally:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.run_until_complete(asyncio.sleep(0))
             loop.close()
 
     @property
