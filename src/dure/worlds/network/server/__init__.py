@@ -1,0 +1,1 @@
+"""The server: who is there, what waits for whom, what has arrived."""
