@@ -1,5 +1,6 @@
 """What a server and a client of a network say to each other besides tensors: small JSON bodies.
 
+    POST  /v1/enrol           Enrol -> Enrolled     here is my key, and the token that lets me in
     POST  /v1/check-in        CheckIn -> Welcome    who I am, what I would train; how we go on
     POST  /v1/next            Ready -> Word         what am I to do? waits until there is something
     POST  /v1/watch           Watch -> Watched      is my work still wanted? waits while it is
@@ -229,3 +230,26 @@ def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is no {kind.__name__}: {error}") from error
+
+
+class Enrol(Said, frozen=True):
+    """A client brings its key; this request alone is not signed.
+
+    token: of an invitation. key: public, as `wire.signatures` writes it. proof: of the private one,
+    by `wire.signatures.prove`. name: how it wants to be called, and wants: the number that it would
+    have, where it cares.
+    """
+
+    token: str
+    key: str
+    proof: str
+    name: str = ""
+    wants: int | None = None
+
+
+class Enrolled(Said, frozen=True):
+    """client: its number, below `clients`. name: as the server has it."""
+
+    client: int
+    clients: int
+    name: str

@@ -1,0 +1,413 @@
+"""TLS: a private certificate authority, and the contexts of servers and clients.
+
+    FOLDER/authority.pem   what clients need to know the server: `dure join --ca`
+    FOLDER/authority.key   signs certificates; stays where it was made
+    FOLDER/server.pem      the server's certificate, for the names by which clients reach it
+    FOLDER/server.key
+    FOLDER/NAME.pem        a client's certificate, for servers that ask for one
+    FOLDER/NAME.key
+
+Keys are of the curve P-256 and readable by their owner only. Certificates are good from 1970 on,
+so that a device whose clock has lost its battery can come; when they expire is said where they are
+made.
+
+Certificates from anywhere else do as well: the contexts take any files in PEM.
+
+Source: RFC 5280 (certificates), RFC 8446 (TLS 1.3).
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dure.record.disk import sync_folder, told
+
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+        load_pem_private_key,
+    )
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as error:
+    raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
+
+AUTHORITY_DAYS = 3650
+CERTIFICATE_DAYS = 825
+ALWAYS = ("localhost", "127.0.0.1", "::1")
+"""Names that every server's certificate has."""
+
+_BEGIN = datetime.datetime(1970, 1, 2, tzinfo=datetime.timezone.utc)
+_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Pair(NamedTuple):
+    """The files of a certificate, with what lies between it and the authority, and of its key."""
+
+    certificate: Path
+    key: Path
+
+
+def pair_in(folder: Path, name: str) -> Pair:
+    return Pair(folder / f"{name}.pem", folder / f"{name}.key")
+
+
+def make_authority(folder: Path, name: str = "dure", days: float = AUTHORITY_DAYS) -> Pair:
+    """Makes an authority in a folder. Raises ValueError where there is one: nobody would trust any
+    longer what that has signed."""
+    pair = pair_in(folder, "authority")
+    for file in pair:
+        if file.exists():
+            raise ValueError(f"there is an authority already: {file}")
+    with told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _named(f"{name} authority")
+    made = (
+        _begun(subject, subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    _write(pair, key, [made])
+    return pair
+
+
+def issue_server(
+    folder: Path, hosts: Iterable[str] = (), days: float = CERTIFICATE_DAYS, name: str = "server"
+) -> Pair:
+    """Makes a server's certificate, or its successor, by the authority in the folder.
+
+    hosts: names and IP addresses by which clients reach it, besides `ALWAYS`. A server that runs
+    with these files takes the new ones by itself (`Reloading`). Raises ValueError for what is no
+    host, and where there is no authority.
+    """
+    names = [_general_name(host) for host in dict.fromkeys([*ALWAYS, *hosts])]
+    alternatives = x509.SubjectAlternativeName(names)
+    return _issue(folder, name, days, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
+
+
+def issue_client(folder: Path, name: str, days: float = CERTIFICATE_DAYS) -> Pair:
+    """Makes a client's certificate by the authority in the folder."""
+    if _FILE.fullmatch(name) is None or name in ("authority", "server"):
+        raise ValueError(f"{name!r} cannot be the name of a client's files: letters, digits, . _ -")
+    alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
+    return _issue(folder, name, days, ExtendedKeyUsageOID.CLIENT_AUTH, alternatives)
+
+
+def expires(certificate: Path) -> datetime.datetime:
+    """When the first certificate of a file expires, in UTC. ValueError for a file without one."""
+    return _certificates(certificate)[0].not_valid_after_utc
+
+
+def check_pair(pair: Pair) -> None:
+    """Raises ValueError in one line unless the files are a certificate that has not expired, and
+    its key."""
+    certificate = _certificates(pair.certificate)[0]
+    key = _private_key(pair.key)
+    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if key.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
+        raise ValueError(f"{pair.key} is not the key of the certificate {pair.certificate}")
+    ended = certificate.not_valid_after_utc
+    if ended < _now():
+        raise ValueError(
+            f"the certificate {pair.certificate} expired on {ended:%Y-%m-%d %H:%M} UTC"
+        )
+
+
+def server_context(
+    certificate: Path, key: Path, client_authority: Path | None = None
+) -> ssl.SSLContext:
+    """TLS of a server, 1.2 or newer.
+
+    client_authority: who does not show a certificate of these authorities is sent away before it
+    can say a word. Raises ValueError for files that will not do.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load(context, Pair(certificate, key))
+    if client_authority is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        _trust(context, client_authority)
+    return context
+
+
+def client_context(
+    authority: Path | None = None, certificate: tuple[Path, Path] | None = None
+) -> ssl.SSLContext:
+    """TLS of a client, 1.2 or newer; the server has to prove the name by which it was reached.
+
+    authority: who signed the server's certificate; those that this machine trusts where it is None.
+    certificate: the client's own and its key, where the server asks for one. Raises ValueError for
+    files that will not do.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if authority is None:
+        context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+    else:
+        _trust(context, authority)
+    if certificate is not None:
+        _load(context, Pair(*certificate))
+    return context
+
+
+class Reloading:
+    """Takes a renewed certificate into the context of a server that runs.
+
+    Connections that begin afterwards get it; those that are there go on. `look` is called every few
+    seconds. The authorities of clients are not looked at: a context can trust one more, but none
+    less.
+    """
+
+    def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+        self._context = context
+        self._pair = Pair(certificate, key)
+        self._loaded = self._stamp()
+        self._refused: object = None
+
+    def look(self) -> bool:
+        """Whether the files have changed and were loaded.
+
+        Raises ValueError, once, for new files that will not do; the old certificate stays. That may
+        be for a moment only, when one file of two is written.
+        """
+        stamp = self._stamp()
+        if stamp == self._loaded or stamp == self._refused:
+            return False
+        try:
+            _load(self._context, self._pair)
+        except ValueError:
+            self._refused = stamp
+            raise
+        self._loaded = stamp
+        self._refused = None
+        return True
+
+    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_stamp_of, self._pair))
+
+
+def explained(error: ssl.SSLError | OSError) -> str:
+    """Why a connection with TLS failed, and what to do, in one line for whoever runs the client."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _not_trusted(error)
+    reason = getattr(error, "reason", None) or ""
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+        return "the server does not speak TLS there: is the address http:// or the port another?"
+    if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
+        return "the server asks for a client's certificate, and got none that it takes"
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
+        return "the server does not take this client's certificate: has it expired?"
+    return f"TLS failed: {reason.replace('_', ' ').lower() or error}"
+
+
+_EXPIRED = 10
+_NOT_YET = 9
+_OTHER_HOST = (62, 64)
+
+
+def _not_trusted(error: ssl.SSLCertVerificationError) -> str:
+    # The numbers are X509_V_ERR_... of OpenSSL.
+    if error.verify_code == _EXPIRED:
+        return "the server's certificate has expired: renew it, or correct this machine's clock"
+    if error.verify_code == _NOT_YET:
+        return "the server's certificate is not valid yet: is this machine's clock right?"
+    if error.verify_code in _OTHER_HOST:
+        return f"the server's certificate is for other names: {error.verify_message.rstrip('.')}"
+    return (
+        "the server's certificate is not from an authority that this client trusts "
+        f"({error.verify_message}): give its authority.pem"
+    )
+
+
+def _load(context: ssl.SSLContext, pair: Pair) -> None:
+    # First: OpenSSL would ask the terminal for a password, and forget the old certificate before it
+    # finds fault with the new one.
+    check_pair(pair)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*pair)
+        context.load_cert_chain(*pair)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"TLS does not take {pair.certificate}: {_short(error)}") from error
+
+
+def _trust(context: ssl.SSLContext, authority: Path) -> None:
+    _certificates(authority)
+    try:
+        context.load_verify_locations(cafile=authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"TLS does not take {authority}: {_short(error)}") from error
+
+
+def _short(error: OSError) -> str:
+    return str(getattr(error, "reason", None) or error.strerror or error)
+
+
+def _stamp_of(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _certificates(file: Path) -> Sequence[x509.Certificate]:
+    """Those of a file, at least one."""
+    content = _read(file)
+    try:
+        return x509.load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise ValueError(f"{file} is no certificate in PEM") from error
+
+
+def _private_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    content = _read(file)
+    try:
+        # RSA and others have the same methods.
+        return load_pem_private_key(content, password=None)  # type: ignore[return-value]
+    except TypeError as error:
+        raise ValueError(f"the key {file} has a password: give one without") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is no private key in PEM") from error
+
+
+def _issue(
+    folder: Path,
+    name: str,
+    days: float,
+    purpose: x509.ObjectIdentifier,
+    alternatives: x509.SubjectAlternativeName,
+) -> Pair:
+    files = pair_in(folder, "authority")
+    if not files.key.exists():
+        raise ValueError(f"there is no authority in {folder}: make one with dure certificates init")
+    check_pair(files)
+    [authority, *_] = _certificates(files.certificate)
+    authority_key = _private_key(files.key)
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    made = (
+        _begun(_named(name), authority.subject, key.public_key(), days, authority)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+        .add_extension(alternatives, critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(signer), critical=False
+        )
+        .sign(authority_key, hashes.SHA256())
+    )
+    pair = pair_in(folder, name)
+    _write(pair, key, [made])
+    return pair
+
+
+def _begun(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    authority: x509.Certificate | None = None,
+) -> x509.CertificateBuilder:
+    if not days > 0:
+        raise ValueError(f"a certificate is good for more than {days} days")
+    try:
+        end = _now() + datetime.timedelta(days=days)
+    except OverflowError as error:
+        raise ValueError(f"a certificate cannot be good for {days} days") from error
+    if authority is not None:
+        # Beyond the authority's end it would be good for nothing, and say that it is.
+        end = min(end, authority.not_valid_after_utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_BEGIN)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc)
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        ascii_name = host.encode("idna").decode("ascii")
+    except UnicodeError:
+        ascii_name = ""
+    if _HOST.fullmatch(ascii_name) is None:
+        raise ValueError(f"{host!r} is no host name or IP address, such as fed.example.org")
+    return x509.DNSName(ascii_name)
+
+
+def _write(
+    pair: Pair, key: ec.EllipticCurvePrivateKey, certificates: Iterable[x509.Certificate]
+) -> None:
+    """Both files, each as a whole, in the order in which a server that looks can take them."""
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    chain = b"".join(one.public_bytes(Encoding.PEM) for one in certificates)
+    _replace(pair.key, pem, 0o600)
+    _replace(pair.certificate, chain, 0o644)
+    sync_folder(pair.key.parent)
+
+
+def _replace(file: Path, content: bytes, mode: int) -> None:
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    with told(file):
+        # Nobody else can read a key, from its first byte on.
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        with open(descriptor, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(beside, file)

@@ -1,0 +1,381 @@
+"""Who asks: every request of a client is signed with its Ed25519 key.
+
+Signed are six lines, each ended by the next: what this is, the method, the path with its query, the
+SHA-256 of the body, the server's nonce, and a serial that the client counts up:
+
+    dure request 1
+    PATCH
+    /v1/uploads/7?offset=1048576
+    9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    1b4f0e9851971998e732078544c96b36
+    42
+
+Five headers carry what the request itself does not say:
+
+    dure-client     the public key, 64 hexadecimal digits
+    dure-nonce      the server's nonce, 32 digits; empty as long as the client knows none
+    dure-serial     a decimal number
+    dure-digest     SHA-256 of the body, 64 digits
+    dure-signature  128 digits
+
+The nonce is the server's and random, so no clock has to be right. A client's first request has none
+and is answered by 401 with one in the header `dure-nonce`; so is every request with a nonce that
+the server has forgotten, as after a restart. Whoever gets such an answer signs again. Within a
+nonce each serial counts once. Requests of several connections overtake each other, so the server
+remembers the highest serial and, as bits, which of the `WINDOW` below it were seen. This is the
+window of IPsec (RFC 4303, 3.4.3), and its memory is the same after any number of requests.
+
+The same request can be written in one way only: digits are lower case, numbers have no leading
+zero. So a request with any byte changed is another request, for which there is no signature.
+
+Source: RFC 8032 for Ed25519.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from dure.record.disk import sync_folder, told
+
+try:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+except ImportError as error:
+    raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
+
+CLIENT, NONCE, SERIAL, DIGEST, SIGNATURE = (
+    "dure-client",
+    "dure-nonce",
+    "dure-serial",
+    "dure-digest",
+    "dure-signature",
+)
+"""The headers, in lower case."""
+
+WINDOW = 1024
+"""How far a request may be overtaken by others of the same client."""
+
+SESSIONS = 4
+"""Nonces of one client that are good at the same time: a key may be used by several processes."""
+
+_FORMS = {
+    CLIENT: re.compile("[0-9a-f]{64}"),
+    NONCE: re.compile("(?:[0-9a-f]{32})?"),
+    SERIAL: re.compile("0|[1-9][0-9]{0,17}"),
+    DIGEST: re.compile("[0-9a-f]{64}"),
+    SIGNATURE: re.compile("[0-9a-f]{128}"),
+}
+_LINE = re.compile("[!-~]+")
+"""A method or a path: visible ASCII, as HTTP has it, so no end of a line."""
+
+
+class SignatureError(ValueError):
+    """A request is not signed by whom it says, or not for now.
+
+    kind: in two words, to be counted. nonce: with which the client may sign again; None where that
+    would not help.
+    """
+
+    def __init__(self, kind: str, reason: str, nonce: str | None = None) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.nonce = nonce
+
+
+def digest_of(body: bytes | bytearray | memoryview = b"") -> str:
+    """SHA-256 of a body, as hexadecimal digits."""
+    return hashlib.sha256(body).hexdigest()
+
+
+class Key:
+    """A private key, which stays on its machine. `public` is the text by which others know it."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public = private.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def make(cls) -> Key:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def kept_in(cls, path: Path) -> Key:
+        """The key of a file, which only its owner may read; a new one where there is no file.
+
+        Raises ValueError for a file that is no such key or that others may read, and
+        RunFolderWriteError where a new one cannot be kept.
+        """
+        if not path.exists():
+            with told(path):
+                cls.make()._keep(path)
+        # Read again: of two processes that made one at the same time, one was the first.
+        return cls._of(path)
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes."""
+        return self._private.sign(message)
+
+    def _keep(self, path: Path) -> None:
+        pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        # What a killed process has left: the next may have its number, as in a container.
+        beside.unlink(missing_ok=True)
+        # For nobody else from its first byte on.
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(beside, path)
+            except FileExistsError:
+                return
+        finally:
+            beside.unlink()
+        sync_folder(path.parent)
+
+    @classmethod
+    def _of(cls, path: Path) -> Key:
+        try:
+            pem = path.read_bytes()
+            others = path.stat().st_mode & 0o077
+        except OSError as error:
+            raise ValueError(f"cannot read the key {path}: {error.strerror}") from error
+        if others:
+            raise ValueError(f"others may read the private key {path}: chmod 600 {path}")
+        try:
+            private = load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is no private key in PEM without a password") from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise ValueError(f"{path} is a key of another kind than Ed25519")
+        return cls(private)
+
+    def __repr__(self) -> str:
+        return f"Key({self.public})"
+
+
+@lru_cache(maxsize=8192)
+def _public(text: str) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
+
+
+def is_signed(public: str, message: bytes, signature: bytes) -> bool:
+    """Whether the owner of a public key has signed the message. ValueError for a text that is no
+    key."""
+    if _FORMS[CLIENT].fullmatch(public) is None:
+        raise ValueError("a public key has 64 hexadecimal digits")
+    try:
+        _public(public).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def prove(key: Key, token: str, name: str, wants: int | None) -> str:
+    """The proof of an enrolment: that whoever brings the public key has the private one."""
+    return key.sign(_enrolment(token, name, wants)).hex()
+
+
+def is_proven(public: str, proof: str, token: str, name: str, wants: int | None) -> bool:
+    """Whether `prove` made the proof with the key and these arguments."""
+    if _FORMS[CLIENT].fullmatch(public) is None or _FORMS[SIGNATURE].fullmatch(proof) is None:
+        return False
+    return is_signed(public, _enrolment(token, name, wants), bytes.fromhex(proof))
+
+
+def _enrolment(token: str, name: str, wants: int | None) -> bytes:
+    # As JSON, so that no two different enrolments have the same bytes.
+    return b"dure enrol 1\n" + json.dumps([token, name, wants]).encode("ascii")
+
+
+class Claim(NamedTuple):
+    """What the headers of a request say."""
+
+    client: str
+    nonce: str
+    serial: int
+    digest: str
+    signature: str
+
+    def is_true(self, method: str, path: str) -> bool:
+        """Whether the client signed just this request."""
+        return is_signed(
+            self.client,
+            _lines(method, path, self.digest, self.nonce, self.serial),
+            bytes.fromhex(self.signature),
+        )
+
+
+def claim_of(headers: Mapping[str, str]) -> Claim:
+    """The claim of a request. headers: names in lower case. Raises SignatureError."""
+    texts = {name: headers.get(name) for name in _FORMS}
+    if texts[SIGNATURE] is None:
+        raise SignatureError("not signed", "the request is not signed")
+    for name, form in _FORMS.items():
+        text = texts[name]
+        if text is None or form.fullmatch(text) is None:
+            raise SignatureError("not signed", f"the header {name} is not what it has to be")
+    client, nonce, serial, digest, signature = (str(text) for text in texts.values())
+    return Claim(client, nonce, int(serial), digest, signature)
+
+
+def _lines(method: str, path: str, digest: str, nonce: str, serial: int) -> bytes:
+    for part in (method, path):
+        if _LINE.fullmatch(part) is None:
+            raise SignatureError("not signed", "method and path are visible ASCII")
+    return "\n".join(["dure request 1", method, path, digest, nonce, str(serial)]).encode("ascii")
+
+
+class Signer:
+    """The client's side: signs requests of several connections, each with the next serial."""
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        self._nonce = ""
+        self._serial = 0
+        self._lock = threading.Lock()
+
+    def sign(self, method: str, path: str, digest: str) -> dict[str, str]:
+        """The headers of a request. path: with its query. digest: of the body (`digest_of`)."""
+        with self._lock:
+            nonce = self._nonce
+            serial = self._serial
+            self._serial += 1
+        signature = self._key.sign(_lines(method, path, digest, nonce, serial))
+        return {
+            CLIENT: self._key.public,
+            NONCE: nonce,
+            SERIAL: str(serial),
+            DIGEST: digest,
+            SIGNATURE: signature.hex(),
+        }
+
+    def again(self, signed: Mapping[str, str], status: int, answer: Mapping[str, str]) -> bool:
+        """Whether an answer asks to sign the same request once more, which `sign` then does.
+
+        signed: the headers that were sent. status, answer: the server's, names in lower case.
+        """
+        fresh = answer.get(NONCE, "")
+        if status != 401 or not fresh or _FORMS[NONCE].fullmatch(fresh) is None:
+            return False
+        with self._lock:
+            # Not where another connection has learned of a new one since this request was signed.
+            if self._nonce == signed[NONCE] and self._nonce != fresh:
+                self._nonce = fresh
+                self._serial = 0
+        return True
+
+
+class _Session:
+    """A nonce, and which of its serials were seen: bit i of `seen` is the highest minus i."""
+
+    __slots__ = ("highest", "nonce", "seen", "used")
+
+    def __init__(self, now: float) -> None:
+        self.nonce = secrets.token_hex(16)
+        self.highest = -1
+        self.seen = 0
+        self.used = now
+
+    def takes(self, serial: int) -> bool:
+        """Whether the serial is new, which it is no longer."""
+        ahead = serial - self.highest
+        if ahead > 0:
+            # Shifted by no more than the window: a serial may be as high as it likes.
+            self.seen = (self.seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
+            self.highest = serial
+            return True
+        if -ahead >= WINDOW or self.seen >> -ahead & 1:
+            return False
+        self.seen |= 1 << -ahead
+        return True
+
+
+class Nonces:
+    """The server's side: which nonces are good, and what was seen of each.
+
+    life: seconds after its last use when a nonce is forgotten. most: clients that are remembered;
+    the one that was longest silent is forgotten first. clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        life: float = 3600.0,
+        most: int = 100_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._life = life
+        self._most = most
+        self._clock = clock
+        self._sessions: OrderedDict[str, list[_Session]] = OrderedDict()
+        """Of each client, by its key: at most `SESSIONS`, the one used last at the end."""
+        self._lock = threading.Lock()
+
+    def take(self, claim: Claim) -> None:
+        """Takes a claim, once; one that `is_true`, else anybody could use up a client's serials.
+
+        Raises SignatureError with a nonce where the client has to sign again: its nonce is not
+        known, or the serial was seen or is too old.
+        """
+        now = self._clock()
+        with self._lock:
+            self._forget_silent(now)
+            sessions = self._sessions.setdefault(claim.client, [])
+            self._sessions.move_to_end(claim.client)
+            sessions[:] = [one for one in sessions if now - one.used <= self._life]
+            session = next((one for one in sessions if one.nonce == claim.nonce), None)
+            if session is None:
+                nonce = self._unused(sessions, now).nonce
+                raise SignatureError("new nonce", "sign with the server's nonce", nonce)
+            if not session.takes(claim.serial):
+                reason = f"request {claim.serial} was answered before, or is too old"
+                # With the same nonce: only who has the key can make anything of it.
+                raise SignatureError("replayed", reason, session.nonce)
+            session.used = now
+            sessions.remove(session)
+            sessions.append(session)
+
+    def __len__(self) -> int:
+        """Clients that are remembered."""
+        return len(self._sessions)
+
+    def _unused(self, sessions: list[_Session], now: float) -> _Session:
+        # One that nobody has used yet is given again: whoever sends an old request many times
+        # over gets one nonce for it, and drives out none that is in use.
+        for session in sessions:
+            if session.highest < 0:
+                session.used = now
+                return session
+        del sessions[: max(0, len(sessions) - SESSIONS + 1)]
+        sessions.append(_Session(now))
+        return sessions[-1]
+
+    def _forget_silent(self, now: float) -> None:
+        while self._sessions:
+            sessions = next(iter(self._sessions.values()))
+            silent = all(now - one.used > self._life for one in sessions)
+            if not silent and len(self._sessions) <= self._most:
+                return
+            self._sessions.popitem(last=False)

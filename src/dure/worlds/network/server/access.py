@@ -1,0 +1,267 @@
+"""Who may: a request is admitted, or refused with a reason.
+
+A request is looked at in this order, so that nobody can do harm in somebody else's name:
+
+    its headers say who asks     401   not signed
+    the client is enrolled       403   unknown client
+    it is in quarantine          429   quarantined; try again after so many seconds
+    its signature is right       403   forged
+    nonce and serial are new     401   new nonce, replayed: sign again with the nonce of the answer
+    it was not revoked           403   revoked
+    it does not ask too often    429   too fast
+
+A refusal counts against a client once the signature has shown that it was the client; before, it
+counts against the address it came from, on which no door is ever shut: many clients may share one.
+There, who goes on is only told to wait.
+
+`open` lets in whoever comes, in the order of their first check-in, until all places are taken: for
+demonstrations and this machine. `invited` asks for an invitation (`register.py`), once.
+
+The body is not read here. Its digest is signed; whoever reads the body compares it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from dure.errors import RunFolderError
+from dure.wire.requests import Enrol, Enrolled
+from dure.wire.signatures import NONCE, Claim, Nonces, SignatureError, claim_of, is_proven
+from dure.worlds.network.server.conduct import Conducts
+from dure.worlds.network.server.register import Client, EnrolError, Register, check_same
+
+Mode = Literal["invited", "open"]
+
+CHECK_IN = "/v1/check-in"
+NEW = -1
+"""The number of a client that is enrolled when its check-in is read."""
+
+MOST_KINDS = 64
+"""Of refusals that are counted apart."""
+
+
+class Refused(Exception):  # noqa: N818, it is an answer
+    """The answer to a request that is refused. headers: more of them, in lower case."""
+
+    def __init__(
+        self, status: int, kind: str, reason: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.status, self.kind, self.reason = status, kind, reason
+        self.headers = dict(headers or {})
+
+
+class Admitted(NamedTuple):
+    """Who asks, by whose key, and the digest that the body must have.
+
+    client: its number, or `NEW`. nonce: the same for all requests of a session of a client.
+    """
+
+    client: int
+    name: str
+    key: str
+    nonce: str
+    serial: int
+    digest: str
+
+
+class Access:
+    """The door of one server. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        register: Register,
+        mode: Mode = "invited",
+        nonces: Nonces | None = None,
+        conducts: Conducts | None = None,
+    ) -> None:
+        self.register = register
+        self.mode = mode
+        self._nonces = nonces if nonces is not None else Nonces()
+        self._conducts = conducts if conducts is not None else Conducts()
+        self._refusals: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._version: int | None = None
+        self._change = 0
+        self._by_key: dict[str, Client] = {}
+        self._by_number: dict[int, Client] = {}
+
+    def admit(
+        self, headers: Mapping[str, str], method: str, path: str, address: str = ""
+    ) -> Admitted:
+        """Who sent a request. Raises Refused.
+
+        headers: names in lower case. path: with its query, as it was sent. address: of whom it came
+        from, without the port.
+        """
+        try:
+            claim = claim_of(headers)
+        except SignatureError as error:
+            self._refuse_stranger(401, error.kind, str(error), address)
+        client = self._client(claim.client)
+        if client is None and not self._may_come(path):
+            self._refuse_stranger(403, "unknown client", self._how_to_enrol(), address)
+        if client is not None:
+            self._check_welcome(client.number)
+        self._check_signature(claim, method, path, address)
+        if client is None:
+            return Admitted(NEW, "", claim.client, claim.nonce, claim.serial, claim.digest)
+        if client.state != "enrolled":
+            self.refuse(client.number, 403, "revoked", f"client {client.number} was revoked")
+        wait = self._conducts.hurry(client.number)
+        if wait:
+            self._count("too fast")
+            raise Refused(429, "too fast", "too many requests at once", _after(wait))
+        name = client.name or ""
+        number = client.number
+        return Admitted(number, name, claim.client, claim.nonce, claim.serial, claim.digest)
+
+    def check_in(self, admitted: Admitted, name: str = "", wants: int | None = None) -> Admitted:
+        """Who checks in, with the number that it has from now on. Raises Refused.
+
+        name, wants: as its check-in says. They must be those of the enrolment; open access enrols
+        who is `NEW` by them.
+        """
+        try:
+            client = self._client(admitted.key)
+            if client is None:
+                if self.mode != "open":
+                    raise EnrolError("unknown client", self._how_to_enrol())
+                client = self._enrol(admitted.key, name, wants, None)
+            else:
+                check_same(client, name, wants)
+        except EnrolError as error:
+            self.refuse(admitted.client, 409, error.kind, str(error))
+        return admitted._replace(client=client.number, name=client.name or "")
+
+    def enrol(self, body: Enrol, address: str = "") -> Enrolled:
+        """Enrols a client; the same key again gets the same answer. Raises Refused."""
+        if not is_proven(body.key, body.proof, body.token, body.name, body.wants):
+            reason = "the enrolment is not signed with the key that it brings"
+            self._refuse_stranger(403, "forged", reason, address)
+        # Where everybody is let in, an invitation may still say which number.
+        token = None if self.mode == "open" and not body.token else body.token
+        try:
+            client = self._enrol(body.key, body.name, body.wants, token)
+        except EnrolError as error:
+            self._refuse_stranger(
+                403 if "token" in error.kind else 409, error.kind, str(error), address
+            )
+        return Enrolled(client.number, self.register.places, client.name or "")
+
+    def may(self, client: int) -> bool:
+        """Whether a client is still enrolled: for answers to questions that waited long."""
+        self._read_changes()
+        known = self._by_number.get(client)
+        return known is not None and known.state == "enrolled"
+
+    def refuse(self, client: int, status: int, kind: str, reason: str) -> NoReturn:
+        """Refuses what a client asked for, and counts it against the client. Raises Refused.
+
+        kind: in two words, to be counted; reason: what the client prints.
+        """
+        self._count(kind)
+        headers: dict[str, str] = {}
+        away = self._conducts.refused(client) if client != NEW else 0.0
+        if away:
+            reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
+            headers = _after(away)
+        raise Refused(status, kind, reason, headers)
+
+    def status(self) -> dict[str, Any]:
+        """For /status: how many are enrolled, what was refused, who is in quarantine."""
+        self._read_changes()
+        with self._lock:
+            enrolled = sum(one.state == "enrolled" for one in self._by_number.values())
+            refusals = dict(self._refusals)
+        away = self._conducts.in_quarantine()
+        return {
+            "places": self.register.places,
+            "enrolled": enrolled,
+            "refusals": refusals,
+            "quarantine": {who: left for who, left in away.items() if isinstance(who, int)},
+        }
+
+    def _client(self, key: str) -> Client | None:
+        self._read_changes()
+        return self._by_key.get(key)
+
+    def _may_come(self, path: str) -> bool:
+        return self.mode == "open" and path == CHECK_IN
+
+    def _how_to_enrol(self) -> str:
+        if self.mode == "open":
+            return "the server does not know this key: check in first"
+        return "the server does not know this key: enrol with the token of an invitation"
+
+    def _check_welcome(self, client: int) -> None:
+        away = self._conducts.away(client)
+        if away:
+            self._count("quarantined")
+            reason = f"after many refusals, client {client} is not heard for {math.ceil(away)} s"
+            raise Refused(429, "quarantined", reason, _after(away))
+
+    def _check_signature(self, claim: Claim, method: str, path: str, address: str) -> None:
+        try:
+            if not claim.is_true(method, path):
+                reason = "the signature is not for this request: was it changed on its way?"
+                self._refuse_stranger(403, "forged", reason, address)
+            self._nonces.take(claim)
+        except SignatureError as error:
+            self._count(error.kind)
+            headers = {} if error.nonce is None else {NONCE: error.nonce}
+            raise Refused(401, error.kind, str(error), headers) from None
+
+    def _enrol(self, key: str, name: str, wants: int | None, token: str | None) -> Client:
+        try:
+            return self.register.enrol(key, name, wants, token)
+        except RunFolderError as error:
+            # The disk is full, say. Who comes later finds it as it was.
+            self._count("not written")
+            reason = "the server cannot write an enrolment now; try again later"
+            raise Refused(503, "not written", reason, _after(10.0)) from error
+
+    def _refuse_stranger(self, status: int, kind: str, reason: str, address: str) -> NoReturn:
+        self._count(kind)
+        away = self._conducts.refused(("address", address))
+        if away:
+            reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
+            raise Refused(429, kind, reason, _after(away))
+        raise Refused(status, kind, reason)
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            known = kind in self._refusals or len(self._refusals) < MOST_KINDS
+            self._refusals[kind if known else "other"] += 1
+
+    def _read_changes(self) -> None:
+        """What this process or another one has changed in the file, since it was read."""
+        try:
+            version = self.register.version()
+            if version == self._version:
+                return
+            with self._lock:
+                self._change, changed = self.register.changes(self._change)
+                for client in changed:
+                    self._put(client)
+                # Read before the changes were: what came between is read next time.
+                self._version = version
+        except RunFolderError as error:
+            reason = "the server cannot read who is enrolled now; try again later"
+            raise Refused(503, "not readable", reason, _after(10.0)) from error
+
+    def _put(self, client: Client) -> None:
+        before = self._by_number.get(client.number)
+        self._by_number[client.number] = client
+        if client.key is not None:
+            self._by_key[client.key] = client
+        elif before is not None and before.key is not None:
+            del self._by_key[before.key]
+
+
+def _after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(math.ceil(seconds))}

@@ -1,0 +1,391 @@
+"""Who is enrolled and who is invited: a small SQLite file, `RUN/clients.db`.
+
+A client is its public key, with a number and a name. Numbers are 0 … K-1, in the order of
+enrolment or as wished, and none is given twice, whatever becomes of its client. An invitation is a
+random token; kept is its SHA-256, and when it expires.
+
+Several processes may have the file open: the server, and `dure clients` beside it. Each change is
+one transaction that is on the disk when it returns, and each change of a client has a number, so
+that the others read what is new and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sqlite3
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from dure.errors import RunFolderError, RunFolderWriteError
+from dure.record.disk import sync_folder
+
+FILE = "clients.db"
+"""Its name in a run folder."""
+
+MOST_NAME = 64
+DAY = 86400.0
+WEEK = 7 * DAY
+
+_VERSION = 1
+_PATIENCE = 5.0
+"""Seconds that a change waits for another process's."""
+
+_SCHEMA = """
+CREATE TABLE run (clients INTEGER NOT NULL);
+CREATE TABLE clients (
+    number INTEGER PRIMARY KEY,
+    key TEXT UNIQUE,
+    name TEXT,
+    enrolled REAL,
+    state TEXT NOT NULL,
+    change INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX names ON clients (name) WHERE state = 'enrolled';
+CREATE INDEX changes ON clients (change);
+CREATE TABLE invitations (
+    hash TEXT PRIMARY KEY,
+    name TEXT,
+    number INTEGER,
+    expires REAL NOT NULL,
+    used INTEGER
+);
+"""
+
+State = Literal["enrolled", "revoked", "forgotten"]
+
+
+class Client(NamedTuple):
+    """enrolled: when, in seconds since 1970. Of one that was forgotten only the number is left."""
+
+    number: int
+    key: str | None
+    name: str | None
+    enrolled: float | None
+    state: State
+
+
+class Invitation(NamedTuple):
+    """name, number: what its client will have, where that was said. expires: seconds since 1970."""
+
+    name: str | None
+    number: int | None
+    expires: float
+
+
+class EnrolError(ValueError):
+    """An enrolment is refused. kind: in two words, to be counted."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Register:
+    """The file, opened. wall: the time in seconds since 1970, by which invitations expire."""
+
+    def __init__(
+        self, path: Path, clients: int | None = None, wall: Callable[[], float] = time.time
+    ) -> None:
+        """clients: K, where a server begins the run or goes on with it; the file is made then.
+
+        Raises RunFolderError where there is no such file, or one of another K.
+        """
+        self.path = path
+        self._wall = wall
+        self._lock = threading.Lock()
+        if clients is not None and not path.exists():
+            _make(path, clients)
+        if not path.exists():
+            raise RunFolderError(f"no server has begun a run there: {path} is missing")
+        self._db = _opened(path)
+        # Of its own: readers never wait for what is being written.
+        self._reader = _opened(path)
+        self._reading = threading.Lock()
+        with _told(path):
+            [version] = self._db.execute("PRAGMA user_version").fetchone()
+            if version != _VERSION:
+                raise RunFolderError(f"{path} is of another version of dure, or not whole")
+            [self.places] = self._db.execute("SELECT clients FROM run").fetchone()
+        if clients is not None and clients != self.places:
+            raise RunFolderError(f"{path} is of a run with {self.places} clients, not {clients}")
+
+    def close(self) -> None:
+        self._db.close()
+        self._reader.close()
+
+    def __enter__(self) -> Register:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def invite(
+        self, name: str | None = None, number: int | None = None, lasts: float = WEEK
+    ) -> str:
+        """A token with which one client can enrol, once, within `lasts` seconds.
+
+        It is not kept and cannot be shown again. Raises ValueError for a name or number that is
+        taken.
+        """
+        if not 0 < lasts < float("inf"):
+            raise ValueError(f"an invitation lasts some time, not {lasts} s")
+        name = None if name is None else clean_name(name)
+        token = secrets.token_urlsafe(24)
+        with self._change() as db:
+            self._check_free(db, name, number)
+            row = (_hash(token), name, number, self._wall() + lasts)
+            db.execute("INSERT INTO invitations VALUES (?, ?, ?, ?, NULL)", row)
+        return token
+
+    def withdraw(self) -> int:
+        """No open invitation is good any more; how many there were."""
+        with self._change() as db:
+            return db.execute("DELETE FROM invitations WHERE used IS NULL").rowcount
+
+    def enrol(
+        self, key: str, name: str = "", wants: int | None = None, token: str | None = None
+    ) -> Client:
+        """A client of this key, which `is_proven`; the same one as before for a known key.
+
+        token: of an invitation; None lets in whoever comes. Raises EnrolError, and then nothing has
+        changed: a token that met a taken name is still good.
+        """
+        with self._change() as db:
+            known = _client(db, "key", key)
+            if known is not None:
+                check_same(known, name, wants)
+                return known
+            invitation = None if token is None else self._invitation(db, token)
+            if invitation is not None:
+                name = _agreed("name", invitation.name, name or None) or ""
+                wants = _agreed("number", invitation.number, wants)
+            name = clean_name(name) if name else ""
+            self._check_free(db, name or None, wants)
+            number = self._next(db) if wants is None else wants
+            if not name:
+                name = f"client {number}"
+                self._check_free(db, name, None)
+            row = (number, key, name, self._wall(), "enrolled")
+            db.execute(f"INSERT INTO clients VALUES (?, ?, ?, ?, ?, {_NEXT_CHANGE})", row)
+            if token is not None:
+                used = (number, _hash(token))
+                db.execute("UPDATE invitations SET used = ? WHERE hash = ?", used)
+            return Client(number, key, name, row[3], "enrolled")
+
+    def revoke(self, who: str) -> Client:
+        """Its key is no longer good; its number and its key stay taken, its name is free again.
+
+        who: a number or a name. Raises ValueError where there is no such client.
+        """
+        with self._change() as db:
+            client = _named(db, who)
+            self._set(db, client._replace(state="revoked"))
+        return client
+
+    def forget(self, who: str) -> Client:
+        """Revokes it, and deletes all that is known of it but its number."""
+        with self._change() as db:
+            client = _named(db, who)
+            self._set(db, Client(client.number, None, None, None, "forgotten"))
+            db.execute("DELETE FROM invitations WHERE used = ?", (client.number,))
+        with self._lock, _told(self.path):
+            # Out of the log of changes too, in which the row was as it had been.
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return client
+
+    def clients(self) -> list[Client]:
+        """All of them, by number."""
+        with self._reading, _told(self.path):
+            rows = self._reader.execute(f"SELECT {_COLUMNS} FROM clients ORDER BY number")
+            return [Client(*row) for row in rows]
+
+    def invitations(self) -> list[Invitation]:
+        """Those that are still good, by when they expire."""
+        with self._reading, _told(self.path):
+            rows = self._reader.execute(
+                "SELECT name, number, expires FROM invitations "
+                "WHERE used IS NULL AND expires > ? ORDER BY expires",
+                (self._wall(),),
+            )
+            return [Invitation(*row) for row in rows]
+
+    def version(self) -> int:
+        """A number that is another one after a change by anybody. Costs some microseconds."""
+        with self._reading, _told(self.path):
+            return int(self._reader.execute("PRAGMA data_version").fetchone()[0])
+
+    def changes(self, since: int) -> tuple[int, list[Client]]:
+        """Clients that changed after change `since`, and the number of the last change."""
+        with self._reading, _told(self.path):
+            rows = self._reader.execute(
+                f"SELECT change, {_COLUMNS} FROM clients WHERE change > ? ORDER BY change", (since,)
+            ).fetchall()
+        return (rows[-1][0] if rows else since), [Client(*row[1:]) for row in rows]
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """What is done inside happens as a whole or not at all."""
+        with self._lock, _told(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            finally:
+                # Not where SQLite has done so itself, as for a full disk.
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    def _invitation(self, db: sqlite3.Connection, token: str) -> Invitation:
+        row = db.execute(
+            "SELECT name, number, expires, used FROM invitations WHERE hash = ?", (_hash(token),)
+        ).fetchone()
+        if row is None:
+            raise EnrolError("wrong token", "the token is not one of this server's invitations")
+        *said, used = row
+        invitation = Invitation(*said)
+        if used is not None:
+            raise EnrolError("used token", "the token was used already: ask for a new one")
+        if invitation.expires <= self._wall():
+            raise EnrolError("expired token", "the token has expired: ask for a new one")
+        return invitation
+
+    def _check_free(self, db: sqlite3.Connection, name: str | None, number: int | None) -> None:
+        """Raises EnrolError where the name or the number is not to be had."""
+        if number is not None and not 0 <= number < self.places:
+            reason = f"there is no client {number}: they are 0 to {self.places - 1}"
+            raise EnrolError("wrong number", reason)
+        if number is not None and _client(db, "number", number) is not None:
+            raise EnrolError("number taken", f"the number {number} is taken: choose another")
+        other = None if name is None else _client(db, "name", name, "AND state = 'enrolled'")
+        if other is not None:
+            reason = f"client {other.number} is called {name!r} already: choose another name"
+            raise EnrolError("name taken", reason)
+
+    def _next(self, db: sqlite3.Connection) -> int:
+        """The smallest free number."""
+        taken = {number for (number,) in db.execute("SELECT number FROM clients")}
+        free = next((number for number in range(self.places) if number not in taken), None)
+        if free is None:
+            raise EnrolError("full", f"all {self.places} clients of this run are enrolled")
+        return free
+
+    def _set(self, db: sqlite3.Connection, client: Client) -> None:
+        db.execute(
+            "UPDATE clients SET key = ?, name = ?, enrolled = ?, state = ?, "
+            f"change = {_NEXT_CHANGE} WHERE number = ?",
+            (*client[1:], client.number),
+        )
+
+
+_COLUMNS = "number, key, name, enrolled, state"
+_NEXT_CHANGE = "(SELECT COALESCE(MAX(change), 0) + 1 FROM clients)"
+
+
+def clean_name(name: str) -> str:
+    """A name in one spelling. Raises EnrolError for what cannot be one."""
+    name = unicodedata.normalize("NFC", name)
+    fit = name.isprintable() and name == name.strip() and 0 < len(name) <= MOST_NAME
+    # All digits: nobody could tell it from a number.
+    if not fit or name.isdecimal():
+        reason = f"a name has 1 to {MOST_NAME} characters that can be printed, not digits alone"
+        raise EnrolError("wrong name", reason)
+    return name
+
+
+def check_same(client: Client, name: str, wants: int | None) -> None:
+    """Raises EnrolError where a client that is known wants to be another."""
+    if client.state != "enrolled":
+        raise EnrolError("revoked", f"client {client.number} was revoked, and its key with it")
+    if wants is not None and wants != client.number:
+        reason = f"this key is client {client.number}, and cannot be client {wants} too"
+        raise EnrolError("number taken", reason)
+    if name and unicodedata.normalize("NFC", name) != client.name:
+        reason = f"this key is enrolled as {client.name!r}, and cannot be {name!r} too"
+        raise EnrolError("name taken", reason)
+
+
+Wish = TypeVar("Wish", int, str)
+
+
+def _agreed(what: str, invited: Wish | None, wished: Wish | None) -> Wish | None:
+    """What the invitation says, or else the client."""
+    if invited is not None and wished is not None and invited != wished:
+        raise EnrolError(f"wrong {what}", f"the invitation is for the {what} {invited!r}")
+    return wished if invited is None else invited
+
+
+def _hash(token: str) -> str:
+    # Tokens have 192 random bits: there is nothing to guess, so a plain hash will do.
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _client(db: sqlite3.Connection, column: str, value: object, more: str = "") -> Client | None:
+    row = db.execute(
+        f"SELECT {_COLUMNS} FROM clients WHERE {column} = ? {more}", (value,)
+    ).fetchone()
+    return None if row is None else Client(*row)
+
+
+def _named(db: sqlite3.Connection, who: str) -> Client:
+    """The client with this number or name, where it is not forgotten."""
+    if who.isascii() and who.isdecimal():
+        client = _client(db, "number", int(who))
+    else:
+        # Of those that had the name, the one that has it now.
+        name = unicodedata.normalize("NFC", who)
+        client = _client(db, "name", name, "ORDER BY state = 'enrolled' DESC, enrolled DESC")
+    if client is None:
+        raise ValueError(f"no client is called {who!r}: dure clients list shows them")
+    if client.state == "forgotten":
+        raise ValueError(f"client {who} is forgotten already")
+    return client
+
+
+def _make(path: Path, clients: int) -> None:
+    """The file, empty but for K; there as a whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with _told(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # What a killed process has left: the next may have its number, as in a container.
+            beside.unlink(missing_ok=True)
+            # Names of people and places are nobody else's business.
+            os.close(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        except OSError as error:
+            raise RunFolderWriteError(f"cannot write {path}: {error.strerror}") from error
+        db = sqlite3.connect(beside, isolation_level=None)
+        try:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+            db.execute("INSERT INTO run VALUES (?)", (clients,))
+        finally:
+            db.close()
+        os.replace(beside, path)
+        sync_folder(path.parent)
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    with _told(path):
+        db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL").fetchone()
+        db.execute("PRAGMA synchronous = FULL")
+        # What is deleted is overwritten.
+        db.execute("PRAGMA secure_delete = ON").fetchone()
+        return db
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        # A full disk, say; what is no database is no OperationalError.
+        passing = isinstance(error, sqlite3.OperationalError)
+        kind = RunFolderWriteError if passing else RunFolderError
+        raise kind(f"{path} cannot be used: {error}") from error
