@@ -31,7 +31,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from dure.errors import DureError
 from dure.wire.requests import MOST_BODY, Body, Refusal, RequestError, Said, from_json, to_json
 from dure.worlds.network.client.connection import (
-    AT_ONCE,
+    READ_AT_ONCE,
+    SENT_AT_ONCE,
     Connection,
     Limits,
     LinkLostError,
@@ -63,7 +64,7 @@ LONGEST_WAIT = 600.0
 """Seconds that a server may ask a client to stay away."""
 
 _NOT_NOW = (408, 425, 429)
-_LATE_ANSWER = 1.0
+_EARLY_ANSWER = 1.0
 _CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _Result = TypeVar("_Result")
 
@@ -341,13 +342,11 @@ class Link:
         try:
             for piece in _joined(head, body.pieces()):
                 connection.send(piece)
-        except OSError:
+        except OSError as error:
             # Who refuses a body may answer, and close, before all of it is sent.
-            limits.until = time.monotonic() + _LATE_ANSWER
-            response = _late(connection)
-            if response is None:
-                raise
-            return response
+            connection.usable = False
+            limits.until = time.monotonic() + _EARLY_ANSWER
+            return _early(connection, error)
         limits.until = time.monotonic() + seconds
         return connection.getresponse()
 
@@ -372,7 +371,7 @@ class Link:
     def _reader(self, response: http.client.HTTPResponse) -> Callable[[memoryview], int]:
         def read(memory: memoryview) -> int:
             with self._told(self.silent_seconds):
-                count = response.readinto(memory[:AT_ONCE])
+                count = response.readinto(memory[:READ_AT_ONCE])
                 if count == 0 and len(memory) and response.length:
                     raise http.client.IncompleteRead(b"", response.length)
                 return count
@@ -386,7 +385,8 @@ class Link:
         if self._connection is None:
             return None
         idle = time.time() - self._used
-        if self._connection.sock is None or not 0 <= idle <= self._idle_seconds:
+        open_still = self._connection.usable and self._connection.sock is not None
+        if not open_still or not 0 <= idle <= self._idle_seconds:
             self._hang_up()
         return self._connection
 
@@ -415,7 +415,7 @@ class Link:
 def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The head with the first piece of the body, if that is small, and the other pieces."""
     first = next(pieces, b"")
-    if len(first) <= AT_ONCE:
+    if len(first) <= SENT_AT_ONCE:
         yield head + bytes(first)
     else:
         yield head
@@ -423,12 +423,18 @@ def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes
     yield from pieces
 
 
-def _late(connection: Connection) -> http.client.HTTPResponse | None:
+def _early(connection: Connection, broken: OSError) -> http.client.HTTPResponse:
+    """The answer that came before a request was sent. Raises what broke the sending without one,
+    and what TLS has to say."""
     try:
         response = connection.getresponse()
+    except ssl.SSLError:
+        raise
     except (OSError, http.client.HTTPException):
-        return None
-    return response if response.status >= 400 else None
+        raise broken from None
+    if response.status < 400:
+        raise broken
+    return response
 
 
 def _headers(response: http.client.HTTPResponse) -> dict[str, str]:

@@ -34,7 +34,7 @@ from dure.errors import DureError
 from dure.record.disk import sync_folder, told
 from dure.wire.requests import RequestError, Reserve, Reserved, from_json
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, header_of, receive
-from dure.worlds.network.client.connection import AT_ONCE
+from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.client.link import (
     Answer,
     Backoff,
@@ -81,19 +81,19 @@ class _Pace:
     """Keeps to a number of bytes a second, if there is one, and notices the wish to stop."""
 
     def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
-        self._seconds_per_byte = 0.0 if bytes_per_second is None else 1.0 / bytes_per_second
-        # A piece is never more than a second's.
-        self.at_once = AT_ONCE
-        if bytes_per_second is not None:
-            self.at_once = max(1, min(AT_ONCE, int(bytes_per_second)))
+        self._rate = bytes_per_second
         self._stop = stop
         self._free = 0.0
 
+    def at_once(self, most: int) -> int:
+        """Bytes of a piece: at most `most`, and not more than what may pass in a second."""
+        return most if self._rate is None else max(1, min(most, int(self._rate)))
+
     def passed(self, count: int) -> None:
         """So many bytes have gone: waits until the next may. Raises StoppedError."""
-        if self._seconds_per_byte:
+        if self._rate is not None:
             now = time.monotonic()
-            self._free = max(self._free, now) + count * self._seconds_per_byte
+            self._free = max(self._free, now) + count / self._rate
             self._stop.wait(self._free - now)
         if self._stop.is_set():
             raise StoppedError
@@ -181,7 +181,7 @@ class _Coming:
         """`Read` of dure.wire.tensors."""
         if self._at == self._size:
             return 0
-        some = memory[: self._pace.at_once]
+        some = memory[: self._pace.at_once(READ_AT_ONCE)]
         # Each byte that arrives ends what was waited for: the next break is a first one again.
         count = patiently(lambda: self._some(some), self._backoff, self._stop, self._tell)
         self._sha.update(some[:count])
@@ -232,7 +232,7 @@ class _Coming:
 
 
 def _skip(answer: Streamed, count: int) -> None:
-    memory = memoryview(bytearray(min(count, AT_ONCE)))
+    memory = memoryview(bytearray(min(count, READ_AT_ONCE)))
     while count:
         read = answer.read(memory[:count])
         if read == 0:
@@ -394,7 +394,7 @@ class _Going:
         return self._link.send("PATCH", path, body, headers)
 
     def _pieces(self, at: int, count: int) -> Iterator[memoryview]:
-        for piece in _joined(self._stream.part(at, count), self._pace.at_once):
+        for piece in _joined(self._stream.part(at, count), self._pace.at_once(SENT_AT_ONCE)):
             if not self._wanted():
                 raise _UnwantedError
             yield piece
