@@ -99,7 +99,7 @@ class BusyError(OSError):
 
 
 class StoppedError(Exception):
-    """The caller's own wish to end came first."""
+    """The caller's own wish to end came first: `stop` was set, or the link closed."""
 
 
 class Signs(Protocol):
@@ -193,7 +193,8 @@ class Link:
         timeout: seconds until the answer has to be there, `silent_seconds` by default. most: bytes
         that its body may have.
 
-        Raises LinkLostError, NotTrustedError, RefusedError, BusyError.
+        Raises LinkLostError, NotTrustedError, RefusedError, BusyError, and StoppedError where the
+        link was closed.
         """
         return self.send(method, path, _outgoing(body), headers, timeout, most)
 
@@ -202,12 +203,16 @@ class Link:
     ) -> Body:
         """A request and an answer of `dure.wire.requests`. Raises as `request` does."""
         headers = {"content-type": "application/json"}
-        answer = self.request(method, path, to_json(said), headers, timeout)
+        return self.understood(self.request(method, path, to_json(said), headers, timeout), kind)
+
+    def understood(self, answer: Answer, kind: type[Body]) -> Body:
+        """What an answer says. Raises RefusedError where it says something else: who signs on to a
+        foreign network is often answered by a page of its own."""
         try:
             return from_json(answer.body, kind)
         except RequestError as error:
             reason = f"what answers at {self.place} is no server of dure: {error}"
-            raise RefusedError(answer.status, _one_line(reason)) from error
+            raise RefusedError(answer.status, _one_line(reason), answer.body) from error
 
     def send(
         self,
@@ -250,7 +255,7 @@ class Link:
                 response.close()
 
     def close(self) -> None:
-        """For good. Any thread may say so; one that waits here gets LinkLostError at once."""
+        """For good. Any thread may say so; one that waits here gets StoppedError at once."""
         self._closed = True
         connection = self._connection
         if connection is not None:
@@ -285,12 +290,12 @@ class Link:
         """What goes wrong with the connection is LinkLostError or NotTrustedError, and ends it."""
         try:
             yield
-        except (LinkLostError, NotTrustedError, BusyError, RefusedError):
+        except (LinkLostError, NotTrustedError, BusyError, RefusedError, StoppedError):
             raise
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
             if self._closed:
-                raise LinkLostError("the link is closed") from error
+                raise StoppedError("the link is closed") from error
             raise lost(error, self.place, seconds) from error
         except BaseException:
             # A request that was ended in its midst leaves a connection that nobody can use.
@@ -304,11 +309,11 @@ class Link:
         response = self._exchanged(method, path, body, headers, seconds)
         nonce = response.headers.get("dure-nonce")
         if response.status == 401 and nonce is not None and self._signs is not None:
-            self._whole(response, MOST_BODY)
+            self._front(response, MOST_BODY)
             self._signs.renew(nonce)
             response = self._exchanged(method, path, body, headers, seconds)
         if not 200 <= response.status < 300:
-            raise _refusal(response, self._whole(response, MOST_BODY))
+            raise _refusal(response, self._front(response, MOST_BODY))
         return response
 
     def _exchanged(
@@ -320,6 +325,9 @@ class Link:
             try:
                 return self._once(connection, method, path, body, headers, seconds)
             except _CLOSED:
+                # Who sends a long body decides for himself what is sent again.
+                if body.size > SENT_AT_ONCE:
+                    raise
                 self._hang_up()
         return self._once(self._opened(), method, path, body, headers, seconds)
 
@@ -351,21 +359,26 @@ class Link:
         return connection.getresponse()
 
     def _whole(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        """The body of an answer."""
+        """The body of an answer. Raises RefusedError where it is longer than `most`."""
+        body = self._front(response, most + 1)
+        if len(body) > most:
+            reason = f"{self.place} answers with more than {most} bytes"
+            raise RefusedError(response.status, reason, body)
+        return body
+
+    def _front(self, response: http.client.HTTPResponse, most: int) -> bytes:
+        """The body of an answer, cut where it is longer."""
         self._limits.until = time.monotonic() + self.silent_seconds
         self._limits.left = most + MOST_HEAD
         try:
-            body = response.read(most + 1)
+            body = response.read(most)
         except ValueError as error:
             raise http.client.HTTPException("an answer in chunks without a size") from error
         left = response.length
-        if len(body) > most or left:
-            self._hang_up()
-        if len(body) > most:
-            reason = f"{self.place} answers with more than {most} bytes"
-            raise RefusedError(response.status, reason, body[:MOST_BODY])
-        if left:
+        if left and len(body) < most:
             raise http.client.IncompleteRead(body, left)
+        if left or not response.isclosed():
+            self._hang_up()
         return body
 
     def _reader(self, response: http.client.HTTPResponse) -> Callable[[memoryview], int]:
@@ -392,7 +405,7 @@ class Link:
 
     def _opened(self) -> Connection:
         if self._closed:
-            raise LinkLostError("the link is closed")
+            raise StoppedError("the link is closed")
         limits = Limits(self._connect_seconds)
         try:
             connection = Connection(self.place, self._context, self._proxy, limits)
@@ -402,7 +415,7 @@ class Link:
         self._limits = limits
         self._connection = connection
         if self._closed:  # while it was opened
-            raise LinkLostError("the link is closed")
+            raise StoppedError("the link is closed")
         return connection
 
     def _hang_up(self) -> None:

@@ -54,8 +54,11 @@ LEAST_PART = 1 << 16
 FIRST_PART = 1 << 20
 """Bytes of the first part, at least: a small update travels in one request."""
 
-MOST_CORRECTIONS = 8
+MOST_CORRECTIONS = 3
 """Times in a row that a server may correct an upload, before it is given up."""
+
+_ASK_AGAIN = (400, 404, 409, 410, 422)
+"""What a server answers to a part that it does not take as it is, and might after another."""
 
 
 class TransferError(DureError):
@@ -325,14 +328,15 @@ class _Going:
         progress: Progress,
     ) -> None:
         self._stream = _Laid(tensors)
-        if self._stream.size != reserve.bytes:
+        # An update that says why it failed has no tensors.
+        if reserve.failure is None and self._stream.size != reserve.bytes:
             raise ValueError(f"{reserve.bytes} bytes are reserved for {self._stream.size}")
         self._link = link
         self._reserve = reserve
         self._pace = pace
         self._wanted = wanted
         self._progress = progress
-        self._largest = max(FIRST_PART, self._stream.size // 10)
+        self._largest = max(FIRST_PART, reserve.bytes // 10)
         self._corrections = 0
         # What the server has; None where it has to be asked.
         self._reserved: Reserved | None = None
@@ -346,7 +350,7 @@ class _Going:
         return self._reserved is not None and self._reserved.complete
 
     def _take(self, reserved: Reserved) -> None:
-        size = self._stream.size
+        size = self._reserve.bytes
         if not 0 <= reserved.offset <= size or reserved.part < 1:
             raise TransferError(
                 f"the server has {reserved.offset} of {size} bytes, and takes {reserved.part}"
@@ -361,7 +365,7 @@ class _Going:
     def _send(self, reserved: Reserved) -> None:
         at = reserved.offset
         count = min(
-            self._stream.size - at,
+            self._reserve.bytes - at,
             reserved.part,
             self._largest,
             self._link.most_part or self._largest,
@@ -377,7 +381,7 @@ class _Going:
             self._correct(reserved, count, refused)
             return
         self._corrections = 0
-        self._take(from_json(answer.body, Reserved))
+        self._take(self._link.understood(answer, Reserved))
 
     def _patch(self, upload: str, at: int, count: int) -> Answer:
         sha = hashlib.sha256()
@@ -409,7 +413,7 @@ class _Going:
             self._link.most_part = max(LEAST_PART, count // 2)
             self._reserved = reserved
             return
-        if refused.status not in (404, 409, 410, 422):
+        if refused.status not in _ASK_AGAIN:
             raise refused
         self._count_correction(refused.reason)
         if refused.status == 409:
