@@ -26,12 +26,15 @@ from typing import Any, NamedTuple, cast
 
 from dure.errors import DureError
 
-AT_ONCE = 1 << 16
-"""Bytes that are handed to a socket, or taken from one, at once.
+SENT_AT_ONCE = 1 << 16
+"""Bytes that are handed to a socket at once.
 
-TLS cuts them into records of 16 KiB anyway. On a slow link a piece has to fit into the time that
-a silence may last.
+TLS cuts them into records of 16 KiB anyway: larger pieces are no faster. And on a slow link a piece
+has to leave within the time that a silence may last.
 """
+
+READ_AT_ONCE = 1 << 18
+"""Bytes that are taken from a socket at once, where they go straight to where they belong."""
 
 UNSENT = 1 << 17
 """Bytes that the system may hold back before it takes more, where it can be told.
@@ -201,6 +204,8 @@ class Connection(http.client.HTTPConnection):
             self._before = f"http://{place}{place.prefix}"
             self._more = proxy.headers
         self._head: bytearray | None = None
+        self.usable = True
+        """For another request: false where an answer came before all of this one was sent."""
         limits.left = 1 << 16
         self.connect()
         try:

@@ -31,7 +31,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from dure.errors import DureError
 from dure.wire.requests import MOST_BODY, Body, Refusal, RequestError, Said, from_json, to_json
 from dure.worlds.network.client.connection import (
-    AT_ONCE,
+    READ_AT_ONCE,
+    SENT_AT_ONCE,
     Connection,
     Limits,
     LinkLostError,
@@ -63,7 +64,7 @@ LONGEST_WAIT = 600.0
 """Seconds that a server may ask a client to stay away."""
 
 _NOT_NOW = (408, 425, 429)
-_LATE_ANSWER = 1.0
+_EARLY_ANSWER = 1.0
 _CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _Result = TypeVar("_Result")
 
@@ -98,7 +99,7 @@ class BusyError(OSError):
 
 
 class StoppedError(Exception):
-    """The caller's own wish to end came first."""
+    """The caller's own wish to end came first: `stop` was set, or the link closed."""
 
 
 class Signs(Protocol):
@@ -192,7 +193,8 @@ class Link:
         timeout: seconds until the answer has to be there, `silent_seconds` by default. most: bytes
         that its body may have.
 
-        Raises LinkLostError, NotTrustedError, RefusedError, BusyError.
+        Raises LinkLostError, NotTrustedError, RefusedError, BusyError, and StoppedError where the
+        link was closed.
         """
         return self.send(method, path, _outgoing(body), headers, timeout, most)
 
@@ -201,12 +203,16 @@ class Link:
     ) -> Body:
         """A request and an answer of `dure.wire.requests`. Raises as `request` does."""
         headers = {"content-type": "application/json"}
-        answer = self.request(method, path, to_json(said), headers, timeout)
+        return self.understood(self.request(method, path, to_json(said), headers, timeout), kind)
+
+    def understood(self, answer: Answer, kind: type[Body]) -> Body:
+        """What an answer says. Raises RefusedError where it says something else: who signs on to a
+        foreign network is often answered by a page of its own."""
         try:
             return from_json(answer.body, kind)
         except RequestError as error:
             reason = f"what answers at {self.place} is no server of dure: {error}"
-            raise RefusedError(answer.status, _one_line(reason)) from error
+            raise RefusedError(answer.status, _one_line(reason), answer.body) from error
 
     def send(
         self,
@@ -249,7 +255,7 @@ class Link:
                 response.close()
 
     def close(self) -> None:
-        """For good. Any thread may say so; one that waits here gets LinkLostError at once."""
+        """For good. Any thread may say so; one that waits here gets StoppedError at once."""
         self._closed = True
         connection = self._connection
         if connection is not None:
@@ -284,12 +290,12 @@ class Link:
         """What goes wrong with the connection is LinkLostError or NotTrustedError, and ends it."""
         try:
             yield
-        except (LinkLostError, NotTrustedError, BusyError, RefusedError):
+        except (LinkLostError, NotTrustedError, BusyError, RefusedError, StoppedError):
             raise
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
             if self._closed:
-                raise LinkLostError("the link is closed") from error
+                raise StoppedError("the link is closed") from error
             raise lost(error, self.place, seconds) from error
         except BaseException:
             # A request that was ended in its midst leaves a connection that nobody can use.
@@ -303,11 +309,11 @@ class Link:
         response = self._exchanged(method, path, body, headers, seconds)
         nonce = response.headers.get("dure-nonce")
         if response.status == 401 and nonce is not None and self._signs is not None:
-            self._whole(response, MOST_BODY)
+            self._front(response, MOST_BODY)
             self._signs.renew(nonce)
             response = self._exchanged(method, path, body, headers, seconds)
         if not 200 <= response.status < 300:
-            raise _refusal(response, self._whole(response, MOST_BODY))
+            raise _refusal(response, self._front(response, MOST_BODY))
         return response
 
     def _exchanged(
@@ -319,6 +325,9 @@ class Link:
             try:
                 return self._once(connection, method, path, body, headers, seconds)
             except _CLOSED:
+                # Who sends a long body decides for himself what is sent again.
+                if body.size > SENT_AT_ONCE:
+                    raise
                 self._hang_up()
         return self._once(self._opened(), method, path, body, headers, seconds)
 
@@ -341,38 +350,41 @@ class Link:
         try:
             for piece in _joined(head, body.pieces()):
                 connection.send(piece)
-        except OSError:
+        except OSError as error:
             # Who refuses a body may answer, and close, before all of it is sent.
-            limits.until = time.monotonic() + _LATE_ANSWER
-            response = _late(connection)
-            if response is None:
-                raise
-            return response
+            connection.usable = False
+            limits.until = time.monotonic() + _EARLY_ANSWER
+            return _early(connection, error)
         limits.until = time.monotonic() + seconds
         return connection.getresponse()
 
     def _whole(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        """The body of an answer."""
+        """The body of an answer. Raises RefusedError where it is longer than `most`."""
+        body = self._front(response, most + 1)
+        if len(body) > most:
+            reason = f"{self.place} answers with more than {most} bytes"
+            raise RefusedError(response.status, reason, body)
+        return body
+
+    def _front(self, response: http.client.HTTPResponse, most: int) -> bytes:
+        """The body of an answer, cut where it is longer."""
         self._limits.until = time.monotonic() + self.silent_seconds
         self._limits.left = most + MOST_HEAD
         try:
-            body = response.read(most + 1)
+            body = response.read(most)
         except ValueError as error:
             raise http.client.HTTPException("an answer in chunks without a size") from error
         left = response.length
-        if len(body) > most or left:
-            self._hang_up()
-        if len(body) > most:
-            reason = f"{self.place} answers with more than {most} bytes"
-            raise RefusedError(response.status, reason, body[:MOST_BODY])
-        if left:
+        if left and len(body) < most:
             raise http.client.IncompleteRead(body, left)
+        if left or not response.isclosed():
+            self._hang_up()
         return body
 
     def _reader(self, response: http.client.HTTPResponse) -> Callable[[memoryview], int]:
         def read(memory: memoryview) -> int:
             with self._told(self.silent_seconds):
-                count = response.readinto(memory[:AT_ONCE])
+                count = response.readinto(memory[:READ_AT_ONCE])
                 if count == 0 and len(memory) and response.length:
                     raise http.client.IncompleteRead(b"", response.length)
                 return count
@@ -386,13 +398,14 @@ class Link:
         if self._connection is None:
             return None
         idle = time.time() - self._used
-        if self._connection.sock is None or not 0 <= idle <= self._idle_seconds:
+        open_still = self._connection.usable and self._connection.sock is not None
+        if not open_still or not 0 <= idle <= self._idle_seconds:
             self._hang_up()
         return self._connection
 
     def _opened(self) -> Connection:
         if self._closed:
-            raise LinkLostError("the link is closed")
+            raise StoppedError("the link is closed")
         limits = Limits(self._connect_seconds)
         try:
             connection = Connection(self.place, self._context, self._proxy, limits)
@@ -402,7 +415,7 @@ class Link:
         self._limits = limits
         self._connection = connection
         if self._closed:  # while it was opened
-            raise LinkLostError("the link is closed")
+            raise StoppedError("the link is closed")
         return connection
 
     def _hang_up(self) -> None:
@@ -415,7 +428,7 @@ class Link:
 def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The head with the first piece of the body, if that is small, and the other pieces."""
     first = next(pieces, b"")
-    if len(first) <= AT_ONCE:
+    if len(first) <= SENT_AT_ONCE:
         yield head + bytes(first)
     else:
         yield head
@@ -423,12 +436,18 @@ def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes
     yield from pieces
 
 
-def _late(connection: Connection) -> http.client.HTTPResponse | None:
+def _early(connection: Connection, broken: OSError) -> http.client.HTTPResponse:
+    """The answer that came before a request was sent. Raises what broke the sending without one,
+    and what TLS has to say."""
     try:
         response = connection.getresponse()
+    except ssl.SSLError:
+        raise
     except (OSError, http.client.HTTPException):
-        return None
-    return response if response.status >= 400 else None
+        raise broken from None
+    if response.status < 400:
+        raise broken
+    return response
 
 
 def _headers(response: http.client.HTTPResponse) -> dict[str, str]:

@@ -34,7 +34,7 @@ from dure.errors import DureError
 from dure.record.disk import sync_folder, told
 from dure.wire.requests import RequestError, Reserve, Reserved, from_json
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, header_of, receive
-from dure.worlds.network.client.connection import AT_ONCE
+from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.client.link import (
     Answer,
     Backoff,
@@ -54,8 +54,11 @@ LEAST_PART = 1 << 16
 FIRST_PART = 1 << 20
 """Bytes of the first part, at least: a small update travels in one request."""
 
-MOST_CORRECTIONS = 8
+MOST_CORRECTIONS = 3
 """Times in a row that a server may correct an upload, before it is given up."""
+
+_ASK_AGAIN = (400, 404, 409, 410, 422)
+"""What a server answers to a part that it does not take as it is, and might after another."""
 
 
 class TransferError(DureError):
@@ -81,19 +84,19 @@ class _Pace:
     """Keeps to a number of bytes a second, if there is one, and notices the wish to stop."""
 
     def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
-        self._seconds_per_byte = 0.0 if bytes_per_second is None else 1.0 / bytes_per_second
-        # A piece is never more than a second's.
-        self.at_once = AT_ONCE
-        if bytes_per_second is not None:
-            self.at_once = max(1, min(AT_ONCE, int(bytes_per_second)))
+        self._rate = bytes_per_second
         self._stop = stop
         self._free = 0.0
 
+    def at_once(self, most: int) -> int:
+        """Bytes of a piece: at most `most`, and not more than what may pass in a second."""
+        return most if self._rate is None else max(1, min(most, int(self._rate)))
+
     def passed(self, count: int) -> None:
         """So many bytes have gone: waits until the next may. Raises StoppedError."""
-        if self._seconds_per_byte:
+        if self._rate is not None:
             now = time.monotonic()
-            self._free = max(self._free, now) + count * self._seconds_per_byte
+            self._free = max(self._free, now) + count / self._rate
             self._stop.wait(self._free - now)
         if self._stop.is_set():
             raise StoppedError
@@ -181,7 +184,7 @@ class _Coming:
         """`Read` of dure.wire.tensors."""
         if self._at == self._size:
             return 0
-        some = memory[: self._pace.at_once]
+        some = memory[: self._pace.at_once(READ_AT_ONCE)]
         # Each byte that arrives ends what was waited for: the next break is a first one again.
         count = patiently(lambda: self._some(some), self._backoff, self._stop, self._tell)
         self._sha.update(some[:count])
@@ -232,7 +235,7 @@ class _Coming:
 
 
 def _skip(answer: Streamed, count: int) -> None:
-    memory = memoryview(bytearray(min(count, AT_ONCE)))
+    memory = memoryview(bytearray(min(count, READ_AT_ONCE)))
     while count:
         read = answer.read(memory[:count])
         if read == 0:
@@ -325,14 +328,15 @@ class _Going:
         progress: Progress,
     ) -> None:
         self._stream = _Laid(tensors)
-        if self._stream.size != reserve.bytes:
+        # An update that says why it failed has no tensors.
+        if reserve.failure is None and self._stream.size != reserve.bytes:
             raise ValueError(f"{reserve.bytes} bytes are reserved for {self._stream.size}")
         self._link = link
         self._reserve = reserve
         self._pace = pace
         self._wanted = wanted
         self._progress = progress
-        self._largest = max(FIRST_PART, self._stream.size // 10)
+        self._largest = max(FIRST_PART, reserve.bytes // 10)
         self._corrections = 0
         # What the server has; None where it has to be asked.
         self._reserved: Reserved | None = None
@@ -346,7 +350,7 @@ class _Going:
         return self._reserved is not None and self._reserved.complete
 
     def _take(self, reserved: Reserved) -> None:
-        size = self._stream.size
+        size = self._reserve.bytes
         if not 0 <= reserved.offset <= size or reserved.part < 1:
             raise TransferError(
                 f"the server has {reserved.offset} of {size} bytes, and takes {reserved.part}"
@@ -361,7 +365,7 @@ class _Going:
     def _send(self, reserved: Reserved) -> None:
         at = reserved.offset
         count = min(
-            self._stream.size - at,
+            self._reserve.bytes - at,
             reserved.part,
             self._largest,
             self._link.most_part or self._largest,
@@ -377,7 +381,7 @@ class _Going:
             self._correct(reserved, count, refused)
             return
         self._corrections = 0
-        self._take(from_json(answer.body, Reserved))
+        self._take(self._link.understood(answer, Reserved))
 
     def _patch(self, upload: str, at: int, count: int) -> Answer:
         sha = hashlib.sha256()
@@ -394,7 +398,7 @@ class _Going:
         return self._link.send("PATCH", path, body, headers)
 
     def _pieces(self, at: int, count: int) -> Iterator[memoryview]:
-        for piece in _joined(self._stream.part(at, count), self._pace.at_once):
+        for piece in _joined(self._stream.part(at, count), self._pace.at_once(SENT_AT_ONCE)):
             if not self._wanted():
                 raise _UnwantedError
             yield piece
@@ -409,7 +413,7 @@ class _Going:
             self._link.most_part = max(LEAST_PART, count // 2)
             self._reserved = reserved
             return
-        if refused.status not in (404, 409, 410, 422):
+        if refused.status not in _ASK_AGAIN:
             raise refused
         self._count_correction(refused.reason)
         if refused.status == 409:
