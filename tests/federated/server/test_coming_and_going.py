@@ -117,6 +117,20 @@ def test_a_missing_client_is_asked_again_once_it_has_failed_and_checked_in() -> 
     assert (again.ticket, again.deadline) == (3, 20.0)
 
 
+@pytest.mark.parametrize("says", ["back", "update"])
+def test_who_has_come_back_need_not_check_in_to_be_asked_again(says: str) -> None:
+    one = server(2, Rounds(1.0, Uniform(deadline=10.0)))
+    for client in range(2):
+        one.arrive(client)
+    first, second = assigned(one.tick(0.0))
+    one.missing(first.ticket, 1.0)
+    if says == "back":
+        one.back(first.ticket, 2.0)
+    one.update(first.ticket, 3.0)
+    combine(one, combines(one.update(second.ticket, 3.0)) or [], 3.0)
+    assert {a.client for a in assigned(one.tick(3.0))} == {0, 1}
+
+
 def test_without_rounds_a_ticket_has_a_deadline_of_its_own_after_which_it_is_late() -> None:
     one = server(5, Buffered(2, 4), lasts=30.0)
     first, _ = assigned(one.tick(5.0))
