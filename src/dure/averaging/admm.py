@@ -148,7 +148,7 @@ class ADMMLearner(Learner):
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
         self.consensus = another(self.replica.model, task, seed)
-        self.z = FlatParameters(self.consensus, only_trained=True)
+        self.z = FlatParameters(self.consensus)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
         self.losses = self.replica.losses

@@ -132,7 +132,7 @@ class ParallelSGDLearner(Learner):
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
         self.combined = another(self.replica.model, task, seed)
-        self.flat = FlatParameters(self.combined, only_trained=True)
+        self.flat = FlatParameters(self.combined)
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)
         # buffers as all ranks had them at first: what is averaged are changes since then

@@ -26,7 +26,7 @@ from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
-from dure.tensors.flat import FlatParameters, by_dtype, views_of
+from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 
 
 class Trained(NamedTuple):
@@ -58,12 +58,10 @@ class Replica:
         self.model = place.model(task, seed).train()
         # Before the optimizer is made and weights are broadcast: parameters become views of the
         # flat buffers here.
-        self.flat = FlatParameters(self.model, only_trained=True)
+        self.flat = FlatParameters(self.model)
         self.buffers = Buffers(self.model)
         # in the order in which they lie in the flat buffers
-        groups = by_dtype(
-            parameter for parameter in self.model.parameters() if parameter.requires_grad
-        ).values()
+        groups = by_dtype(trained_of(self.model)).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule)

@@ -33,7 +33,8 @@ class Own(NamedTuple):
 class Start(NamedTuple):
     """What an algorithm begins with.
 
-    weights: the model's, one flat tensor a dtype. lr: of the clients' optimizer, NaN where it has
+    weights: of the model's trained parameters (`dure.tensors.flat.trained_of`), one flat tensor a
+    dtype; what is frozen is in the model alone. lr: of the clients' optimizer, NaN where it has
     none.
     """
 

@@ -48,6 +48,7 @@ from dure.tasks.batch_norm import needs_two
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
+from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
 
 
@@ -217,12 +218,7 @@ class Federated(Strategy):
             pacing.check(clients)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a parameter of which there is no mean."""
-        for name, parameter in model.named_parameters():
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                raise ValueError(
-                    f"parameter {name} is of {parameter.dtype}, which has no mean: make it a buffer"
-                )
+        """Raises ValueError for a batch of one example where the model needs two."""
         if self.batch_size == 1 and needs_two(model, examples_for(model, task)[0]):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
@@ -380,13 +376,22 @@ class Federated(Strategy):
         divided = parts is None
         # Engines are made later, when a forward pass may have given the run's model other buffers.
         fresh = another(model, task, seed)
+        # Jobs have trained weights alone, so all models here have to have the run's frozen ones.
+        # They are in its memory: where a run goes on, those of its checkpoint are put there.
+        frozen = frozen_of(model)
+
+        def one_more() -> nn.Module:
+            made = another(fresh, task, seed)
+            load_frozen(made, frozen)
+            return made
+
         examples, _ = examples_for(model, task)
         if parts is None:
             parts = self.divide(task, seed)
         own, held_out = _held_out(parts, self.held_out, seed)
         personal = Personal(
             task=task,
-            fresh=fresh,
+            fresh=one_more,
             examples=examples,
             held_out=held_out,
             seed=seed,
@@ -412,7 +417,7 @@ class Federated(Strategy):
             return self.engine(
                 Setting(
                     task=task,
-                    model=another(fresh, task, seed),
+                    model=one_more(),
                     examples=examples,
                     batch_size=self.batch_size,
                     seed=seed,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dure.contracts.task import Task
+from dure.tensors.frozen import frozen_of
 from dure.wire.requests import Machine, Trains
 from dure.wire.tensors import digest_of
 
@@ -25,7 +26,7 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
         for name, one in [*model.named_parameters(), *model.named_buffers()]
         if not isinstance(one, nn.Parameter) or one.requires_grad
     }
-    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    frozen = frozen_of(model)
     return Trains(
         forms=forms,
         frozen=digest_of(frozen) if frozen else None,

@@ -30,25 +30,24 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     return groups
 
 
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained, each once, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 class FlatParameters:
-    """A model's parameters moved into one buffer a dtype; the model goes on using them as views.
+    """A model's trained parameters in one buffer a dtype; the model goes on using them as views.
 
     Setting the weights, taking them, or taking a difference is then one operation on `buffers`. A
-    parameter that the model uses twice is there once. only_trained: leaves parameters without
-    gradients where they are.
+    parameter that the model uses twice is there once. Frozen parameters stay where they are.
     """
 
-    def __init__(self, model: nn.Module, only_trained: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.buffers: list[Tensor] = []
         self.names: list[list[tuple[str, tuple[int, ...]]]] = []
         """What lies in each buffer, one after another: the parameters' names and shapes."""
-        moved = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad or not only_trained
-        }
-        known = {id(parameter): name for name, parameter in moved.items()}
-        for group in by_dtype(moved.values()).values():
+        known = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in by_dtype(trained_of(model)).values():
             self.names.append([(known[id(one)], tuple(one.shape)) for one in group])
             buffer = torch.cat([parameter.detach().reshape(-1) for parameter in group])
             for parameter, view in zip(group, views_of(buffer, group), strict=True):

@@ -29,7 +29,7 @@ from dure.federated.engines.job import Job, Trained
 from dure.federated.server.unfit import alike
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Assignment
-from dure.tensors.flat import by_dtype
+from dure.tensors.flat import by_dtype, trained_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FedPer(Federated):
     """FedAvg of all layers but the last ones, which are personal.
 
     Args:
-        personal_layers: how many of the last modules with parameters are personal.
+        personal_layers: how many of the last modules with trained parameters are personal.
     """
 
     held_out: float = 0.2
@@ -48,11 +48,18 @@ class FedPer(Federated):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         super().check_model(task, model, workers)
-        layers = len(_layers(model))
+        # Frozen layers are shared, so that every trained one may be personal above them.
+        layers = sum(1 for module in model.modules() if list(module.parameters(recurse=False)))
+        trained = len(_layers(model))
         if not 0 <= self.personal_layers < layers:
             raise ValueError(
                 f"personal_layers is {self.personal_layers}, but of the model's {layers} layers "
                 f"some are shared"
+            )
+        if self.personal_layers > trained:
+            raise ValueError(
+                f"personal_layers is {self.personal_layers}, but of the model's {layers} layers "
+                f"only {trained} are trained"
             )
 
     def algorithm(self, start: Start) -> Algorithm:
@@ -60,8 +67,12 @@ class FedPer(Federated):
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that have parameters of their own, in the model's order."""
-    return [module for module in model.modules() if list(module.parameters(recurse=False))]
+    """The modules that have trained parameters of their own, in the model's order."""
+    return [
+        module
+        for module in model.modules()
+        if any(one.requires_grad for one in module.parameters(recurse=False))
+    ]
 
 
 class PersonalLayers(Algorithm):
@@ -79,7 +90,7 @@ class PersonalLayers(Algorithm):
         def mask(group: Sequence[Tensor]) -> Tensor:
             return torch.cat([torch.full((one.numel(),), id(one) in own) for one in group])
 
-        self.masks = [mask(group) for group in by_dtype(start.model.parameters()).values()]
+        self.masks = [mask(group) for group in by_dtype(trained_of(start.model)).values()]
         # Both halves know it without a message: all clients begin with the initial model.
         self.initial = self._personal(start.weights)
 

@@ -17,14 +17,13 @@ thousand is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import another
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.algorithm import Own
@@ -33,6 +32,7 @@ from dure.randomness.seeds import derive
 from dure.tasks.measurement import Measurement
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
+from dure.tensors.frozen import Frozen
 
 MOST = 1_000
 """Clients that are measured."""
@@ -41,14 +41,15 @@ MOST = 1_000
 class Personal:
     """What measures models client by client.
 
-    held_out: the examples of each client, as indices into `examples`; none measures nothing, and
-    needs no model. fine_tune: epochs on its own data before a client's model is measured.
+    fresh: makes one more model like the run's. held_out: the examples of each client, as indices
+    into `examples`; none measures nothing, and needs no model. fine_tune: epochs on its own data
+    before a client's model is measured.
     """
 
     def __init__(
         self,
         task: Task,
-        fresh: nn.Module,
+        fresh: Callable[[], nn.Module],
         examples: Examples,
         held_out: Sequence[Tensor],
         seed: int,
@@ -58,7 +59,7 @@ class Personal:
         self.examples = examples
         self.held_out = held_out
         self.fine_tune = fine_tune
-        self._one_like_it = partial(another, fresh, task, seed)
+        self._fresh = fresh
         # A client measures by itself.
         self._alone = Group()
         chosen: list[int] = []
@@ -74,12 +75,16 @@ class Personal:
     @cached_property
     def model(self) -> nn.Module:
         """A model that takes the weights and buffers of each client in turn."""
-        model: nn.Module = self._one_like_it()
+        model: nn.Module = self._fresh()
         return model
 
     @cached_property
     def flat(self) -> FlatParameters:
         return FlatParameters(self.model)
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        return Frozen(self.model)
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -88,7 +93,8 @@ class Personal:
     def over(self, models: Iterable[Own]) -> dict[str, list[float]]:
         """Every metric of the model of each client in `clients`, one number a client.
 
-        Models are taken one after another, and one is kept at a time.
+        Models are taken one after another, and one is kept at a time. Raises ValueError if
+        measuring changes frozen parameters.
         """
         results: dict[str, list[float]] = {name: [] for name in ("loss", *self.task.measures)}
         loaded: Own | None = None
@@ -101,9 +107,12 @@ class Personal:
                     loaded = own
                 for name, value in self._of(self.held_out[client]).items():
                     results[name].append(value)
+        if loaded is not None:
+            self.frozen.check()
         return results
 
     def _load(self, own: Own) -> None:
+        self.frozen.check()  # known from here on: nothing was measured before
         self.flat.load(own.weights)
         assert own.buffers is not None
         self.buffers.load(self.model, own.buffers)

@@ -209,6 +209,7 @@ class _Made:
 
         return RayEngine(
             task=self.setting.task,
+            model=self.setting.model,
             examples=self.setting.examples,
             batch_size=self.setting.batch_size,
             seed=self.setting.seed,

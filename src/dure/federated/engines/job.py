@@ -25,9 +25,9 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     client: its number. round: of the weights. turn: where its draws go on, which are derived from
     (client, turn). indices: its examples, in the task's training data. weights, anchor, correction:
-    one flat tensor a dtype (`dure.tensors.flat`), shared and never changed; anchor None is
-    `weights`. buffers: the model's buffers, in its own order. first_step: counts on over the
-    client's rounds, so that batches go on where they stopped
+    of the trained parameters, one flat tensor a dtype (`dure.tensors.flat`), shared and never
+    changed; anchor None is `weights`. buffers: the model's buffers, in its own order. first_step:
+    counts on over the client's rounds, so that batches go on where they stopped
     (`Batches(len(indices), batch_size, seed, client, joins).at(step)`). joins: whether a single
     example that is left at the end of an epoch joins the batch before it. name: the client for
     people, where it is more than its number.

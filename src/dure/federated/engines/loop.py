@@ -34,6 +34,7 @@ from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
+from dure.tensors.frozen import Frozen
 
 SMALL_MODEL = 1 << 18
 """Elements up to which gradients are copied into one buffer."""
@@ -69,6 +70,7 @@ class LoopEngine(Engine):
         self.seed = seed
         self.losses = CountedLoss(task.loss, examples)
         self.flat = FlatParameters(model)
+        self.frozen = Frozen(model)
         self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
@@ -108,6 +110,7 @@ class LoopEngine(Engine):
             if failure is None:
                 raise failed(job, error) from error
             return not_finite(failure)
+        check_frozen(self.frozen, job)
         values = _values(losses)
         failure = loss_failure(values)
         if failure is not None:
@@ -158,6 +161,13 @@ class LoopEngine(Engine):
             step()
 
 
+def check_frozen(frozen: Frozen, job: Job) -> None:
+    """Raises WorkerFailedError where training has changed what is not trained."""
+    changed = frozen.changed()
+    if changed is not None:
+        raise WorkerFailedError(job.who, f"round {job.round + 1}", changed)
+
+
 def failed(job: Job, error: BaseException) -> WorkerFailedError:
     """What the user reads of an error of his own code."""
     return WorkerFailedError(job.who, f"round {job.round + 1}", f"{type(error).__name__}: {error}")
@@ -179,7 +189,7 @@ class _Updates:
     """The optimizer as the task makes it."""
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.fresh = _Fresh(task, parameters)
 
     def begin(self, job: Job) -> Callable[[], None]:
@@ -192,7 +202,8 @@ class _Updates:
 
         @torch.no_grad()
         def step() -> None:
-            for at, parameter in enumerate(self.parameters):
+            for at, parameter in enumerate(self.trained):
+                # One that a forward pass has frozen since stays as it is.
                 if parameter.requires_grad:
                     # A parameter that took no part in the loss is pulled and corrected all the
                     # same.
@@ -211,14 +222,14 @@ class _Updates:
         return step
 
     def _views(self, values: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """The flat tensors `values` as pieces in the order of the parameters."""
+        """The flat tensors `values` as pieces in the order of the trained parameters."""
         if values is None:
             return None
         pieces = {
             dtype: iter(views_of(value, group))
-            for value, (dtype, group) in zip(values, by_dtype(self.parameters).items(), strict=True)
+            for value, (dtype, group) in zip(values, by_dtype(self.trained).items(), strict=True)
         }
-        return [next(pieces[parameter.dtype]) for parameter in self.parameters]
+        return [next(pieces[parameter.dtype]) for parameter in self.trained]
 
 
 class _FlatUpdates(_Updates):

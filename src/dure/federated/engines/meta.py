@@ -18,12 +18,13 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
-from dure.federated.engines.loop import failed
+from dure.federated.engines.loop import check_frozen, failed
 from dure.federated.engines.optimizers import optimizer_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, by_dtype, views_of
+from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
+from dure.tensors.frozen import Frozen
 
 NUDGE = 1e-3
 """δ times the norm of the direction.
@@ -71,10 +72,10 @@ class MetaEngine(Engine):
         self.hessian_free = hessian_free
         self.losses = CountedLoss(task.loss, examples)
         self.flat = FlatParameters(model)
+        self.frozen = Frozen(model)
         self.buffers = Buffers(model)
-        self.groups = list(by_dtype(model.parameters()).values())
-        parameters = chain.from_iterable(self.groups)
-        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.groups = list(by_dtype(trained_of(model)).values())
+        self.trained = list(chain.from_iterable(self.groups))
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
@@ -108,6 +109,7 @@ class MetaEngine(Engine):
             failure = loss_failure(each.loss for each, _ in ran)
             if failure is not None:
                 return not_finite(failure)
+        check_frozen(self.frozen, job)
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             return not_finite("its weights became not finite")
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
@@ -131,7 +133,7 @@ class MetaEngine(Engine):
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
                     # By the task's own optimizer, which reads gradients there.
-                    parameter.grad = piece if parameter.requires_grad else None
+                    parameter.grad = piece
             optimizer.step()
             yield found, len(own[1])
 
@@ -176,21 +178,14 @@ class MetaEngine(Engine):
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
     def _gradient(self, indices: Tensor) -> tuple[Found, list[Tensor]]:
-        """(loss, gradient) of a batch at the weights as they are, flat.
-
-        The gradient is 0 for parameters that are not trained.
-        """
+        """(loss, gradient) of a batch at the weights as they are, flat."""
         inputs, targets = self.examples.batch(indices)
         loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         # materialize_grads: zeros for parameters that the loss does not reach.
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
         found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
-
-        def flat(group: Sequence[Tensor]) -> Tensor:
-            every = [next(found) if one.requires_grad else torch.zeros_like(one) for one in group]
-            return torch.cat([one.reshape(-1) for one in every])
-
-        return Found(float(loss.detach()), counted), [flat(group) for group in self.groups]
+        flat = [torch.cat([next(found).reshape(-1) for _ in group]) for group in self.groups]
+        return Found(float(loss.detach()), counted), flat
 
     @torch.no_grad()
     def _move(self, direction: Sequence[Tensor], by: float) -> None:

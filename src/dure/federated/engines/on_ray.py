@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.contracts.strategy import seeded_model
 from dure.contracts.task import Task
@@ -29,6 +29,7 @@ from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.batched import batched_engine
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import LoopEngine
+from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
 """Chunks that wait for each actor, so that it is never idle."""
@@ -42,11 +43,15 @@ class Actor:
         torch.set_num_threads(1)
         # Where the task's modules are found.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        task, examples, batch_size, seed, batched = cloudpickle.loads(packed)
+        task, examples, batch_size, seed, batched, frozen = cloudpickle.loads(packed)
+        model = seeded_model(task, seed)
+        # Weights that a machine draws or reads are not those of another for certain, and jobs have
+        # the trained ones alone.
+        load_frozen(model, frozen)
         make = batched_engine if batched else LoopEngine
         self.engine: Any = make(
             task=task,
-            model=seeded_model(task, seed),
+            model=model,
             examples=examples,
             batch_size=batch_size,
             seed=seed,
@@ -78,8 +83,9 @@ _SENT = ("weights", "buffers", "anchor", "correction")
 class RayEngine(Engine):
     """Gives jobs to actors on a Ray cluster.
 
-    batched: whether actors have the batched engine. workers: how many there are; None is one a core
-    of the cluster.
+    model: like those that the jobs are for, of which actors get the frozen parameters. batched:
+    whether actors have the batched engine. workers: how many there are; None is one a core of the
+    cluster.
 
     Raises ImportError if Ray is not installed.
     """
@@ -87,6 +93,7 @@ class RayEngine(Engine):
     def __init__(
         self,
         task: Task,
+        model: nn.Module,
         examples: Examples,
         batch_size: int | None,
         seed: int,
@@ -106,7 +113,8 @@ class RayEngine(Engine):
             if workers is not None
             else max(1, int(self.ray.cluster_resources().get("CPU", 1)))
         )
-        packed = self.ray.put(cloudpickle.dumps((task, examples, batch_size, seed, batched)))
+        setting = (task, examples, batch_size, seed, batched, frozen_of(model))
+        packed = self.ray.put(cloudpickle.dumps(setting))
         actor = self.ray.remote(num_cpus=1)(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
         self.chunk = max(1, cohort)

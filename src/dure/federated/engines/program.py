@@ -180,6 +180,8 @@ def _try(
     inputs, targets = (part.to(device) for part in examples.batch(some))
     with torch.enable_grad():
         outputs = model(inputs)
+        if not all(each.requires_grad for each in parameters):
+            raise CannotBatchError("the model freezes parameters as it computes")
         found = _loss(program.loss, task.loss, examples, outputs, targets)
         expected = torch.autograd.grad(found, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dure.federated.engines.job import Job, Trained
 from dure.federated.engines.products import Deferred, Products, Sizes
 from dure.protocol.messages import Failure
-from dure.tensors.flat import by_dtype
+from dure.tensors.flat import by_dtype, trained_of
 
 LINE = 64
 """Bytes of a line of the cache: where each tensor begins."""
@@ -23,14 +23,14 @@ LINE = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model's weights lie in flat tensors: a dtype and a number of elements for each."""
+    """How the trained weights lie in flat tensors: a dtype and a number of elements for each."""
 
     parts: tuple[tuple[torch.dtype, int], ...]
 
     @staticmethod
     def of(model: nn.Module) -> Layout:
         parts: list[tuple[torch.dtype, int]] = []
-        for dtype, group in by_dtype(model.parameters()).items():
+        for dtype, group in by_dtype(trained_of(model)).items():
             parts.append((dtype, sum(each.numel() for each in group)))
         return Layout(tuple(parts))
 

@@ -31,7 +31,8 @@ from dure.randomness.turn import Turn
 class GlobalModel:
     """The global model, and what updates are gathered for the next one.
 
-    weights: one flat tensor a dtype. buffers: in the model's order. number: of models made so far.
+    weights: those that are trained, one flat tensor a dtype. buffers: in the model's order. number:
+    of models made so far.
     """
 
     weights: list[Tensor]

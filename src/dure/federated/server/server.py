@@ -33,6 +33,7 @@ from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
@@ -43,6 +44,7 @@ from dure.tasks.loss_shares import most_counted
 from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
+from dure.tensors.frozen import Frozen, frozen_of
 
 VERSION = 2
 """The version of the state in checkpoints.
@@ -97,6 +99,7 @@ class Server(Learner):
         self.batch_size = batch_size
         self.attack = attack
         self.flat = FlatParameters(model)
+        self.frozen = Frozen(model)
         self.buffers = Buffers(model)
         # Copies: evaluation loads other weights and buffers into the run's model again and again.
         shared = algorithm.shared(self.flat.copy())
@@ -255,11 +258,12 @@ class Server(Learner):
         """Measures the global model.
 
         It gives the test data's metrics, the share of test examples that a trigger turns, and what
-        clients say of the model.
+        clients say of the model. Raises ValueError if measuring changes frozen parameters.
         """
         self._load_global()
         number = self.coordinator.model.number
         found = evaluate(self.task, self.model, self.test, self.group, number)
+        self.frozen.check()
         if self.attack is not None and self.attack.triggers and self.test is not None:
             found["test_backdoor"] = self._turned(self.attack, self.test)
         model = self.coordinator.model
@@ -316,16 +320,27 @@ class Server(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Goes on from there. Raises RunFolderError for the state of another version."""
+        """Goes on from there.
+
+        Raises RunFolderError for the state of another version, and for one with frozen parameters.
+        """
         version = state.get("version", 1)
         if version != VERSION:
             raise RunFolderError(
                 f"the checkpoint was written by a dure whose federations have state version "
                 f"{version}, and this one reads version {VERSION}: resume it with that one"
             )
+        server = state["server"]
+        written = server["coordinator"]["model"]["weights"]
+        # Where nothing is frozen, such a state is the same.
+        if frozen_of(self.model) and not alike(written, self.coordinator.model.weights):
+            raise RunFolderError(
+                "the checkpoint was written by a dure whose federations sent frozen parameters "
+                "too, and this one sends only what is trained: resume it with that one"
+            )
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
-        server = state["server"]
+        self.frozen = Frozen(self.model)
         self.coordinator.restore(server["coordinator"])
         self.log.restore(server["log"])
         self.measured = Measured(**server["measured"])
