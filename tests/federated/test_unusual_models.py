@@ -18,7 +18,7 @@ from dure.data.partition import IID
 from dure.errors import TooFewClientsError
 from dure.federated.aggregate import parse
 from dure.federated.engines.meta import MetaEngine
-from dure.federated.server.by_client import over_clients
+from dure.federated.server.by_client import Said
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.server_optimizer import Rule, ServerOptimizer
 from dure.protocol.messages import Measured, Update
@@ -256,7 +256,11 @@ def test_an_optimizer_lives_as_long_as_its_steps() -> None:
 
 
 def test_clients_with_nothing_to_count_hide_nothing_of_the_others() -> None:
-    some = over_clients(Measured([0, 1, 2], {"client_f1": [0.5, float("nan"), 1.0]}))
-    assert some["client_f1"] == 0.75
+    values = {"client_f1": [0.5, float("nan"), 1.0]}
+    some = Said({}).take(Measured([0, 1, 2], values))
+    assert some["client_f1"] == some["client_f1_mean"] == some["client_f1_p50"] == 0.75
     assert some["client_f1_p10"] == pytest.approx(0.55)
-    assert math.isnan(over_clients(Measured([0], {"client_f1": [float("nan")]}))["client_f1"])
+    assert some["client_f1_p90"] == pytest.approx(0.95)
+    assert some["client_f1_worst"] == 0.5
+    nothing = Said({}).take(Measured([0], {"client_f1": [float("nan")]}))
+    assert all(map(math.isnan, nothing.values()))

@@ -116,7 +116,7 @@ class Learner(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """test_loss and test_<metric> of the model as it is; empty without test data.
+        """What `Strategy.measures` names, of the model as it is; empty without test data.
 
         The same on every rank: limits depend on it.
         """
@@ -344,6 +344,15 @@ class Strategy:
         """
         self.check_model(task, model, workers)
         return None
+
+    def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
+        """The names of what its learner's `evaluate` gives: the targets that a run may have.
+
+        conditions: what clients are like, in a world of clients. Empty where nothing is evaluated.
+        """
+        if task.test is None:
+            return []
+        return ["test_loss", *(f"test_{name}" for name in task.measures)]
 
     def division(self, task: Task, seed: int) -> Description | None:
         """How the training data lie with their owners, for the report; None if nobody owns any."""

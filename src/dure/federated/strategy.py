@@ -13,9 +13,10 @@ A subclass is an algorithm: it adds its hyperparameters and says what its client
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,10 @@ from dure.contracts.strategy import Kind, Learner, Place, Strategy, another, exa
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
+from dure.data.keys import name_of
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
+from dure.data.partition.natural_key import strangers
+from dure.errors import warn
 from dure.federated import aggregate
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start
@@ -35,6 +39,7 @@ from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server import sampling
+from dure.federated.server.by_client import names_over
 from dure.federated.server.pacing import Pacing, Rounds
 from dure.federated.server.sampling import Selection, Uniform
 from dure.federated.server.server import Server
@@ -50,6 +55,9 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
+
+HeldOutOrder = Literal["random", "newest"]
+"""Which examples of a client are held out: drawn ones, or its last ones."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,13 @@ class Federated(Strategy):
             geometric-median, geometric-median-of-means:10, rfa, centred-clipping:10;
             clipped:1/mean, bucketing:2/krum:2.
         held_out: the share of each client's data that it does not train on, for measuring models
-            client by client.
+            client by client; 0 measures on the test data that carry the client's key, if any do.
         fine_tune: epochs for which a client trains the global model further before its own is
             measured.
+        held_out_order: which examples are held out: random, or newest, the last ones of each
+            client.
+        freeze_at: the round whose model is measured on the newest data beside every later one, for
+            data that come and go.
     """
 
     clients: int | None = 10
@@ -88,6 +100,8 @@ class Federated(Strategy):
     aggregate: Aggregator = field(default_factory=Mean)
     held_out: float = 0.0
     fine_tune: int = 0
+    held_out_order: HeldOutOrder = "random"
+    freeze_at: int | None = None
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -198,11 +212,17 @@ class Federated(Strategy):
             )
         if self.fine_tune < 0:
             raise ValueError(f"fine_tune is {self.fine_tune}, but it counts epochs: 0 or more")
-        if self.fine_tune and not self.held_out:
+        if self.fine_tune and self._measured_on(task) is None:
             raise ValueError(
                 "fine_tune measures clients' own models, which needs data that are held_out: give "
                 "0.2"
             )
+        if self.held_out_order not in get_args(HeldOutOrder):
+            raise ValueError(
+                f"held_out_order is {self.held_out_order!r}, but it is random or newest"
+            )
+        if self.freeze_at is not None and self.freeze_at < 0:
+            raise ValueError(f"freeze_at is {self.freeze_at}, but it is a round: 0 or more")
         examples = len(task.train)
         if self.clients is not None and self.clients > examples:
             raise ValueError(
@@ -237,7 +257,51 @@ class Federated(Strategy):
             )
         if attack.poisons:
             check_poison(task.train, attack)
+        if self.freeze_at is not None:
+            self._check_frozen(task, model, conditions)
+        _check_names(self.measures(task, model, conditions))
         self.check_engine(task, conditions.engine, model)
+
+    def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        if conditions.arrival.still:
+            raise ValueError(
+                "freeze_at compares models on data that have just come, and none come here: give "
+                "an arrival, such as arriving:0.1:3600"
+            )
+        if self.algorithm(_start(task, model, self._count(task) or 1)).divides:
+            raise ValueError(
+                f"freeze_at keeps a whole model, and the server of {self.name} has a part of it"
+            )
+
+    def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
+        """What evaluations measure, by name: on the test data, and what clients measure."""
+        names = super().measures(task, model, conditions)
+        whose = []
+        if self._measured_on(task) is not None:
+            whose.append("client")
+            algorithm = self.algorithm(_start(task, model, self._count(task) or 1))
+            if self.fine_tune or type(algorithm).own is not Algorithm.own:
+                whose.append("personal")
+        if conditions is not None:
+            if task.test is not None and conditions.attack.triggers:
+                names.append("test_backdoor")
+            if not conditions.arrival.still:
+                whose.append("newest")
+                whose += ["frozen_newest"] if self.freeze_at is not None else []
+        return names + names_over(whose, ["loss", *task.measures])
+
+    def _measured_on(self, task: Task) -> Literal["held out", "test"] | None:
+        """On which data clients measure models; None where there are none."""
+        if self.held_out:
+            return "held out"
+        return "test" if self._test_parts(task) is not None else None
+
+    def _test_parts(self, task: Task) -> list[Tensor] | None:
+        """The test examples of each client; None where none is anybody's."""
+        if task.test is None:
+            return None
+        parts = self.partition.divide_test(self.clients, task.train.keys, task.test.keys)
+        return parts if parts is not None and any(map(len, parts)) else None
 
     def _count(self, task: Task) -> int | None:
         """How many clients there are, where that is known before the data are divided."""
@@ -330,6 +394,7 @@ class Federated(Strategy):
             attack=attack,
             liars=lying,
             names=self.names(task),
+            freeze_at=self.freeze_at,
         )
 
     def one_client(
@@ -352,7 +417,12 @@ class Federated(Strategy):
             own = self.divide(task, seed)[client]
         # The others are elsewhere: here they have nothing.
         parts = [own if other == client else own[:0] for other in range(clients)]
-        return self.clients_half(task, model, conditions, seed, parts)
+        tests = None
+        # Where its test data are its own too, they are what it measures with.
+        if not (divides or self.held_out) and task.test is not None:
+            whole = torch.arange(len(task.test))
+            tests = [whole if other == client else whole[:0] for other in range(clients)]
+        return self.clients_half(task, model, conditions, seed, parts, tests)
 
     def layout(self, task: Task, model: nn.Module, clients: int) -> Layout:
         """The names under which the tensors of the model's messages travel."""
@@ -367,11 +437,12 @@ class Federated(Strategy):
         conditions: Conditions,
         seed: int,
         parts: Sequence[Tensor] | None = None,
+        tests: Sequence[Tensor] | None = None,
     ) -> Clients:
         """All clients of the federation, with their examples.
 
         model: the run's, which stays as it is. parts: the examples of each, where it is not the
-        partition that says so.
+        partition that says so. tests: the test examples with which each measures, likewise.
         """
         divided = parts is None
         # Engines are made later, when a forward pass may have given the run's model other buffers.
@@ -385,17 +456,23 @@ class Federated(Strategy):
             load_frozen(made, frozen)
             return made
 
-        examples, _ = examples_for(model, task)
+        examples, test = examples_for(model, task)
         if parts is None:
             parts = self.divide(task, seed)
-        own, held_out = _held_out(parts, self.held_out, seed)
+        own, held_out = _held_out(parts, self.held_out, seed, self.held_out_order)
+        if tests is None and self._measured_on(task) == "test":
+            tests = self._test_parts(task) or []
+        if divided and not self.held_out:
+            _tell_strangers(task, self.names(task))
         personal = Personal(
             task=task,
             fresh=one_more,
-            examples=examples,
-            held_out=held_out,
+            examples=examples if test is None or tests is None else test,
+            held_out=held_out if tests is None else tests,
             seed=seed,
             fine_tune=self.fine_tune,
+            # What liars spoil is not measured on: these are as they came.
+            newest=None if conditions.arrival.still else (examples, own),
         )
         attack = conditions.attack if conditions.attackers else None
         lying = _lying(conditions, len(own), seed)
@@ -477,13 +554,35 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
     return lying
 
 
+def _check_names(names: Sequence[str]) -> None:
+    """Raises ValueError where two numbers would have one name."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(
+                f"two numbers would be reported as {name}: call the task's metric otherwise"
+            )
+
+
+def _tell_strangers(task: Task, names: Sequence[str] | None) -> None:
+    """Warns where test examples carry keys that no client has."""
+    if names is None or task.test is None or task.test.keys is None or task.train.keys is None:
+        return
+    missing = strangers(task.train.keys, task.test.keys)
+    if missing:
+        some = ", ".join(map(name_of, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        warn(
+            f"{len(missing)} keys of the test data are those of no client ({some}): no client "
+            f"measures on these test examples"
+        )
+
+
 def _held_out(
-    parts: Sequence[Tensor], share: float, seed: int
+    parts: Sequence[Tensor], share: float, seed: int, which: HeldOutOrder = "random"
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """(what clients train on, what they keep for measuring).
 
-    The share of each is what comes last in an order of its own; a client that has one example alone
-    trains on it.
+    The share of each is what comes last, in an order of its own or in that of the data; a client
+    that has one example alone trains on it.
     """
     if not share:
         return parts, []
@@ -497,7 +596,10 @@ def _held_out(
             continue
         # At least one example to measure with, and at least one to train on, which goes first.
         count = min(max(round(share * len(part)), 1), len(part) - 1)
-        order = torch.randperm(len(part), generator=generator(seed, "held out", client))
+        if which == "newest":
+            order = torch.arange(len(part))
+        else:
+            order = torch.randperm(len(part), generator=generator(seed, "held out", client))
         # Sorted: which examples are held out is random, the order in which a client has the rest is
         # not (arrival goes by it).
         own.append(part[order[: len(part) - count].sort().values])

@@ -5,8 +5,8 @@
     client -> server     Update      how my weights moved
     server -> clients    Settled     these updates made the new model, and those did not count
     server -> client     Refuse      your update does not count, and why
-    server -> clients    Measure     how good is this model on what you held out?
-    clients -> server    Measured    so good
+    server -> clients    Measure     how good is this model on what you do not train on?
+    clients -> server    Measured    so good, on so many examples
     server -> clients    Ask         what do you have in place of a part of the model?
     clients -> server    Kept        this, in the mean
 
@@ -135,26 +135,37 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Clients are to measure this model, and their own, on what they have held out.
+    """Clients are to measure this model, and their own, on what they do not train on.
 
     round: the number of the global model. weights, buffers: what the server has of it. now: on the
-    federation's clock, for clients whose data come and go.
+    federation's clock, for clients whose data come and go. frozen, frozen_buffers: an earlier
+    model, to be measured beside this one on the newest data; none where nobody wants that.
     """
 
     round: int
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
     now: float
+    frozen: Sequence[Tensor] = ()
+    frozen_buffers: Sequence[Tensor] = ()
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """How good a model is on what clients have held out.
+    """How good a model is on what clients do not train on.
 
-    clients: who have measured. values: of each metric, one number a client, in their order.
+    clients: who have measured. values: of each metric, one number a client, in their order; NaN
+    where a client has none. examples: with how many each has measured it, 0 where it has not. sums:
+    what each has added up, by which a metric over the examples of all clients is known
+    (`dure.tasks.sums`); metrics that are not added have none. forms: of those sums, "" for pairs.
+    failures: who could not measure something, and why.
     """
 
     clients: Sequence[int]
     values: dict[str, list[float]]
+    examples: dict[str, list[int]] = {}
+    sums: dict[str, list[list[float]]] = {}
+    forms: dict[str, str] = {}
+    failures: dict[int, str] = {}
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

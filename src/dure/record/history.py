@@ -88,18 +88,35 @@ FALL = (
     "cer",
     "distance",
     "residual",
+    "failures",
 )
 """The words at the end of the names of metrics that are better where they are lower."""
+
+
+WHOSE = ("client_", "personal_", "newest_", "frozen_newest_")
+"""How metrics begin that clients measure on their own data."""
+
+SPREAD = ("_mean", "_p10", "_p50", "_p90", "_worst")
+"""How the names of numbers end that tell how a metric of clients is spread over them."""
+
+
+def is_spread(metric: str) -> bool:
+    """Whether it tells how a metric is spread over clients, such as client_accuracy_p10."""
+    return metric.startswith(WHOSE) and metric.endswith(SPREAD)
 
 
 def lower_is_better(metric: str) -> bool:
     """Whether a metric falls: losses, errors and the like (`FALL`) do, every other one rises.
 
-    So do those of the worst tenth of clients, whose names end with _p10. Case does not matter.
+    So do those of the worst tenth of clients, whose names end with _p10, and what else tells of
+    their spread. Case does not matter.
     """
+    own = metric.removesuffix("_p10")
+    for suffix in SPREAD if is_spread(metric) else ():
+        own = own.removesuffix(suffix)
     # At its end: "loss_scale" is no loss, and "client_loss" is one. Whole words: an "answer" is no
     # "wer".
-    words = re.sub(r"[\W_]+", "_", metric.removesuffix("_p10").lower())
+    words = re.sub(r"[\W_]+", "_", own.lower())
     return f"_{words}".endswith(tuple(f"_{fall}" for fall in FALL))
 
 

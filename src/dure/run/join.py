@@ -222,8 +222,15 @@ class Training:
         weights, buffers, _ = self.layout.apart(tensors)
         with torch.no_grad():
             measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))
-        values = {name: each[0] for name, each in measured.values.items()}
-        return MeasuredThis(measure.round, self.held_out, values)
+        place = list(measured.clients).index(self.client)
+        return MeasuredThis(
+            round=measure.round,
+            values={name: each[place] for name, each in measured.values.items()},
+            examples={name: each[place] for name, each in measured.examples.items()},
+            sums={name: list(each[place]) for name, each in measured.sums.items()},
+            forms=dict(measured.forms),
+            failure=measured.failures.get(self.client, ""),
+        )
 
     def settle(self, outcome: Outcome) -> None:
         tickets = [outcome.ticket]

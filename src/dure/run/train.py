@@ -21,6 +21,7 @@ from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import RunFolderError, exit_is_a_failure
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.history import is_spread
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
 from dure.run.begun import Asks, note
@@ -364,7 +365,6 @@ def prepare(
     strategy.check(task, world.workers)
     strategy.check_in(world)
     stop.check(strategy.unit)
-    _check_target(stop, task)
     _check_first_example(task)
     check_loss(task)
     # A model that was given serves other runs too: learners take copies of it.
@@ -372,6 +372,7 @@ def prepare(
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
+    _check_target(stop, strategy.measures(task, model, world.conditions) if stop.target else ())
     proofs = _checked_model(task, strategy, world, model, check)
     parameters = _checked_parameters(task, model)
     if world.leads:
@@ -406,17 +407,15 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
         )
 
 
-def _check_target(stop: Stop, task: Task) -> None:
+def _check_target(stop: Stop, measured: Sequence[str]) -> None:
     """Raises ValueError for a target that no evaluation measures."""
-    measured: set[str] = set()
-    # Without test data nothing is evaluated, so no target could ever be reached.
-    if stop.target and task.test is not None:
-        measured = {"test_loss", *(f"test_{name}" for name in task.measures)}
     for name in stop.target or ():
         if name not in measured:
+            # Of how a metric is spread over clients, one stands for all.
+            shown = [one for one in measured if not is_spread(one) or one.endswith("_p10")]
             raise ValueError(
                 f"the target {name!r} is not measured; there is "
-                f"{', '.join(sorted(measured)) or 'no test data'}"
+                f"{', '.join(sorted(shown)) or 'no test data'}"
             )
 
 

@@ -22,6 +22,7 @@ from dure.contracts.metric import ratio
 from dure.contracts.task import Task
 from dure.tasks.kept import Kept, on_cpu, refusal
 from dure.tasks.loss_shares import loss_and_count
+from dure.tasks.sums import Sums
 from dure.tasks.tally import Tally
 
 
@@ -62,6 +63,14 @@ class Measurement:
     def _kept(self) -> Kept:
         waiting = [tally.name for tally in self.tallies if tally.waits]
         return Kept(self.share, self.examples, self.task.metric_memory, waiting)
+
+    def sums(self) -> dict[str, Sums]:
+        """What was added here of the loss and of every metric that is added, by name."""
+        told = {tally.name: tally.told() for tally in self.tallies}
+        return {
+            "loss": Sums(list(self.loss)),
+            **{name: sums for name, sums in told.items() if sums is not None},
+        }
 
     def values(self, group: Group) -> dict[str, float]:
         """The loss and every metric over all examples, by name; all ranks call it together."""

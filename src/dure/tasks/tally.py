@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from dure.contracts.metric import Metric, SumMetric, as_number, as_sum, ratio
 from dure.errors import DureError
 from dure.tasks.libraries import is_of_a_library, of_all
+from dure.tasks.sums import Leaf, Sums, form_of
 
 UNSEEN = -1
 """Instead of a number of sums: no batch has told yet."""
@@ -60,6 +61,18 @@ class Tally:
     def is_pair(self) -> bool:
         """Whether every rank that has the sums can finish them."""
         return not self.waits and not isinstance(self.metric, SumMetric)
+
+    def told(self) -> Sums | None:
+        """What was added, for others that add it to theirs.
+
+        None where nothing is: it waits, has seen nothing, or its sums are of a class of one's own.
+        """
+        if self.waits is not False:
+            return None
+        if self.is_pair:
+            return Sums([self._total, self._count])
+        form = form_of(tree_unflatten([Leaf(tuple(shape)) for shape in self._shapes], self._spec))
+        return None if form is None else Sums(self._sums.tolist(), form)
 
     def add(self, outputs: Any, targets: Any) -> None:
         """Sees the next batch. Raises ValueError for a metric that gives no number."""

@@ -201,35 +201,24 @@ class Failed(Said, frozen=True):
 
 
 class MeasuredThis(Said, frozen=True):
-    """values: of each metric. examples: how many it was measured with."""
+    """What a client has measured, as `Measured` of `dure.protocol.messages` has it for many.
+
+    values: of each metric, None where it has none. examples: with how many. sums, forms: by which a
+    metric over the examples of all clients is known. failure: why something is missing.
+    """
 
     round: int
-    examples: int
-    values: dict[str, float]
+    values: dict[str, float | None] = {}
+    examples: dict[str, int] = {}
+    sums: dict[str, list[float | None]] = {}
+    forms: dict[str, str] = {}
+    failure: str = ""
 
 
 class Refusal(Said, frozen=True):
     """The body of every answer that refuses: why, and what to do."""
 
     error: str
-
-
-Body = TypeVar("Body", bound=Said)
-
-
-def to_json(said: Said) -> bytes:
-    """The body. Numbers that are not finite become null, which no field of a number takes."""
-    return msgspec.json.encode(said)
-
-
-def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
-    """The inverse of `to_json`. Raises RequestError for anything else."""
-    if len(body) > MOST_BODY:
-        raise RequestError(f"the body has {len(body)} bytes, and may have {MOST_BODY}")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is no {kind.__name__}: {error}") from error
 
 
 class Enrol(Said, frozen=True):
@@ -253,3 +242,21 @@ class Enrolled(Said, frozen=True):
     client: int
     clients: int
     name: str
+
+
+Body = TypeVar("Body", bound=Said)
+
+
+def to_json(said: Said) -> bytes:
+    """The body. Numbers that are not finite become null, which no field of a number takes."""
+    return msgspec.json.encode(said)
+
+
+def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
+    """The inverse of `to_json`. Raises RequestError for anything else."""
+    if len(body) > MOST_BODY:
+        raise RequestError(f"the body has {len(body)} bytes, and may have {MOST_BODY}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no {kind.__name__}: {error}") from error

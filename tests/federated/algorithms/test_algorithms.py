@@ -721,7 +721,7 @@ def test_tuned_models_are_measured_with_their_own_buffers() -> None:
         )
         (tuned,) = clients_of(one).engine([]).train([job])
         losses.append(loss_of(one, client, [model.weights[0] + tuned.delta[0]], tuned.buffers))
-    assert measured["personal_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
+    assert measured["personal_loss_mean"] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
 
 def test_ditto_s_models_are_measured_with_the_buffers_that_they_keep() -> None:
@@ -730,7 +730,7 @@ def test_ditto_s_models_are_measured_with_the_buffers_that_they_keep() -> None:
     for client in clients_of(one).personal.clients:
         weights, *buffers = clients_of(one).memories.get(client, [*model.weights, *model.buffers])
         losses.append(loss_of(one, client, [weights], buffers))
-    assert measured["personal_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
+    assert measured["personal_loss_mean"] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
 
 def test_ditto_with_no_pull_has_the_buffers_of_training_alone() -> None:

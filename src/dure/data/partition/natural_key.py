@@ -30,6 +30,21 @@ class NaturalKey(Partition):
         # A single client that has the data of all is none of them.
         return found if clients in (None, len(found)) else None
 
+    def divide_test(
+        self, clients: int | None, keys: Sequence[Any] | None, test_keys: Sequence[Any] | None
+    ) -> list[Tensor] | None:
+        """As `Partition.divide_test`: those that carry the client's key.
+
+        Test examples with a key that no client has are nobody's (`strangers`).
+        """
+        if keys is None or test_keys is None or self.names(clients, keys) is None:
+            return None
+        owners = owners_of(keys_of(keys))
+        number = {key: client for client, key in enumerate(owners)}
+        # Those of nobody come first, and are left out.
+        whose = torch.tensor([number.get(key, -1) for key in keys_of(test_keys)]) + 1
+        return Parts(whose, len(owners) + 1)[1:]
+
     def divide(
         self,
         clients: int | None,
@@ -62,6 +77,15 @@ class NaturalKey(Partition):
     @property
     def description(self) -> str:
         return "natural clients, by key"
+
+
+def strangers(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
+    """The keys of test examples that no client has, in order.
+
+    Raises ValueError for test keys that name nobody, or are not alike.
+    """
+    known = set(keys_of(keys))
+    return [key for key in owners_of(keys_of(test_keys)) if key not in known]
 
 
 def _keys(keys: Sequence[Any] | None, n: int) -> list[Any]:

@@ -56,6 +56,16 @@ class Partition:
         """`divide` for at least two clients and as many examples."""
         raise NotImplementedError
 
+    def divide_test(
+        self, clients: int | None, keys: Sequence[Any] | None, test_keys: Sequence[Any] | None
+    ) -> list[Tensor] | None:
+        """The test examples of each client, as ascending indices; a client may have none.
+
+        keys, test_keys: of the training and the test data. None where the partition does not say
+        whose a test example is.
+        """
+        return None
+
     def names(self, clients: int | None, keys: Sequence[Any] | None) -> list[str] | None:
         """What the clients are called, in their order; None where they are numbers alone."""
         return None

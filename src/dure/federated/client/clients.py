@@ -9,12 +9,13 @@ Nothing of the server's is here, and nothing but messages goes to it (`dure.prot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import repeat
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from dure.data.batches import batches_per_epoch
 from dure.data.keys import said
 from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory, Own
-from dure.federated.client.personal import Personal
+from dure.federated.client.personal import One, Personal, measured_by
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Order, Work
@@ -137,6 +138,8 @@ class Clients:
         self.checked = attack is None  # by the engine
         self.lr_schedule = lr_schedule
         self.memories: dict[int, Memory] = {}
+        self.trained: dict[int, float] = {}
+        """When each client last began to train, where data come and go."""
         self._make = engine
         self._engine: Engine | None = None
         self.chosen: str | None = None
@@ -211,6 +214,11 @@ class Clients:
         ahead: computed together with these where they are fewer than the engine likes at once, and
         kept until they are asked for.
         """
+        # Of those that were asked for, and not of what is computed ahead, which engines differ in.
+        if self.present is not None:
+            for order in orders:
+                client = order.assignment.client
+                self.trained[client] = max(order.began, self.trained.get(client, 0.0))
         # Nothing computed ahead and nothing to compute ahead: no bookkeeping in between. With an
         # attack all updates are needed at once, since liars may know the honest ones.
         plainly = orders and not ahead and not self._ready
@@ -232,22 +240,57 @@ class Clients:
             self._pending.pop(ticket, None)
 
     def measure(self, measure: Measure) -> Measured:
-        """The model, and their own, on what they have held out; nothing where that is nothing."""
+        """The model, and their own, on what they do not train on; nothing where that is nothing.
+
+        It changes nothing here: however often clients measure, they go on as before.
+        """
         personal = self.personal
-        if not personal.clients:
-            return Measured([], {})
-        # One object for all clients: `Personal.over` loads a model only when it is another object
-        # than before.
-        whole = Own(self.algorithm.whole(measure.weights, self.kept().tensors), measure.buffers)
-        values = _named("client", personal.over(repeat(whole)))
+        found: dict[str, Mapping[int, One]] = {}
+        # One object for all clients: `Personal` loads a model only when it is another object than
+        # before.
+        whole = self._whole(measure.weights, measure.buffers)
+        if personal.clients:
+            found |= self._held_out(measure, whole)
+        if personal.comers:
+            found |= self._newest(measure, whole)
+        names = ["loss", *personal.task.measures]
+        return measured_by(found, names, personal.without)
+
+    def _held_out(self, measure: Measure, whole: Own) -> dict[str, dict[int, One]]:
+        personal = self.personal
+        found = {"client": personal.over(repeat(whole))}
         own = partial(self._own, measure, whole)
         if personal.fine_tune:
-            values |= _named("personal", personal.over(self._tuned(own, measure)))
+            found["personal"] = personal.over(self._tuned(own, measure))
         # Where no client has a model of its own, these numbers would be those of the global model
         # again.
         elif any(own(client) is not whole for client in personal.clients):
-            values |= _named("personal", personal.over(map(own, personal.clients)))
-        return Measured(personal.clients, values)
+            found["personal"] = personal.over(map(own, personal.clients))
+        return found
+
+    def _newest(self, measure: Measure, whole: Own) -> dict[str, dict[int, One]]:
+        """The global model, and the frozen one, on what has come since clients began to train."""
+        come = {client: self._come(client, measure.now) for client in self.personal.comers}
+        parts = {client: part for client, part in come.items() if len(part)}
+        found = {"newest": self.personal.of_the_newest(whole, parts)}
+        if measure.frozen:
+            frozen = self._whole(measure.frozen, measure.frozen_buffers)
+            found["frozen_newest"] = self.personal.of_the_newest(frozen, parts)
+        return found
+
+    def _come(self, client: int, now: float) -> Tensor:
+        """The training examples that a client has now, and had not when it last began to train."""
+        assert self.present is not None
+        assert self.personal.newest is not None
+        own = self.personal.newest[1][client]
+        there = self.present(len(own), now)
+        if client in self.trained:
+            had = self.present(len(own), self.trained[client])
+            there = there[torch.isin(there, had, invert=True)]
+        return own[there]
+
+    def _whole(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> Own:
+        return Own(self.algorithm.whole(weights, self.kept().tensors), buffers)
 
     def kept(self) -> Kept:
         """What they have in place of a part of the model, in the mean over those that took part."""
@@ -271,6 +314,7 @@ class Clients:
         """
         return {
             "memories": dict(sorted(self.memories.items())),
+            "trained": dict(sorted(self.trained.items())),
             "ready": [
                 {"update": _written(one), "memory": self._pending.get(one.ticket, _NOBODY)[1]}
                 for one in self._ready.values()
@@ -286,6 +330,8 @@ class Clients:
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         self.memories = {client: list(memory) for client, memory in state["memories"].items()}
+        # Checkpoints of dure up to 0.1 do not have it.
+        self.trained = dict(state.get("trained", {}))
         engine = state["engine"]
         self.chosen = engine["name"]
         self.why = engine["why"]
@@ -496,10 +542,6 @@ class Clients:
             update if update.failure is not None else _with(update, next(forged))
             for update in updates
         ]
-
-
-def _named(whose: str, values: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {f"{whose}_{name}": numbers for name, numbers in values.items()}
 
 
 def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:

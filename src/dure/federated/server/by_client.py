@@ -1,56 +1,208 @@
-"""What clients say of a model, one number a client, as the report and the history have it.
+"""What clients say of a model: over all their examples, and client by client.
 
-A tenth of the clients is at the worst tenth or worse: the 0.1 quantile, or 0.9 where lower is
-better. The loss has none. Every client counts alike.
+    <metric>          over the examples of all clients: their sums are added, and finished once, as
+                      if one had measured all of them; the mean over clients, weighted by their
+                      examples, where a metric is a function that gives a number, which does not add
+    <metric>_mean     the mean over clients, each of which counts alike
+    <metric>_p10      the worst tenth: a tenth of the clients is there or worse
+    <metric>_p50      the median client
+    <metric>_p90      the best tenth: a tenth of the clients is there or better
+    <metric>_worst    the worst client
+    client_failures   clients that could not measure something
+
+Quantiles are interpolated linearly between clients. From the worst on: of a metric that falls, the
+worst tenth is its 0.9 quantile. Data that have only just come (newest_, frozen_newest_) have the
+first of these alone. A client whose number is not finite, or that has nothing to count, is no part
+of any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from dure.contracts.metric import Metric
 from dure.protocol.messages import Measured
-from dure.record.history import lower_is_better
+from dure.record.history import SPREAD, WHOSE, lower_is_better
+from dure.tasks.sums import added
+
+FAILURES = "client_failures"
+
+LONGEST = 300
+"""Characters of a client's reason that are kept."""
 
 
-def over_clients(measured: Measured) -> dict[str, float]:
-    """Means and worst tenths (`_p10`) of every metric."""
-    found: dict[str, float] = {}
-    for name, values in measured.values.items():
-        found |= _of(name, values)
-    return found
+class Said:
+    """What clients have said of the newest model that they measured, and all their failures.
+
+    metrics: the task's.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.metrics = metrics
+        self.measured = Measured([], {})
+        self.failed: dict[int, Counter[str]] = {}
+        """Client -> why it could not measure -> how often."""
+        self._weighted: list[str] = []
+
+    def take(self, measured: Measured) -> dict[str, float]:
+        """What they say now, as metrics by name."""
+        self.measured = measured
+        for client, reason in measured.failures.items():
+            self.failed.setdefault(client, Counter())[reason] += 1
+        self._weighted = []
+        found: dict[str, float] = {}
+        for name in measured.values:
+            found |= self._of(name)
+        # From the first failure of a run on.
+        if self.failed:
+            found[FAILURES] = float(len(measured.failures))
+        return found
+
+    def _of(self, name: str) -> dict[str, float]:
+        values = self.measured.values[name]
+        found = {name: self._over_all(name)}
+        if name.startswith(("newest_", "frozen_newest_")):
+            return found
+        return found | _spread(name, values)
+
+    def _over_all(self, name: str) -> float:
+        """The metric over the examples of all clients."""
+        said = self.measured
+        values = said.values[name]
+        counts = said.examples.get(name, [1] * len(values))
+        rows = [row for row in said.sums.get(name, []) if _finite(row)]
+        if rows:
+            try:
+                return added(self.metrics.get(_bare(name)), rows, said.forms.get(name, ""))
+            except ValueError:
+                pass
+        self._weighted.append(name)
+        there = [place for place, value in enumerate(values) if math.isfinite(value)]
+        examples = sum(counts[place] for place in there)
+        if not examples:
+            return math.nan
+        return sum(values[place] * counts[place] for place in there) / examples
+
+    def facts(self) -> dict[str, Any]:
+        """Each client's, as JSON; empty where nothing was asked of them."""
+        said = self.measured
+        found: dict[str, Any] = {}
+        if said.values:
+            found |= {
+                "measured_clients": list(said.clients),
+                "by_client": said.values,
+                "examples_by_client": said.examples,
+                "means_by_examples": self._weighted,
+            }
+        if self.failed:
+            found["not_measured"] = [
+                [client, *reasons.most_common(1)[0]]
+                for client, reasons in sorted(self.failed.items())
+            ]
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the metrics, as a tree for checkpoints."""
+        said = self.measured
+        return {
+            "clients": list(said.clients),
+            "values": said.values,
+            "examples": said.examples,
+            "sums": said.sums,
+            "forms": said.forms,
+            "failures": said.failures,
+            "failed": {client: dict(reasons) for client, reasons in self.failed.items()},
+            "weighted": list(self._weighted),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`. Checkpoints of dure up to 0.1 have clients and values alone."""
+        rest = dict(state)
+        failed = rest.pop("failed", {})
+        self._weighted = list(rest.pop("weighted", []))
+        self.measured = Measured(**rest)
+        self.failed = {client: Counter(reasons) for client, reasons in failed.items()}
 
 
 def fit(measured: Measured, clients: int) -> Measured:
     """What was measured, without what cannot be right.
 
     Without clients that there are not, twice or in no order, nothing is left; without a number for
-    each client a metric is left out.
+    each client a metric is left out, and so are sums that are not alike.
     """
-    known = all(0 <= client < clients for client in measured.clients)
-    if not known or len(set(measured.clients)) != len(measured.clients):
-        return Measured([], {})
-    count = len(measured.clients)
-    values = {name: each for name, each in measured.values.items() if len(each) == count}
-    return Measured(measured.clients, values if count else {})
+    failures = {
+        client: _line(reason)
+        for client, reason in measured.failures.items()
+        if 0 <= client < clients
+    }
+    there = measured.clients
+    known = all(0 <= client < clients for client in there)
+    if not there or not known or len(set(there)) != len(there):
+        return Measured([], {}, failures=failures)
+    values = {name: each for name, each in measured.values.items() if len(each) == len(there)}
+    examples = {name: measured.examples.get(name) for name in values}
+    counts = {
+        name: each
+        for name, each in examples.items()
+        if each is not None and len(each) == len(there) and all(one >= 0 for one in each)
+    }
+    sums = {
+        name: rows
+        for name, rows in measured.sums.items()
+        if name in values
+        and len(rows) == len(there)
+        and len({len(row) for row in rows if row}) == 1
+    }
+    forms = {name: measured.forms.get(name, "") for name in sums}
+    return Measured(there, values, counts, sums, forms, failures)
 
 
-def facts(measured: Measured) -> dict[str, Any]:
-    """Each client's, as JSON; empty where nothing was measured."""
-    if not measured.values:
-        return {}
-    return {"measured_clients": list(measured.clients), "by_client": measured.values}
+def _finite(row: Sequence[float]) -> bool:
+    """Whether there are sums, all of them finite."""
+    return bool(row) and all(map(math.isfinite, row))
 
 
-def _of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean over clients, and the worst tenth: how fair a model is to them.
+def _line(reason: str) -> str:
+    """A reason that may come from anybody, as one line that is not too long."""
+    line = " ".join("".join(one if one.isprintable() else " " for one in reason).split())
+    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
-    A client that has nothing to count is no part of either.
+
+def _bare(name: str) -> str:
+    """The metric's own name: client_accuracy -> accuracy."""
+    whose = next((prefix for prefix in WHOSE if name.startswith(prefix)), "")
+    return name.removeprefix(whose)
+
+
+def names_over(whose: Sequence[str], metrics: Sequence[str]) -> list[str]:
+    """The names of all that may be known of metrics, such as client_accuracy_p10.
+
+    whose: of "client", "personal", "newest", "frozen_newest". metrics: "loss" among them.
     """
+    found = []
+    for prefix in whose:
+        for metric in metrics:
+            name = f"{prefix}_{metric}"
+            found.append(name)
+            if prefix in ("client", "personal"):
+                found += [name + suffix for suffix in SPREAD]
+    return found
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """How it lies over clients: how fair a model is to them."""
     of = torch.tensor(values, dtype=torch.float64)
-    mean = {name: float(of.nanmean())}
-    if name in ("client_loss", "personal_loss"):
-        return mean
-    return {**mean, f"{name}_p10": float(of.nanquantile(0.9 if lower_is_better(name) else 0.1))}
+    of = of[of.isfinite()]
+    if not len(of):
+        return {name + suffix: math.nan for suffix in SPREAD}
+    if lower_is_better(name):
+        of = -of
+    sign = -1.0 if lower_is_better(name) else 1.0
+    tenth, half, best = (sign * float(of.quantile(share)) for share in (0.1, 0.5, 0.9))
+    numbers = (sign * float(of.mean()), tenth, half, best, sign * float(of.min()))
+    return dict(zip((name + suffix for suffix in SPREAD), numbers, strict=True))

@@ -26,7 +26,7 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.server import by_client
+from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
@@ -64,7 +64,7 @@ class Server(Learner):
     server's. sample: examples of which a step's operations are counted; batch_size: of such a step,
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
-    some.
+    some. freeze_at: the round whose model clients measure beside every later one; None is none.
     """
 
     unit = "round"
@@ -88,6 +88,7 @@ class Server(Learner):
         attack: Attack | None = None,
         liars: Callable[[int], Collection[int]] | None = None,
         names: Sequence[str] | None = None,
+        freeze_at: int | None = None,
     ) -> None:
         self.task = task
         self.model = model
@@ -124,8 +125,12 @@ class Server(Learner):
         self.names = names
         self._told_refused = False
         self._told_vain = False
-        self.measured = Measured([], {})
-        """What clients have said of the newest model that they measured."""
+        self.said = Said(task.measures)
+        self._told_failed = False
+        self.freeze_at = freeze_at
+        self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
+        """Weights and buffers of the model of round `freeze_at`, once there is one."""
+        self._freeze()
 
     def flops_per_step(self) -> float:
         # A step of a client of mean size: clients with fewer examples than a batch make smaller
@@ -162,6 +167,7 @@ class Server(Learner):
         self._tell(number, result)
         if self.log.liars is not None:
             self.log.moved(number, before, coordinator.model.weights)
+        self._freeze()
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
 
     def _fold(self, tickets: Sequence[int]) -> None:
@@ -268,9 +274,33 @@ class Server(Learner):
             found["test_backdoor"] = self._turned(self.attack, self.test)
         model = self.coordinator.model
         # Clients get what the server has, which may be a part of the model.
-        measure = Measure(number, model.weights, model.buffers, self.carrier.now)
-        self.measured = by_client.fit(self.carrier.measure(measure), len(self.coordinator.sizes))
-        return found | by_client.over_clients(self.measured)
+        frozen, frozen_buffers = self.earlier or ((), ())
+        measure = Measure(
+            number, model.weights, model.buffers, self.carrier.now, frozen, frozen_buffers
+        )
+        said = fit(self.carrier.measure(measure), len(self.coordinator.sizes))
+        self._tell_failed(said)
+        return found | self.said.take(said)
+
+    def _tell_failed(self, said: Measured) -> None:
+        """Warns of the first client of the run that cannot measure; all are counted (`facts`)."""
+        if not said.failures or self._told_failed or self.said.failed:
+            return
+        self._told_failed = True
+        client, reason = next(iter(said.failures.items()))
+        more = len(said.failures) - 1
+        others = f", and {more} more cannot either" if more else ""
+        warn(
+            f"{self.who(client)} cannot measure: {reason}{others}; what is told of the clients is "
+            f"without them (summary.json names all, under not_measured)"
+        )
+
+    def _freeze(self) -> None:
+        """Keeps the model of the round that it is to be compared with."""
+        model = self.coordinator.model
+        if model.number == self.freeze_at:
+            # A step replaces weights and buffers and does not change them.
+            self.earlier = (list(model.weights), list(model.buffers))
 
     @torch.no_grad()
     def _turned(self, attack: Attack, examples: Examples) -> float:
@@ -310,10 +340,8 @@ class Server(Learner):
             "server": {
                 "coordinator": self.coordinator.state(),
                 "log": self.log.state(),
-                "measured": {
-                    "clients": list(self.measured.clients),
-                    "values": self.measured.values,
-                },
+                "measured": self.said.state(),
+                "frozen": None if self.earlier is None else list(map(list, self.earlier)),
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -343,7 +371,10 @@ class Server(Learner):
         self.frozen = Frozen(self.model)
         self.coordinator.restore(server["coordinator"])
         self.log.restore(server["log"])
-        self.measured = Measured(**server["measured"])
+        self.said.restore(server["measured"])
+        # Checkpoints of dure up to 0.1 do not have it.
+        frozen = server.get("frozen")
+        self.earlier = None if frozen is None else (frozen[0], frozen[1])
         self.carrier.restore(state["carrier"])
 
     def saved(self) -> None:
@@ -353,7 +384,7 @@ class Server(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
-        return {**self.carrier.facts(), **self.log.facts(), **by_client.facts(self.measured)}
+        return {**self.carrier.facts(), **self.log.facts(), **self.said.facts()}
 
     def meters(self) -> Sequence[Meter]:
         return [self.meter, *self.counted]

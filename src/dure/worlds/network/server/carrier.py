@@ -583,10 +583,32 @@ def differences(machine: Machine | None, mine: Machine) -> list[str]:
 
 
 def _together(answers: Mapping[int, MeasuredThis]) -> Measured:
-    """What clients say, in their order; a metric that some have not is left out."""
+    """What clients say, in their order."""
     clients = sorted(answers)
-    if not clients:
-        return Measured([], {})
-    names = set.intersection(*(set(answers[client].values) for client in clients))
-    values = {name: [answers[one].values[name] for one in clients] for name in sorted(names)}
-    return Measured(clients, values)
+    said = [answers[client] for client in clients]
+    names = list(dict.fromkeys(name for one in said for name in one.values))
+    # A form is of a metric and not of a client; whoever says another has added up something else.
+    forms: dict[str, str] = {}
+    for one in said:
+        for name, form in one.forms.items():
+            forms.setdefault(name, form)
+    return Measured(
+        clients=clients,
+        values={name: [_number(one.values.get(name)) for one in said] for name in names},
+        examples={name: [one.examples.get(name, 0) for one in said] for name in names},
+        sums={name: [_row(one, name, forms[name]) for one in said] for name in forms},
+        forms=forms,
+        failures={
+            client: one.failure for client, one in zip(clients, said, strict=True) if one.failure
+        },
+    )
+
+
+def _row(said: MeasuredThis, name: str, form: str) -> list[float]:
+    """What a client has added up; nothing that is finite where that is something else."""
+    fits = said.forms.get(name) == form
+    return [_number(one) for one in said.sums.get(name, [])] if fits else [math.nan]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,116 @@
+"""Sums of a metric that were added apart, as lists of numbers: what clients tell of their own.
+
+    a pair (sum, count)    two numbers, with no form
+    a `SumMetric`          its sums in a row, and their form: what was a tensor of which shape, what
+                           a tuple, a list or a dict
+
+They are added, and finished once: the number is that of all examples together, as if one had
+measured them. A function that gives a number has no sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dure.contracts.metric import Metric, SumMetric, as_number, ratio
+
+MOST_FORM = 10_000
+"""Characters of a form, which may come from anybody."""
+
+
+class Sums(NamedTuple):
+    """What was added, and its form; "" for a pair."""
+
+    values: list[float]
+    form: str = ""
+
+
+class Leaf(NamedTuple):
+    """Stands for a tensor or number of this shape in a structure of sums."""
+
+    shape: tuple[int, ...]
+
+
+def form_of(tree: Any) -> str | None:
+    """The form of sums, given as a structure of leaves.
+
+    None for a structure that a text cannot tell, such as one of a class of one's own.
+    """
+    try:
+        return msgspec.json.encode(_told(tree)).decode()
+    except TypeError:
+        return None
+
+
+def _told(tree: Any) -> Any:
+    if type(tree) is Leaf:
+        return list(tree.shape)
+    if type(tree) is tuple:
+        return {"tuple": [_told(part) for part in tree]}
+    if type(tree) is list:
+        return {"list": [_told(part) for part in tree]}
+    if type(tree) is dict and all(isinstance(key, str) for key in tree):
+        return {"dict": {key: _told(part) for key, part in tree.items()}}
+    raise TypeError(f"no text tells what a {type(tree).__name__} is")
+
+
+def added(metric: Metric | None, rows: Sequence[Sequence[float]], form: str) -> float:
+    """The number of all the sums together, which are added in their order.
+
+    metric: None for the loss, which is a pair. form: that of all rows, which are of one length.
+
+    Raises ValueError for sums that are none of this metric's, or that it cannot finish.
+    """
+    total = torch.tensor(list(rows), dtype=torch.float64)
+    # One after another, in the order of the clients.
+    whole = torch.zeros(total.shape[1], dtype=torch.float64)
+    for row in total:
+        whole += row
+    if not isinstance(metric, SumMetric):
+        if form or len(whole) != 2:
+            raise ValueError("a sum and a count are two numbers")
+        return ratio(*whole.tolist())
+    tree = _shaped(form, whole)
+    try:
+        return as_number(metric.compute(tree))
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _shaped(form: str, flat: Tensor) -> Any:
+    """Sums in a row in the structure and the shapes that they had."""
+    if len(form) > MOST_FORM:
+        raise ValueError(f"a form has at most {MOST_FORM} characters")
+    try:
+        tree = msgspec.json.decode(form)
+        rest = iter(flat.tolist())
+        shaped = _tree(tree, rest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is no form of sums: {error}") from error
+    if next(rest, None) is not None:
+        raise ValueError("there are more numbers than the form has places")
+    return shaped
+
+
+def _tree(told: Any, rest: Iterator[float]) -> Any:
+    match told:
+        case list() if all(type(extent) is int and extent >= 0 for extent in told):
+            # As many as there are: a product of large extents asks for no memory.
+            count = math.prod(told)
+            values = [value for _, value in zip(range(count), rest, strict=False)]
+            if len(values) != count:
+                raise ValueError("there are fewer numbers than the form has places")
+            return torch.tensor(values, dtype=torch.float64).view(told)
+        case {"tuple": [*parts]}:
+            return tuple(_tree(part, rest) for part in parts)
+        case {"list": [*parts]}:
+            return [_tree(part, rest) for part in parts]
+        case {"dict": dict(parts)}:
+            return {key: _tree(part, rest) for key, part in parts.items()}
+    raise ValueError("it is no form of sums")
