@@ -222,6 +222,9 @@ class Training:
         weights, buffers, _ = self.layout.apart(tensors)
         with torch.no_grad():
             measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))
+        failure = measured.failures.get(self.client, "")
+        if self.client not in measured.clients:
+            return MeasuredThis(measure.round, failure=failure)
         place = list(measured.clients).index(self.client)
         return MeasuredThis(
             round=measure.round,
@@ -229,7 +232,7 @@ class Training:
             examples={name: each[place] for name, each in measured.examples.items()},
             sums={name: list(each[place]) for name, each in measured.sums.items()},
             forms=dict(measured.forms),
-            failure=measured.failures.get(self.client, ""),
+            failure=failure,
         )
 
     def settle(self, outcome: Outcome) -> None:
