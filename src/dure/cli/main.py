@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
+from dure.cli import certificates, clients
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -28,6 +29,7 @@ from dure.cli.flags import (
     Shown,
     TrainOptions,
     given_options,
+    names_before_flags,
     options_of_task,
     parse_flags,
     value_of,
@@ -48,6 +50,8 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
+  dure certificates init|server      files for TLS, signed by an authority of your own
+  dure clients invite|list|... RUN   who may take part in a run over a network
   dure --version
 
 Tasks
@@ -153,6 +157,8 @@ def _dispatch(given: list[str]) -> int:
         "compare": _compare,
         "report": _report,
         "bench": _bench,
+        "certificates": certificates.main,
+        "clients": clients.main,
     }
     if not given or given[0] in ("--help", "-h", "help"):
         print(usage(), end="")
@@ -197,15 +203,8 @@ COMPARED = (
 """What `dure compare TASK` compares if no system is named."""
 
 
-def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
-    """The leading arguments that are no flags, and the rest."""
-    # Names come first: after a flag, a word may be its value.
-    count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
-    return given[:count], given[count:]
-
-
 def _train(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     # Everything else is in the run folder, so neither task nor system is named.
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         return _resume(["--help"] if flags == ["--resume", "--help"] else flags)
@@ -345,7 +344,7 @@ def _say_facts(folder: Path) -> None:
 
 
 def _compare(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     if not names:
         raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
     reference = names[0]
@@ -399,7 +398,7 @@ def _compare(given: list[str]) -> int:
 
 
 def _report(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     if not names:
         raise ValueError("dure report RUN [RUN ...]: name at least one run folder")
     asked = parse_flags("dure report RUN ...", {"how": ReportOptions}, flags, "Write a report.")
@@ -411,7 +410,7 @@ def _report(given: list[str]) -> int:
 
 
 def _bench(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     if names != ["all-reduce"]:
         raise ValueError("dure bench all-reduce [options]: all-reduce is what can be benchmarked")
     asked = parse_flags(
