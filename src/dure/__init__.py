@@ -67,9 +67,12 @@ if TYPE_CHECKING:
     from dure.report import write_report as write_report
     from dure.run.compare import Comparison as Comparison
     from dure.run.compare import compare as compare
+    from dure.run.join import join as join
+    from dure.run.serve import serve as serve
     from dure.run.train import resume as resume
     from dure.run.train import train as train
     from dure.tasks.builtin import load_task as load_task
+    from dure.worlds.network.world import Network as Network
     from dure.worlds.processes.world import Processes as Processes
     from dure.worlds.simulated import Simulated as Simulated
     from dure.worlds.threads import Threads as Threads
@@ -104,7 +107,9 @@ _WHERE = {
     "Task": "dure.contracts.task",
     "accuracy": "dure.contracts.task",
     "load_task": "dure.tasks.builtin",
+    "join": "dure.run.join",
     "resume": "dure.run.train",
+    "serve": "dure.run.serve",
     "train": "dure.run.train",
 }
 

@@ -217,6 +217,13 @@ class Shown(Exception):  # noqa: N818, it is no error
     """The help that was asked for has been printed, and nothing else is to be done."""
 
 
+def names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
+    """The leading arguments that are no flags, and the rest."""
+    # Names come first: after a flag, a word may be its value.
+    count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
+    return given[:count], given[count:]
+
+
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What is given for a flag, "" if nothing follows it; None if it is not there."""
     # Looked up before tyro parses: which flags there are may depend on this one.

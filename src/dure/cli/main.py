@@ -9,45 +9,49 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
+from dure.cli import certificates, clients, network
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
     Limits,
     ReportOptions,
-    ResumeOptions,
     Shown,
     TrainOptions,
     given_options,
+    names_before_flags,
     options_of_task,
     parse_flags,
     value_of,
 )
+from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
 from dure.errors import DureError, WorkerFailedError, suggestion
 from dure.machine.streams import open_streams
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
     from dure.contracts.strategy import Strategy
-    from dure.contracts.task import Task
 
 USAGE = """\
 dure trains one PyTorch model with many machines, by the system you name, and measures it.
 
   dure train TASK SYSTEM [options]   train; `dure train TASK SYSTEM --help` lists the options
   dure train --resume RUN            go on with a run that was interrupted or killed
+  dure serve TASK SYSTEM [options]   serve a federation to clients on a network; --local starts them
+  dure join URL TASK [options]       take part in it, with this machine's data
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
+  dure certificates init|server      files for TLS, signed by an authority of your own
+  dure clients invite|list|... RUN   who may take part in a run over a network
   dure --version
 
 Tasks
@@ -63,6 +67,7 @@ Examples
   dure train digits data-parallel --workers 2 --all-reduce ring --epochs 5
   dure train digits data-parallel --world threads --workers 2
   dure train mnist fed-avg --data mnist/ --clients 100 --fraction 0.1 --rounds 50
+  dure serve digits fed-avg --clients 3 --rounds 5 --local
   torchrun --nproc-per-node 2 -m dure train digits data-parallel
   dure bench all-reduce --quick --out runs/bench
 """
@@ -150,9 +155,13 @@ def _one_line(text: str) -> str:
 def _dispatch(given: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "serve": network.serve,
+        "join": network.join,
         "compare": _compare,
         "report": _report,
         "bench": _bench,
+        "certificates": certificates.main,
+        "clients": clients.main,
     }
     if not given or given[0] in ("--help", "-h", "help"):
         print(usage(), end="")
@@ -197,24 +206,17 @@ COMPARED = (
 """What `dure compare TASK` compares if no system is named."""
 
 
-def _names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
-    """The leading arguments that are no flags, and the rest."""
-    # Names come first: after a flag, a word may be its value.
-    count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
-    return given[:count], given[count:]
-
-
 def _train(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     # Everything else is in the run folder, so neither task nor system is named.
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
-        return _resume(["--help"] if flags == ["--resume", "--help"] else flags)
+        return resumed(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
         raise ValueError(
             "dure train TASK SYSTEM [options]: name a task and a system (dure --help lists them)"
         )
     reference, system = names
-    _check_names(reference, [system])
+    check_names(reference, [system])
     built_in = catalog.SYSTEMS.get(system)
     # Before the imports below: the server loads torch while this process does.
     if built_in is not None and built_in.forks and value_of("--world", flags) != "threads":
@@ -247,8 +249,8 @@ def _train(given: list[str]) -> int:
     stop: Stop = asked["limits"].stop()
     from dure.run.train import train
 
-    with _folder(how.out, f"{_file_name(task)}-{strategy.name}") as out:
-        return _show_run(
+    with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out:
+        return show_run(
             partial(
                 train,
                 task,
@@ -270,87 +272,13 @@ def _train(given: list[str]) -> int:
         )
 
 
-def _resume(flags: list[str]) -> int:
-    asked = parse_flags(
-        "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
-    )
-    how: ResumeOptions = asked["how"]
-    folder = how.resume
-    from dure.run.config import asked_of
-    from dure.run.train import resume
-    from dure.worlds.here import leads_here
-
-    stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
-    return _show_run(
-        partial(
-            resume,
-            folder,
-            task=how.task,
-            strategy=how.strategy,
-            world=how.world,
-            rules=how.rules,
-            stop=stop,
-            check=how.check,
-        ),
-        stop,
-        quiet=how.json or not leads_here(),
-        as_json=how.json and leads_here(),
-        folder=folder,
-    )
-
-
-def _show_run(
-    run: Callable[..., Any], stop: Stop, *, quiet: bool, as_json: bool, folder: Path
-) -> int:
-    """Runs with a display, then says what came out and where it lies."""
-    from dure.cli.show import Display, error_console, table
-
-    try:
-        with Display(stop, quiet) as display:
-            done = run(on_progress=partial(display, "training"))
-    except DureError as error:
-        # Where the input has to change (2), going on would fail in the same way.
-        if error.exit_code == 1 and (folder / "checkpoint").is_dir():
-            print(
-                f"dure: kept until its last checkpoint; go on with dure train --resume {folder}",
-                file=sys.stderr,
-            )
-        raise
-    if as_json:
-        print(json.dumps(done.summary))
-    elif not quiet:
-        console = error_console()
-        console.print(table([done.summary], console))
-        if "facts" in done.summary:
-            _say_facts(folder)
-        print(f"run folder: {folder}", file=sys.stderr)
-    if done.summary["ended"] != "interrupt":
-        return 0
-    if not quiet:
-        print(f"interrupted; go on with: dure train --resume {folder}", file=sys.stderr)
-    return 130
-
-
-def _say_facts(folder: Path) -> None:
-    """A line on what a run told of itself.
-
-    A pipeline tells its stages and bubble, a federation what came of its clients.
-    """
-    from dure.report import federated, pipeline
-    from dure.report.read import read_run
-
-    run = read_run(folder)
-    for line in filter(None, (pipeline.in_a_line(run), federated.in_a_line(run))):
-        print(line, file=sys.stderr)
-
-
 def _compare(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     if not names:
         raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
     reference = names[0]
     systems = names[1:] or list(COMPARED)
-    _check_names(reference, [system.partition(",")[0] for system in systems])
+    check_names(reference, [system.partition(",")[0] for system in systems])
     _start_fork_server()
     from dure.cli.worlds import entry
     from dure.tasks.builtin import load_task
@@ -366,7 +294,7 @@ def _compare(given: list[str]) -> int:
     from dure.worlds.here import leads_here
 
     with (
-        _folder(how.out, f"compare-{_file_name(task)}") as out,
+        run_folder(how.out, f"compare-{file_name(task)}") as out,
         Display(stop, how.json or not leads_here()) as display,
     ):
         done = compare(
@@ -399,7 +327,7 @@ def _compare(given: list[str]) -> int:
 
 
 def _report(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     if not names:
         raise ValueError("dure report RUN [RUN ...]: name at least one run folder")
     asked = parse_flags("dure report RUN ...", {"how": ReportOptions}, flags, "Write a report.")
@@ -411,7 +339,7 @@ def _report(given: list[str]) -> int:
 
 
 def _bench(given: list[str]) -> int:
-    names, flags = _names_before_flags(given)
+    names, flags = names_before_flags(given)
     if names != ["all-reduce"]:
         raise ValueError("dure bench all-reduce [options]: all-reduce is what can be benchmarked")
     asked = parse_flags(
@@ -454,19 +382,6 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dure"
 
 
-def _check_names(reference: str, systems: list[str]) -> None:
-    """Mistyped names are answered before torch is loaded."""
-    if reference.endswith(".py"):
-        raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
-    if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
-        raise ValueError(f"there is no task {reference!r}{suggestion(reference, catalog.TASKS)}")
-    for system in systems:
-        if system.endswith(".py"):
-            raise ValueError(f"{system} is a file: say which strategy in it, {system}:NAME")
-        if ":" not in system and system not in catalog.SYSTEMS:
-            raise ValueError(f"there is no system {system!r}{suggestion(system, catalog.SYSTEMS)}")
-
-
 def _start_fork_server() -> None:
     """It loads torch while this process does; under torchrun nobody forks."""
     if "RANK" not in os.environ:
@@ -474,47 +389,6 @@ def _start_fork_server() -> None:
 
         server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
         server.start()
-
-
-def _file_name(task: Task) -> str:
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in task.name)
-
-
-@contextmanager
-def _folder(asked: Path | None, name: str) -> Iterator[Path]:
-    """The folder that was asked for, or a new one in runs/.
-
-    The new one is made at once, so that nobody else takes it.
-    """
-    if asked is not None:
-        yield asked
-        return
-    folder = _new_folder(name)
-    try:
-        yield folder
-    except BaseException:
-        # rmdir takes empty folders only: what a run has written stays.
-        with suppress(OSError):  # something was written
-            folder.rmdir()
-        raise
-
-
-def _new_folder(name: str) -> Path:
-    wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Under torchrun the others only need a path that is not None; they write nothing.
-    if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
-        return wanted
-    folder = wanted
-    count = 1
-    while True:
-        try:
-            # mkdir fails if somebody else made it first: two runs of one second do not share it.
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            count += 1
-            folder = wanted.with_name(f"{wanted.name}-{count}")
-        else:
-            return folder
 
 
 if __name__ == "__main__":

@@ -102,6 +102,12 @@ class Display:
             self.quiet = True
 
     def _show(self, label: str, event: dict[str, Any]) -> None:
+        # Before the first round: where the server is, and for whom it waits.
+        for what in ("serving", "waiting"):
+            if what in event:
+                words = f"serving at {event[what]}" if what == "serving" else event[what]
+                self.console.print(words, markup=False, highlight=False, soft_wrap=True)
+                return
         if label not in self._proven:
             self._proven.add(label)
             for what, seconds in event["proofs"]:

@@ -100,6 +100,9 @@ class Learner(ABC):
     proofs: Sequence[Proof] = ()
     """What it has tried while it was made (`Place.check`), the same on every rank."""
 
+    examples: int | None = None
+    """Training examples of all workers; None: those of the task."""
+
     resizes: bool = False
     """Whether `restore` makes sense of the parts of another number of ranks as well."""
 
@@ -238,6 +241,11 @@ class World:
     @property
     def starts_again(self) -> bool:
         """Whether the ranks may be ended and started again at any time, more or fewer of them."""
+        return False
+
+    @property
+    def serves(self) -> bool:
+        """Whether others have the training data, and this process only serves them."""
         return False
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
-from dure.data.examples import Examples, as_examples
+from dure.data.examples import Examples, NoExamples, as_examples
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
 """loss(outputs, targets) gives the mean over the batch, a scalar tensor, or a pair (sum, count).
@@ -64,7 +64,8 @@ class Task:
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
         (sum, count), for one that does not count every example alike: see `Loss`.
     train, test: `Examples`, a pair of tensors (inputs, targets), or a map-style Dataset of such
-        pairs.
+        pairs. test: None measures nothing here. train: None for a server whose clients have the
+        data (`dure.Network`); nobody else trains without.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
         accuracy if the targets are class indices, otherwise nothing but the loss.
@@ -81,7 +82,7 @@ class Task:
 
     model: Callable[[], nn.Module]
     loss: Loss
-    train: Any
+    train: Any = None
     test: Any = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
     metrics: Mapping[str, Metric] | None = None
@@ -114,7 +115,8 @@ class Task:
         if self.metrics is not None:
             check_metrics(self.metrics)
         # The class is frozen for its users; here the data get the one form that all others know.
-        object.__setattr__(self, "train", as_examples(self.train))
+        train = NoExamples() if self.train is None else as_examples(self.train)
+        object.__setattr__(self, "train", train)
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
 
     @cached_property
@@ -124,6 +126,8 @@ class Task:
             return self.metrics
         # One example tells what kind the targets are; the test data's, where they are measured.
         data: Examples = self.test if self.test is not None else self.train
+        if not len(data):
+            return {}
         _, targets = data.batch(torch.tensor([0]))
         is_class_index = (
             isinstance(targets, Tensor)

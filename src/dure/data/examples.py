@@ -191,6 +191,26 @@ class DatasetExamples(Examples):
         return copy
 
 
+class NoExamples(Examples):
+    """What a server has whose clients have the data."""
+
+    def __init__(self) -> None:
+        self.inputs = self.targets = None
+        self.keys = None
+        self.classes = None
+        self.draws = False
+        self._length = 0
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        raise DataError("the task has no training data: only a server does without")
+
+    def labels(self) -> Tensor | None:
+        return None
+
+    def to(self, dtype: torch.dtype) -> Examples:
+        return self
+
+
 def as_examples(data: Any) -> Examples:
     """Examples from what users have.
 

@@ -224,7 +224,8 @@ class Federated(Strategy):
         if self.freeze_at is not None and self.freeze_at < 0:
             raise ValueError(f"freeze_at is {self.freeze_at}, but it is a round: 0 or more")
         examples = len(task.train)
-        if self.clients is not None and self.clients > examples:
+        # A server that has none cannot know.
+        if self.clients is not None and 0 < examples < self.clients:
             raise ValueError(
                 f"{self.clients} clients are more than the {examples} training examples"
             )
@@ -239,7 +240,11 @@ class Federated(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a batch of one example where the model needs two."""
-        if self.batch_size == 1 and needs_two(model, examples_for(model, task)[0]):
+        if (
+            self.batch_size == 1
+            and len(task.train)
+            and needs_two(model, examples_for(model, task)[0])
+        ):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
                 "example: take a batch_size of 2 or more"
@@ -361,6 +366,7 @@ class Federated(Strategy):
         )
         carrier = network(federation)
         server = self.server_half(task, model, place, carrier, seed)
+        server.examples = max(1, sum(carrier.join().sizes))
         place.ending.callback(server.close)
         return server
 
@@ -372,6 +378,7 @@ class Federated(Strategy):
         model: the run's, which becomes the server's own.
         """
         train, test = examples_for(model, task)
+        sample = test or train
         clients = len(carrier.join().sizes)
         attack = None
         lying = None
@@ -389,7 +396,7 @@ class Federated(Strategy):
             carrier=carrier,
             group=place.group,
             seed=seed,
-            sample=test or train,
+            sample=sample if len(sample) else None,
             batch_size=self.batch_size,
             attack=attack,
             liars=lying,

@@ -67,7 +67,8 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
     task = job.task
     # Without a name the task has to be given again to resume the run.
     reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
-    division = job.strategy.division(task, job.seed)
+    # A server knows nothing of how its clients' data lie.
+    division = None if world.serves else job.strategy.division(task, job.seed)
     # Most runs repeat themselves, and say nothing of it.
     repeats = {} if job.strategy.deterministic else {"deterministic": False}
     return {

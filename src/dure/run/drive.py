@@ -101,7 +101,7 @@ class Driver:
         self.leads = place.group.rank == 0
         # None on all ranks but rank 0, whether or not the run has a folder.
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
-        self.examples = len(job.task.train)
+        self.examples = learner.examples or len(job.task.train)
         self.all_threads = torch.get_num_threads()
         self.position = Position()
         self.history = History()

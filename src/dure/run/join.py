@@ -7,18 +7,20 @@ and examples would train, by the same draws.
 
 from __future__ import annotations
 
+import copy
+import shutil
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import seeded_model
+from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
 from dure.federated.strategy import Federated
@@ -27,6 +29,7 @@ from dure.machine.threads import threads
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
+from dure.tensors.flat import trained_of
 from dure.wire.layout import Layout
 from dure.wire.requests import (
     VERSION,
@@ -41,6 +44,12 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.worlds.network.client.audit import Audit
+from dure.worlds.network.client.link import StoppedError
+from dure.worlds.network.client.loop import Answered, Loop
+from dure.worlds.network.client.policy import Policy, PolicyError
+from dure.worlds.network.client.session import Session
+from dure.worlds.network.client.state import ClientState
 
 ENGINE: EngineName = "loop"
 """How clients on a network train."""
@@ -62,6 +71,7 @@ def join(
     token: str = "",
     authority: str | Path | None = None,
     certificate: str | Path | None = None,
+    approve: bool = False,
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
@@ -72,22 +82,21 @@ def join(
     gives it. name: how the client is called; by default its host. state: the folder of what it
     keeps; a client that has one can be killed and started again. token: of an invitation, needed
     once. authority: PEM file of who signed the server's certificate; the system's by default.
-    certificate: PEM file of this client's own, where the server wants one. stop: ends it when it is
-    set. on_progress: hears of what happens, such as ("training", {"round": 3}).
+    certificate: PEM file of this client's own, where the server wants one. approve: agrees to the
+    run that is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of
+    what happens, such as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
     client, and ValueError for a task that cannot be trained.
     """
-    from dure.worlds.network.client.audit import Audit
-    from dure.worlds.network.client.loop import Loop
-    from dure.worlds.network.client.policy import Policy
-    from dure.worlds.network.client.session import Session
-    from dure.worlds.network.client.state import ClientState
-
     folder = Path(state) if state is not None else None
-    with ClientState(folder) as kept:
-        policy = Policy() if folder is None else Policy.beside(folder)
-        audit = None if folder is None else Audit(folder / "audit.jsonl")
+    policy = Policy() if folder is None else Policy.beside(folder)
+    with ExitStack() as ending:
+        kept = ending.enter_context(ClientState(folder))
+        audit = None
+        if folder is not None:
+            audit = Audit(folder / "audit.jsonl")
+            ending.callback(audit.close)
         session = Session(
             url,
             context=_context(url, authority, certificate),
@@ -97,22 +106,79 @@ def join(
             tell=lambda text: on_progress("waiting", {"why": text}),
             bytes_per_second=policy.bandwidth,
         )
-        try:
-            if token and kept.about is None:
-                session.enrol(token, name, part)
-            site = Training(task, name, part, policy.share_errors)
-            looked = session.check_in(site.look())
-            reasons = policy.check(looked)
-            if reasons:
-                raise ValueError(f"this site does not take part: {'; '.join(reasons)}")
-            session.belongs(looked, name)
-            site.begin(looked, None if kept.temporary else kept.memory())
-            with threads(site.threads):
-                return Loop(session, site, on_progress).run()
-        finally:
-            session.close()
-            if audit is not None:
-                audit.close()
+        ending.callback(session.close)
+        if token and kept.about is None:
+            session.enrol(token, name, part)
+        site = Training(task, name, part, policy.share_errors)
+        welcome = session.check_in(site.look())
+        if approve:
+            kept.approve(welcome.run)
+        _agree(policy, welcome, kept)
+        session.belongs(welcome, name)
+        site.begin(welcome, None if kept.temporary else kept.memory())
+        with threads(site.threads):
+            return Loop(session, site, on_progress).run()
+
+
+def _agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
+    """Raises PolicyError where the site does not take part in what is served."""
+    reasons = policy.check(welcome)
+    if policy.asks and not kept.approved(welcome.run):
+        system = welcome.strategy.get("name")
+        reasons.append(
+            f"run {welcome.run} ({system}, {welcome.clients} clients) is not approved: look at it, "
+            f"and join once with --approve"
+        )
+    if reasons:
+        raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
+
+
+def stopped() -> type[Exception]:
+    """What `join` raises when it was stopped."""
+    return StoppedError
+
+
+def check(
+    url: str,
+    task: Task,
+    *,
+    name: str = "",
+    state: str | Path | None = None,
+    part: int | None = None,
+    token: str = "",
+    authority: str | Path | None = None,
+    certificate: str | Path | None = None,
+) -> Iterator[str]:
+    """Tries what `join` would need, and says in lines what it found and what would be sent.
+
+    Network, certificate and identity by a check-in that only looks; disk by a file of the size of
+    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does.
+    """
+    folder = Path(state) if state is not None else None
+    policy = Policy() if folder is None else Policy.beside(folder)
+    with ExitStack() as ending:
+        kept = ending.enter_context(ClientState(folder))
+        context = _context(url, authority, certificate)
+        session = Session(url, context=context, state=kept, audit=None, stop=threading.Event())
+        ending.callback(session.close)
+        if token and kept.about is None:
+            session.enrol(token, name, part)
+        site = Training(task, name, part)
+        welcome = session.check_in(site.look())
+        yield f"network: {url} answers, run {welcome.run}" + ("" if context else ", without TLS")
+        yield f"identity: client {welcome.client} of {welcome.clients}"
+        reasons = policy.check(welcome)
+        yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
+        site.begin(welcome, None)
+        sent = site.would_send()
+        free = shutil.disk_usage(kept.folder).free
+        yield f"disk: {free:,} bytes are free, and {8 * sent:,} are needed at most"
+        seconds = site.one_step()
+        yield f"training: one step took {seconds:.3f} s on {site.examples:,} examples"
+        yield (
+            f"would be sent: {sent:,} bytes an update, with the number of examples, samples and "
+            f"the mean loss" + (", and metrics on held-out data" if site.held_out else "")
+        )
 
 
 def _context(
@@ -184,9 +250,23 @@ class Training:
         if memory is not None:
             self.clients.memories[self.client] = list(memory)
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Any:
-        from dure.worlds.network.client.loop import Answered
+    def would_send(self) -> int:
+        """Bytes of an update, but for what an algorithm sends besides."""
+        return sum(one.nbytes for one in [*trained_of(self.model), *self.model.buffers()])
 
+    def one_step(self) -> float:
+        """Trains on one batch, and forgets it; how many seconds that took."""
+        model = copy.deepcopy(self.model)
+        optimizer = self.task.optimizer(trained_of(model))
+        own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
+        inputs, targets = examples_for(model, self.task)[0].batch(own)
+        started = time.perf_counter()
+        loss = self.task.loss(model(inputs), targets)
+        torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+        optimizer.step()
+        return time.perf_counter() - started
+
+    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
         weights, buffers, extra = self.layout.apart(tensors)
         assignment = Assignment(
             ticket=train.ticket,

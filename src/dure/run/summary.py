@@ -55,7 +55,7 @@ def summarise(
         "unit": learner.unit,
         "ended": ended,
         "steps": position.step,
-        "epochs": position.samples / len(job.task.train),
+        "epochs": position.samples / (learner.examples or len(job.task.train)),
         "samples": position.samples,
         "seconds": position.seconds,
         **finite(position.metrics),

@@ -358,6 +358,11 @@ def prepare(
     """
     # First: all that follows calls their methods.
     _check_kinds(strategy, world)
+    has_data = len(task.train) > 0
+    if not has_data and not world.serves:
+        raise ValueError(
+            "the task has no training data, which only a server does without: give Task(train=...)"
+        )
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
@@ -365,17 +370,19 @@ def prepare(
     strategy.check(task, world.workers)
     strategy.check_in(world)
     stop.check(strategy.unit)
-    _check_first_example(task)
+    if has_data:
+        _check_first_example(task)
     check_loss(task)
     # A model that was given serves other runs too: learners take copies of it.
     keep = model is not None
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
-    _check_target(stop, strategy.measures(task, model, world.conditions) if stop.target else ())
+    if stop.target:
+        _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     proofs = _checked_model(task, strategy, world, model, check)
     parameters = _checked_parameters(task, model)
-    if world.leads:
+    if world.leads and has_data:
         # The line of the user who called `train`.
         warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=4)
     job = Job(
@@ -407,10 +414,14 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
         )
 
 
-def _check_target(stop: Stop, measured: Sequence[str]) -> None:
-    """Raises ValueError for a target that no evaluation measures."""
+def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
+    """Raises ValueError for a target that no evaluation measures.
+
+    serves: clients elsewhere may have data to measure with, of which nobody knows here.
+    """
     for name in stop.target or ():
-        if name not in measured:
+        theirs = serves and name.startswith(("client_", "personal_"))
+        if name not in measured and not theirs:
             # Of how a metric is spread over clients, one stands for all.
             shown = [one for one in measured if not is_spread(one) or one.endswith("_p10")]
             raise ValueError(

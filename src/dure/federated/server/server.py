@@ -83,7 +83,7 @@ class Server(Learner):
         carrier: Carrier,
         group: Group,
         seed: int,
-        sample: Examples,
+        sample: Examples | None,
         batch_size: int | None,
         attack: Attack | None = None,
         liars: Callable[[int], Collection[int]] | None = None,
@@ -135,6 +135,8 @@ class Server(Learner):
     def flops_per_step(self) -> float:
         # A step of a client of mean size: clients with fewer examples than a batch make smaller
         # ones.
+        if self.sample is None:  # nothing is computed here
+            return 0.0
         sizes = self.coordinator.sizes
         typical = sum(sizes) / len(sizes)
         return flops_per_step(self.model, self.sample, min(self.batch_size or typical, typical))

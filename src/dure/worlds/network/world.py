@@ -75,6 +75,10 @@ class Network(World):
     def conditions(self) -> Conditions:
         return Conditions(engine=ENGINE)
 
+    @property
+    def serves(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return "clients on a network"
 

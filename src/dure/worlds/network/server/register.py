@@ -137,7 +137,7 @@ class Register:
         if not 0 < lasts < float("inf"):
             raise ValueError(f"an invitation lasts some time, not {lasts} s")
         name = None if name is None else clean_name(name)
-        token = secrets.token_urlsafe(24)
+        token = secrets.token_hex(16)
         with self._change() as db:
             self._check_free(db, name, number)
             row = (_hash(token), name, number, self._wall() + lasts)
@@ -180,7 +180,7 @@ class Register:
             return Client(number, key, name, row[3], "enrolled")
 
     def revoke(self, who: str) -> Client:
-        """Its key is no longer good; its number and its key stay taken, its name is free again.
+        """Its key is no longer good. Number and key stay taken; the name is free again.
 
         who: a number or a name. Raises ValueError where there is no such client.
         """
@@ -322,7 +322,7 @@ def _agreed(what: str, invited: Wish | None, wished: Wish | None) -> Wish | None
 
 
 def _hash(token: str) -> str:
-    # Tokens have 192 random bits: there is nothing to guess, so a plain hash will do.
+    # Tokens have 128 random bits: there is nothing to guess, so a plain hash will do.
     return hashlib.sha256(token.encode()).hexdigest()
 
 

@@ -1,0 +1,92 @@
+"""`dure certificates`: a private authority, and what it signs, as files in one folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dure.cli.flags import names_before_flags, parse_flags
+from dure.errors import suggestion
+
+if TYPE_CHECKING:
+    from dure.wire.certificates import Pair
+
+USAGE = """\
+dure certificates init                 make an authority, which signs the certificates below
+dure certificates server [HOST ...]    one for a server, by the names and addresses that clients use
+dure certificates client NAME          one for a client, for servers that ask for it
+
+A server is given server.pem (and server.key beside it); clients are given authority.pem.
+Every command takes --help.
+"""
+
+
+@dataclass(frozen=True)
+class CertificateOptions:
+    """Where the files are.
+
+    Args:
+        folder: of the authority and of all that it signs.
+        days: after which it expires; by default ten years for an authority, 825 days for others.
+    """
+
+    folder: Path = Path("certificates")
+    days: float | None = None
+
+
+def main(given: list[str]) -> int:
+    """Runs the command; returns the exit status. Raises ValueError for what cannot be done."""
+    if not given or given[0] in ("--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    what, *rest = given
+    known = ("init", "server", "client")
+    if what not in known:
+        raise ValueError(f"dure certificates has no {what!r}{suggestion(what, known)}")
+    names, flags = names_before_flags(rest)
+    operands = {"init": "", "server": " [HOST ...]", "client": " NAME"}[what]
+    prog = f"dure certificates {what}{operands}"
+    how: CertificateOptions = parse_flags(
+        prog, {"how": CertificateOptions}, flags, "Make certificates."
+    )["how"]
+    if what == "init":
+        return _init(names, how)
+    return _server(names, how) if what == "server" else _client(names, how)
+
+
+def _init(names: list[str], how: CertificateOptions) -> int:
+    from dure.wire.certificates import AUTHORITY_DAYS, make_authority
+
+    if names:
+        raise ValueError("dure certificates init takes no names: an authority signs for all")
+    made = make_authority(how.folder, days=AUTHORITY_DAYS if how.days is None else how.days)
+    _say(made)
+    print(f"clients need {made.certificate}; nobody else needs {made.key}")
+    return 0
+
+
+def _server(hosts: list[str], how: CertificateOptions) -> int:
+    from dure.wire.certificates import ALWAYS, CERTIFICATE_DAYS, issue_server
+
+    days = CERTIFICATE_DAYS if how.days is None else how.days
+    made = issue_server(how.folder, hosts, days)
+    _say(made)
+    print(f"for {', '.join(dict.fromkeys([*hosts, *ALWAYS]))}")
+    return 0
+
+
+def _client(names: list[str], how: CertificateOptions) -> int:
+    from dure.wire.certificates import CERTIFICATE_DAYS, issue_client
+
+    if len(names) != 1:
+        raise ValueError("dure certificates client NAME: name one client")
+    days = CERTIFICATE_DAYS if how.days is None else how.days
+    _say(issue_client(how.folder, names[0], days))
+    return 0
+
+
+def _say(made: Pair) -> None:
+    from dure.wire.certificates import expires
+
+    print(f"{made.certificate} and {made.key}, until {expires(made.certificate):%Y-%m-%d}")

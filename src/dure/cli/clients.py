@@ -1,0 +1,156 @@
+"""`dure clients`: who may take part in a run. The run's server may be running meanwhile."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.cli.flags import names_before_flags, parse_flags
+from dure.errors import suggestion
+
+if TYPE_CHECKING:
+    from dure.worlds.network.server.register import Register
+
+USAGE = """\
+dure clients invite RUN          print a token with which one client can enrol, once
+dure clients list RUN            who is enrolled, and how many invitations are open
+dure clients revoke RUN CLIENT   its key is no longer good; its number stays taken
+dure clients forget RUN CLIENT   the same, and what is known of it is deleted
+dure clients withdraw RUN        no open invitation is good any more
+
+RUN is the folder of a run that is served; CLIENT is a number or a name.
+Every command takes --help.
+"""
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class InviteOptions:
+    """Whom to invite.
+
+    Args:
+        name: how the client will be called; by default as it says itself.
+        number: which of the run's clients it will be, from 0 on; by default the next one.
+        days: for which the token is good.
+        count: how many tokens, each for a client of its own.
+    """
+
+    name: str | None = None
+    number: int | None = None
+    days: float = 7.0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """How to show them.
+
+    Args:
+        json: print them as JSON.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """There are none."""
+
+
+def main(given: list[str]) -> int:
+    """Runs the command; returns the exit status. Raises ValueError for what cannot be done."""
+    if not given or given[0] in ("--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    what, *rest = given
+    if what not in _COMMANDS:
+        raise ValueError(f"dure clients has no {what!r}{suggestion(what, _COMMANDS)}")
+    command = _COMMANDS[what]
+    names, flags = names_before_flags(rest)
+    prog = f"dure clients {what} {command.operands}"
+    how = parse_flags(prog, {"how": command.options}, flags, command.description)["how"]
+    if len(names) != len(command.operands.split()):
+        raise ValueError(f"{prog}: name {command.operands}, and nothing else before the options")
+    from dure.worlds.network.server.register import FILE, Register
+
+    with Register(Path(names[0]) / FILE) as register:
+        command.run(register, names[1:], how)
+    return 0
+
+
+def _invite(register: Register, names: list[str], how: InviteOptions) -> None:
+    if how.count < 1:
+        raise ValueError(f"--count {how.count}: it is 1 or more")
+    if how.count > 1 and (how.name is not None or how.number is not None):
+        raise ValueError("a name or a number is one client's: leave --count out")
+    for _ in range(how.count):
+        print(register.invite(how.name, how.number, how.days * DAY))
+    print(
+        f"each is good once, for {how.days:g} days, and is not shown again: dure join --token",
+        file=sys.stderr,
+    )
+
+
+def _list(register: Register, names: list[str], how: ListOptions) -> None:
+    clients = register.clients()
+    open_invitations = register.invitations()
+    if how.json:
+        said = {
+            "places": register.places,
+            "clients": [client._asdict() for client in clients],
+            "invitations": [invitation._asdict() for invitation in open_invitations],
+        }
+        print(json.dumps(said))
+        return
+    rows = [("number", "name", "state", "since", "key")]
+    for client in clients:
+        since = "" if client.enrolled is None else _day(client.enrolled)
+        # As much of the key as tells it from others.
+        key = (client.key or "")[:16]
+        rows.append((str(client.number), client.name or "", client.state, since, key))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+    free = register.places - len(clients)
+    print(f"{free} of {register.places} places are free, {len(open_invitations)} invitations open")
+
+
+def _revoke(register: Register, names: list[str], how: NoOptions) -> None:
+    client = register.revoke(names[0])
+    print(f"client {client.number} ({client.name}) is revoked")
+
+
+def _forget(register: Register, names: list[str], how: NoOptions) -> None:
+    print(f"client {register.forget(names[0]).number} is forgotten")
+
+
+def _withdraw(register: Register, names: list[str], how: NoOptions) -> None:
+    print(f"{register.withdraw()} open invitations are withdrawn")
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+@dataclass(frozen=True)
+class _Command:
+    run: Callable[[Register, list[str], Any], None]
+    operands: str
+    options: type[Any]
+    description: str
+
+
+_COMMANDS = {
+    "invite": _Command(_invite, "RUN", InviteOptions, "Print tokens with which clients enrol."),
+    "list": _Command(_list, "RUN", ListOptions, "Who is enrolled."),
+    "revoke": _Command(_revoke, "RUN CLIENT", NoOptions, "A client may not come again."),
+    "forget": _Command(_forget, "RUN CLIENT", NoOptions, "Delete what is known of a client."),
+    "withdraw": _Command(_withdraw, "RUN", NoOptions, "No open invitation is good any more."),
+}

@@ -1,0 +1,265 @@
+"""`dure serve` and `dure join`: a federation over a network, from the command line.
+
+`dure serve --local` starts the clients too, as processes of this machine: the whole of it in one
+command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.cli.flags import (
+    Limits,
+    TrainOptions,
+    given_options,
+    names_before_flags,
+    options_of_task,
+    parse_flags,
+    value_of,
+)
+from dure.cli.running import check_names
+
+if TYPE_CHECKING:
+    from dure.contracts.task import Task
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Where the clients are.
+
+    Args:
+        local: start the clients too, as processes of this machine, each with its part of the data.
+    """
+
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """Who takes part.
+
+    Args:
+        name: how this client is called; by default the name of this machine.
+        state: the folder of what this client keeps; with one it may be killed and started again.
+            policy.toml in it says what this site allows, audit.jsonl what has left it.
+        part: for demonstrations, takes the place of this simulated client: of the task's data only
+            what the partition gives it.
+        token: of an invitation (dure clients invite), needed once.
+        authority: PEM file of who signed the server's certificate; the system's by default.
+        certificate: PEM file of this client's certificate, where the server wants one.
+        check: try network, certificate, disk and one batch, say what would be sent, and end.
+        approve: agree to take part in the run that the server serves, where policy.toml asks.
+        json: print what happens as JSON lines on standard output.
+    """
+
+    name: str = ""
+    state: Path | None = None
+    part: int | None = None
+    token: str = ""
+    authority: Path | None = None
+    certificate: Path | None = None
+    check: bool = False
+    approve: bool = False
+    json: bool = False
+
+
+def serve(given: list[str]) -> int:
+    """`dure serve TASK SYSTEM …`, or `dure serve --resume RUN`."""
+    names, flags = names_before_flags(given)
+    if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
+        return resumed(flags)
+    if len(names) != 2:
+        raise ValueError("dure serve TASK SYSTEM [options]: name a task and a federated system")
+    reference, system = names
+    check_names(reference, [system])
+    from dure.run.registry import strategy_class
+    from dure.run.train import train
+    from dure.tasks.builtin import load_task
+    from dure.worlds.network.world import Network
+
+    kind = strategy_class(system)
+    if kind.kind != "clients":
+        raise ValueError(f"{system} has no clients: dure serve takes federated systems")
+    parts = {
+        "strategy": kind,
+        "task": options_of_task(reference),
+        "world": Network,
+        "limits": Limits,
+        "where": LocalOptions,
+        "how": TrainOptions,
+    }
+    about = "Serve a federation to clients on a network."
+    asked = parse_flags(f"dure serve {reference} {system}", parts, flags, about)
+    how: TrainOptions = asked["how"]
+    world: Network = asked["world"]
+    local: bool = asked["where"].local
+    if local and value_of("--port", flags) is None:
+        world = replace(world, port=0)
+    if local:
+        world = replace(world, access="open")
+    options = given_options(asked["task"])
+    task = load_task(reference, **options)
+    strategy = asked["strategy"]
+    stop = asked["limits"].stop()
+    with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:
+        hears: Callable[[Mapping[str, Any]], None] = _nothing
+        if local:
+            hears = Local(ending, strategy.clients, reference, options, out)
+        return show_run(
+            partial(
+                train,
+                task,
+                strategy,
+                world,
+                stop,
+                seed=how.seed,
+                out=out,
+                evaluate_every=how.evaluate_every,
+                checkpoint_every=how.checkpoint_every,
+                label=how.label,
+                check=how.check,
+            ),
+            stop,
+            quiet=how.json,
+            as_json=how.json,
+            folder=out,
+            hears=hears,
+        )
+
+
+def _nothing(event: Mapping[str, Any]) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[contextlib.ExitStack]:
+    """What is started in the block ends with it. A request to end is like Ctrl-C."""
+    with contextlib.ExitStack() as ending:
+        before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        ending.callback(signal.signal, signal.SIGTERM, before)
+        yield ending
+
+
+class Local:
+    """Starts a process for each client, as soon as the server says where it is."""
+
+    def __init__(
+        self,
+        ending: contextlib.ExitStack,
+        clients: int | None,
+        task: str,
+        options: Mapping[str, Any],
+        folder: Path,
+    ) -> None:
+        if clients is None:
+            raise ValueError("clients is not given: say with --clients how many there are")
+        self._ending = ending
+        self._clients = clients
+        self._task = task
+        self._flags = [
+            text for name, value in options.items() for text in (_flag(name), str(value))
+        ]
+        self._folder = folder
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if "serving" not in event:
+            return
+        for client in range(self._clients):
+            command = [sys.executable, "-m", "dure", "join", event["serving"], self._task]
+            state = self._folder / "clients" / f"{client}"
+            state.mkdir(parents=True, exist_ok=True)
+            command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
+            command += ["--state", str(state)]
+            with open(state / "output.txt", "wb") as output:
+                # A group of its own: Ctrl-C goes to the server, which tells its clients.
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=output, start_new_session=True
+                )
+            self._ending.callback(_end, process)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Waits for a client that has heard of the end; one that has not is ended."""
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def join(given: list[str]) -> int:
+    """`dure join URL TASK …`."""
+    names, flags = names_before_flags(given)
+    if len(names) != 2:
+        raise ValueError("dure join URL TASK [options]: name a server and a task")
+    url, reference = names
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url} is no address of a server: https://HOST:PORT")
+    check_names(reference, [])
+    from dure.cli.joining import Joining
+    from dure.run import join as joins
+    from dure.tasks.builtin import load_task
+
+    parts = {"task": options_of_task(reference), "how": JoinOptions}
+    about = "Take part in a federation that a server on a network serves."
+    asked = parse_flags(f"dure join URL {reference}", parts, flags, about)
+    how: JoinOptions = asked["how"]
+    task: Task = load_task(reference, **given_options(asked["task"]))
+    stop = threading.Event()
+    with Joining(how.json) as display, _stops(stop):
+        arguments: dict[str, Any] = {
+            "name": how.name or os.uname().nodename,
+            "state": how.state,
+            "part": how.part,
+            "token": how.token,
+            "authority": how.authority,
+            "certificate": how.certificate,
+        }
+        if how.check:
+            for line in joins.check(url, task, **arguments):
+                print(line)
+            return 0
+        try:
+            over = joins.join(
+                url, task, **arguments, approve=how.approve, stop=stop, on_progress=display
+            )
+        except joins.stopped() as ended:
+            print(f"dure: {ended or 'stopped'}", file=sys.stderr)
+            return 130
+        display("over", {"why": over})
+    return 0
+
+
+@contextlib.contextmanager
+def _stops(stop: threading.Event) -> Iterator[None]:
+    """The first Ctrl-C, or request to end, sets `stop`; the next one ends the process."""
+
+    def ask(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

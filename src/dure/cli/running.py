@@ -1,0 +1,163 @@
+"""What commands that run something share: names, the run folder, the display, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure import catalog
+from dure.cli.flags import Limits, ResumeOptions, parse_flags
+from dure.errors import DureError, suggestion
+
+if TYPE_CHECKING:
+    from dure.contracts.stop import Stop
+    from dure.contracts.task import Task
+
+
+def resumed(flags: list[str]) -> int:
+    asked = parse_flags(
+        "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
+    )
+    how: ResumeOptions = asked["how"]
+    folder = how.resume
+    from dure.run.config import asked_of
+    from dure.run.train import resume
+    from dure.worlds.here import leads_here
+
+    stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
+    return show_run(
+        partial(
+            resume,
+            folder,
+            task=how.task,
+            strategy=how.strategy,
+            world=how.world,
+            rules=how.rules,
+            stop=stop,
+            check=how.check,
+        ),
+        stop,
+        quiet=how.json or not leads_here(),
+        as_json=how.json and leads_here(),
+        folder=folder,
+    )
+
+
+def show_run(
+    run: Callable[..., Any],
+    stop: Stop,
+    *,
+    quiet: bool,
+    as_json: bool,
+    folder: Path,
+    hears: Callable[[Mapping[str, Any]], None] = lambda event: None,
+) -> int:
+    """Runs with a display, then says what came out and where it lies.
+
+    hears: who else is told of each event.
+    """
+    from dure.cli.show import Display, error_console, table
+
+    try:
+        with Display(stop, quiet) as display:
+
+            def told(event: dict[str, Any]) -> None:
+                hears(event)
+                display("training", event)
+
+            done = run(on_progress=told)
+    except DureError as error:
+        # Where the input has to change (2), going on would fail in the same way.
+        if error.exit_code == 1 and (folder / "checkpoint").is_dir():
+            print(
+                f"dure: kept until its last checkpoint; go on with dure train --resume {folder}",
+                file=sys.stderr,
+            )
+        raise
+    if as_json:
+        print(json.dumps(done.summary))
+    elif not quiet:
+        console = error_console()
+        console.print(table([done.summary], console))
+        if "facts" in done.summary:
+            _say_facts(folder)
+        print(f"run folder: {folder}", file=sys.stderr)
+    if done.summary["ended"] != "interrupt":
+        return 0
+    if not quiet:
+        print(f"interrupted; go on with: dure train --resume {folder}", file=sys.stderr)
+    return 130
+
+
+def _say_facts(folder: Path) -> None:
+    """A line on what a run told of itself.
+
+    A pipeline tells its stages and bubble, a federation what came of its clients.
+    """
+    from dure.report import federated, pipeline
+    from dure.report.read import read_run
+
+    run = read_run(folder)
+    for line in filter(None, (pipeline.in_a_line(run), federated.in_a_line(run))):
+        print(line, file=sys.stderr)
+
+
+def check_names(reference: str, systems: list[str]) -> None:
+    """Mistyped names are answered before torch is loaded."""
+    if reference.endswith(".py"):
+        raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
+    if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
+        raise ValueError(f"there is no task {reference!r}{suggestion(reference, catalog.TASKS)}")
+    for system in systems:
+        if system.endswith(".py"):
+            raise ValueError(f"{system} is a file: say which strategy in it, {system}:NAME")
+        if ":" not in system and system not in catalog.SYSTEMS:
+            raise ValueError(f"there is no system {system!r}{suggestion(system, catalog.SYSTEMS)}")
+
+
+def file_name(task: Task) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in task.name)
+
+
+@contextmanager
+def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
+    """The folder that was asked for, or a new one in runs/.
+
+    The new one is made at once, so that nobody else takes it.
+    """
+    if asked is not None:
+        yield asked
+        return
+    folder = _new_folder(name)
+    try:
+        yield folder
+    except BaseException:
+        # rmdir takes empty folders only: what a run has written stays.
+        with suppress(OSError):  # something was written
+            folder.rmdir()
+        raise
+
+
+def _new_folder(name: str) -> Path:
+    wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Under torchrun the others only need a path that is not None; they write nothing.
+    if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
+        return wanted
+    folder = wanted
+    count = 1
+    while True:
+        try:
+            # mkdir fails if somebody else made it first: two runs of one second do not share it.
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            count += 1
+            folder = wanted.with_name(f"{wanted.name}-{count}")
+        else:
+            return folder
