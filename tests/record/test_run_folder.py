@@ -179,7 +179,7 @@ def test_the_weights_are_a_plain_state_dict_that_others_can_read(tmp_path):
 
 
 def test_one_holds_it_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    monkeypatch.setattr("dure.record.lock.MOMENT", 0.05)
     one, other = RunFolder.create(tmp_path, {}), RunFolder.open(tmp_path)
     one.hold()
     with pytest.raises(RunFolderError, match="another process is training in"):
@@ -201,7 +201,7 @@ def test_what_is_left_of_who_was_killed_does_not_hold_it(tmp_path, monkeypatch):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
-    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    monkeypatch.setattr("dure.record.lock.MOMENT", 0.05)
     held = RunFolder.open(tmp_path)
     held.hold()
     held.close()
@@ -210,7 +210,7 @@ def test_what_is_left_of_who_was_killed_does_not_hold_it(tmp_path, monkeypatch):
 
 
 def test_it_is_let_go_of_when_it_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    monkeypatch.setattr("dure.record.lock.MOMENT", 0.05)
     held = RunFolder.create(tmp_path, {})
 
     def full(*_):
@@ -231,7 +231,7 @@ def test_it_is_let_go_of_when_it_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_a_run_at_work_is_not_gone_on_with(tmp_path, monkeypatch):
-    monkeypatch.setattr("dure.record.run.MOMENT", 0.05)
+    monkeypatch.setattr("dure.record.lock.MOMENT", 0.05)
     said: list[str] = []
 
     def resume(event):

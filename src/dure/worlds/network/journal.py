@@ -9,7 +9,8 @@ server that comes back goes the same way: it says with `read_from` which rows it
 and gets all later ones, those of its earlier life first, with no gap and none twice.
 
 **Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log and
-the log is synced before the commit returns. One thread writes. It puts all rows that wait into one
+the log is synced, and with it first the names in the folder, before the commit returns. One thread
+writes. It puts all rows that wait into one
 transaction, so that many clients share one sync.
 
 **A disk that is full**, or a database that somebody's tool has locked for seconds, fails the rows
@@ -134,8 +135,6 @@ class Journal:
                 newest = self._writer.execute(
                     "SELECT seq, at FROM events ORDER BY seq DESC LIMIT 1"
                 ).fetchone()
-                # What the log takes over from an earlier life is synced with the folder's names.
-                sync_folder(folder)
         except BaseException:
             self._lock.release()
             raise
@@ -400,8 +399,8 @@ def _make(path: Path, run: str) -> None:
         with connection:
             about = [("version", str(VERSION)), ("run", run)]
             connection.executemany("INSERT INTO about VALUES (?, ?)", about)
+    # The folder is synced by SQLite, with the first sync of the log.
     beside.replace(path)
-    sync_folder(path.parent)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
