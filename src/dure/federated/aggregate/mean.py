@@ -1,6 +1,7 @@
 """The weighted mean of updates: (sum over clients of n_k·Δ_k) / (sum over clients of n_k).
 
-It folds: one accumulator, whatever the number of clients. The weights n_k are those of the clients
+It folds: one accumulator, whatever the number of clients, and the same bits on every x86 processor
+(`dure.tensors.apart`). The weights n_k are those of the clients
 that took part in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.aggregator import Folds
+from dure.tensors.apart import add_multiple
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
     """Adds one update with weight n_k. The accumulator's memory is used again."""
     # In place: `Folded` is a new value, its sums are the same memory.
     for total, tensor in zip(folded.sums, tensors, strict=True):
-        total.add_(tensor, alpha=weight)
+        add_multiple(total, tensor, weight)
     return Folded(folded.sums, folded.weight + weight, folded.dtypes)
 
 

@@ -29,12 +29,14 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from dure.contracts.task import Task
+from dure.federated.aggregate.mean import wide
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.engines.job import Job, Trained
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Assignment, Update
+from dure.tensors.apart import add_multiple
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Controls(Algorithm):
             # in the rule.
             share = updates / self.clients
             self.control = [
-                c.add(mean, alpha=share) for c, mean in zip(self.control, extra, strict=True)
+                add_multiple(c.to(wide(c.dtype), copy=True), mean, share).to(c.dtype)
+                for c, mean in zip(self.control, extra, strict=True)
             ]
 
     def state(self) -> Any:

@@ -11,7 +11,8 @@
 A complex number is two real ones. Moments of weights in half precision are in single precision,
 where squares of small updates are not zero.
 
-State in, state out: `step` changes no weights and no state. Its cost is a few passes over d
+State in, state out: `step` changes no weights and no state. Products and sums are rounded apart, so
+that every x86 processor gives the same bits (`dure.tensors.apart`). Its cost is a few passes over d
 elements on the server; nothing more travels.
 
 Sources: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2 (β1 = 0.9, β2 =
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from dure.federated.aggregate.mean import wide
 from dure.settings import suggestion
+from dure.tensors.apart import square_root
 
 Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 
@@ -87,9 +89,7 @@ class ServerOptimizer:
         # FedAvg's own step: one pass, and no moments.
         if self.rule == "sgd" and not self.beta1:
             pairs = zip(weights, delta, strict=True)
-            return [
-                torch.add(w, d, alpha=self.lr, out=d if spare else None) for w, d in pairs
-            ], state
+            return [_stepped(w, d, self.lr, spare) for w, d in pairs], state
         # From here on in the precision of the moments; `kinds` remembers what the weights were.
         kinds = weights
         count = len(weights)
@@ -98,15 +98,15 @@ class ServerOptimizer:
         # Out of place, as everywhere here: a state is a value, and may be in a checkpoint.
         if self.rule == "sgd":
             moments = [m.mul(self.beta1).add_(d) for m, d in zip(state, delta, strict=True)]
-            moved = [w.add(m, alpha=self.lr) for w, m in zip(weights, moments, strict=True)]
+            moved = [m.mul(self.lr).add_(w) for w, m in zip(weights, moments, strict=True)]
             return _as_before(moved, kinds), moments
         first = [
-            m.mul(self.beta1).add_(d, alpha=1 - self.beta1)
+            m.mul(self.beta1).add_(d * (1 - self.beta1))
             for m, d in zip(state[:count], delta, strict=True)
         ]
         second = [self._second(v, d.square()) for v, d in zip(state[count:], delta, strict=True)]
         moved = [
-            w.addcdiv(m, v.sqrt().add_(self.tau), value=self.lr)
+            m.div(square_root(v).add_(self.tau)).mul_(self.lr).add_(w)
             for w, m, v in zip(weights, first, second, strict=True)
         ]
         return _as_before(moved, kinds), [*first, *second]
@@ -115,9 +115,19 @@ class ServerOptimizer:
         if self.rule == "adagrad":
             return v + square
         if self.rule == "adam":
-            return v.mul(self.beta2).add_(square, alpha=1 - self.beta2)
+            return v.mul(self.beta2).add_(square.mul_(1 - self.beta2))
         # Yogi moves v by steps of the size of Δ², so v may fall only slowly, where Adam forgets it.
         return v - (1 - self.beta2) * square * torch.sign(v - square)
+
+
+def _stepped(weights: Tensor, delta: Tensor, lr: float, spare: bool) -> Tensor:
+    """weights + lr·delta, in the memory of delta where that is to spare."""
+    if lr == 1:
+        return torch.add(weights, delta, out=delta if spare else None)
+    counted = delta.to(wide(delta.dtype))
+    # A copy is to spare in any case.
+    product = counted.mul_(lr) if spare or counted is not delta else counted * lr
+    return product.add_(weights).to(weights.dtype)
 
 
 def _counted_in(tensor: Tensor) -> Tensor:
