@@ -7,7 +7,9 @@ from contextlib import suppress
 
 import pytest
 import ray
+import torch
 from clients_at_work import jobs_of, results, same, weights_of
+from torch import nn
 
 import dure
 from dure.errors import WorkerFailedError
@@ -32,6 +34,26 @@ def test_the_bits_are_those_of_the_loop_in_the_order_of_the_jobs() -> None:
     assert same(results(engine, jobs), results(LoopEngine(task, network(), task.train, 4, 3), jobs))
     engine.close()
     assert ray.is_initialized()
+
+
+def frozen_first() -> nn.Module:
+    model = network()
+    model[0].requires_grad_(False)  # type: ignore[index,operator]
+    return model
+
+
+def test_frozen_weights_that_are_not_those_of_the_seed_reach_the_actors() -> None:
+    task = small_task(model=frozen_first)
+
+    def another_one() -> nn.Module:
+        torch.manual_seed(9)
+        return frozen_first()
+
+    jobs = jobs_of([9, 4, 1], [3, 1, 2], weights_of(frozen_first))
+    engine = engine_for(Setting(task, another_one(), task.train, 4, 3, jobs, 2, "loop-ray"))
+    expected = results(LoopEngine(task, another_one(), task.train, 4, 3), jobs)
+    assert same(results(engine, jobs), expected)
+    engine.close()
 
 
 def test_a_run_on_it_is_the_run_without_it() -> None:
