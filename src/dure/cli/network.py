@@ -27,7 +27,7 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
-from dure.cli.running import check_names
+from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
 
 if TYPE_CHECKING:
     from dure.contracts.task import Task
