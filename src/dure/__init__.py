@@ -65,9 +65,14 @@ if TYPE_CHECKING:
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
     from dure.report import write_report as write_report
+    from dure.run.backup import backup as backup
+    from dure.run.client import Client as Client
     from dure.run.compare import Comparison as Comparison
     from dure.run.compare import compare as compare
     from dure.run.join import join as join
+    from dure.run.personalise import personal_model as personal_model
+    from dure.run.personalise import personalise as personalise
+    from dure.run.replay import replay as replay
     from dure.run.serve import serve as serve
     from dure.run.train import resume as resume
     from dure.run.train import train as train
@@ -107,7 +112,12 @@ _WHERE = {
     "Task": "dure.contracts.task",
     "accuracy": "dure.contracts.task",
     "load_task": "dure.tasks.builtin",
+    "backup": "dure.run.backup",
+    "Client": "dure.run.client",
     "join": "dure.run.join",
+    "personal_model": "dure.run.personalise",
+    "personalise": "dure.run.personalise",
+    "replay": "dure.run.replay",
     "resume": "dure.run.train",
     "serve": "dure.run.serve",
     "train": "dure.run.train",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import certificates, clients, network
+from dure.cli import audit, certificates, clients, network, served
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -47,6 +47,10 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure train --resume RUN            go on with a run that was interrupted or killed
   dure serve TASK SYSTEM [options]   serve a federation to clients on a network; --local starts them
   dure join URL TASK [options]       take part in it, with this machine's data
+  dure personalise DIR TASK          train the newest model on this machine's data, offline
+  dure replay RUN                    make a recorded federation's models again, to the same bits
+  dure backup RUN TO                 copy a run folder, also while it is served
+  dure audit FILE                    check the log of what has left a client
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
@@ -157,6 +161,10 @@ def _dispatch(given: list[str]) -> int:
         "train": _train,
         "serve": network.serve,
         "join": network.join,
+        "replay": served.replay,
+        "backup": served.backup,
+        "personalise": served.personalise,
+        "audit": audit.main,
         "compare": _compare,
         "report": _report,
         "bench": _bench,

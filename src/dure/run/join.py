@@ -99,7 +99,7 @@ def join(
             ending.callback(audit.close)
         session = Session(
             url,
-            context=_context(url, authority, certificate),
+            context=context_for(url, authority, certificate),
             state=kept,
             audit=audit,
             stop=stop or threading.Event(),
@@ -158,7 +158,7 @@ def check(
     policy = Policy() if folder is None else Policy.beside(folder)
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
-        context = _context(url, authority, certificate)
+        context = context_for(url, authority, certificate)
         session = Session(url, context=context, state=kept, audit=None, stop=threading.Event())
         ending.callback(session.close)
         if token and kept.about is None:
@@ -181,12 +181,12 @@ def check(
         )
 
 
-def _context(
+def context_for(
     url: str, authority: str | Path | None, certificate: str | Path | None
 ) -> ssl.SSLContext | None:
+    """For TLS with the server; None over plain HTTP."""
     if not url.startswith("https:"):
         return None
-    from dure.wire.certificates import client_context
 
     own = None
     if certificate is not None:

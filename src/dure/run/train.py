@@ -178,7 +178,7 @@ def resume(
         if not is_reference(one):
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
     ask = Asks(path, config, named)
-    task, strategy, world = _found_again(path, asked, ask, task, strategy, world)
+    task, strategy, world = found_again(path, asked, ask, task, strategy, world)
     if leads_here():
         _tell_of_versions(path, asked)
     job, new_config = prepare(
@@ -210,7 +210,7 @@ def resume(
     return run_job(job, world, on_progress)
 
 
-def _found_again(
+def found_again(
     folder: Path,
     asked: Asked,
     ask: Asks,

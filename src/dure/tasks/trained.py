@@ -30,6 +30,7 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
     return Trains(
         forms=forms,
         frozen=digest_of(frozen) if frozen else None,
+        buffers=[name for name, _ in model.named_buffers()],
         loss=in_words(task.loss),
         optimizer=_optimizer(task, model),
         metrics=sorted(task.measures) if len(task.train) else [],

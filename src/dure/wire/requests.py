@@ -52,14 +52,15 @@ class Trains(Said, frozen=True):
     """What a site would train, to be compared with what the server serves.
 
     forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that
-    are not trained, of which the site has its own. loss, optimizer: how they call themselves.
-    metrics, features: names.
+    are not trained, of which the site has its own. buffers: which of the tensors are no weights.
+    loss, optimizer: how they call themselves. metrics, features: names.
     """
 
     forms: dict[str, tuple[str, list[int]]]
     frozen: str | None = None
     loss: str = ""
     optimizer: str = ""
+    buffers: list[str] = []
     metrics: list[str] = []
     features: list[str] = []
 

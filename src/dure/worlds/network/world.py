@@ -131,11 +131,18 @@ class Network(World):
         return None
 
 
+def machine() -> Machine:
+    """How clients are to compute, so that they do what the simulation does."""
+    from dure.tasks.trained import machine_of
+
+    return machine_of(ENGINE, 1)
+
+
 class _Server:
     """All that lives while a server serves."""
 
     def __init__(self, world: Network, federation: Federation, place: Place) -> None:
-        from dure.tasks.trained import differences, machine_of
+        from dure.tasks.trained import differences
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.access import Access
@@ -159,7 +166,7 @@ class _Server:
         self.updates = Updates(folder / "updates")
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
-        self.machine: Machine = machine_of(ENGINE, 1)
+        self.machine = machine()
         register = self.ending.enter_context(Register(folder / "clients.db", federation.clients))
         access = Access(register, world.access)
         served = Served(

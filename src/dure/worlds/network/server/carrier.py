@@ -294,10 +294,10 @@ class NetworkCarrier:
 
     def saved(self) -> None:
         """A checkpoint with the newest `state` is on the disk: what it contains can go."""
-        self.files.delete(self._covered)
-        self._covered = []
         if not self.record:
+            self.files.delete(self._covered)
             self.journal.forget_before(self._applied - len(self._waiting))
+        self._covered = []
 
     # Events
 

@@ -1,0 +1,88 @@
+"""`dure replay`, `dure backup` and `dure personalise`: what can be done with what was served."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dure.cli.flags import given_options, names_before_flags, options_of_task, parse_flags
+from dure.cli.running import check_names
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What a run names that is not dure's own.
+
+    Args:
+        task: the task, path/to/file.py:name, where the run was not begun here.
+        strategy: the class of the strategy, path/to/file.py:Name, likewise.
+    """
+
+    task: str | None = None
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class PersonaliseOptions:
+    """How to train one's own model.
+
+    Args:
+        epochs: passes over the data.
+        batch_size: of a step.
+        seed: of the order of examples.
+    """
+
+    epochs: int = 1
+    batch_size: int = 10
+    seed: int = 0
+
+
+def replay(given: list[str]) -> int:
+    """`dure replay RUN`: exit status 1 where the models that are made differ from the run's."""
+    names, flags = names_before_flags(given)
+    if len(names) != 1:
+        raise ValueError("dure replay RUN: name the folder of a run that was served with --record")
+    about = "Make the models of a recorded run again, and compare."
+    how: ReplayOptions = parse_flags("dure replay RUN", {"how": ReplayOptions}, flags, about)["how"]
+    from dure.run.replay import replay as replayed
+
+    found = replayed(names[0], task=how.task, strategy=how.strategy)
+    print(f"{found.rounds} models, the last one is {found.digest}")
+    if found.same is None:
+        print("the run has not ended: there is no model to compare with", file=sys.stderr)
+        return 0
+    print("the same bits as the run's" if found.same else "NOT the bits of the run's")
+    return 0 if found.same else 1
+
+
+def backup(given: list[str]) -> int:
+    """`dure backup RUN TO`."""
+    if len(given) != 2 or any(one.startswith("-") for one in given):
+        raise ValueError("dure backup RUN TO: name a run folder and a new folder for the copy")
+    from dure.run.backup import backup as copied
+
+    print(copied(given[0], given[1]))
+    return 0
+
+
+def personalise(given: list[str]) -> int:
+    """`dure personalise DIR TASK`."""
+    names, flags = names_before_flags(given)
+    if len(names) != 2:
+        raise ValueError("dure personalise DIR TASK: name the folder of a client and a task")
+    folder, reference = names
+    check_names(reference, [])
+    parts = {"task": options_of_task(reference), "how": PersonaliseOptions}
+    about = "Train the newest global model on one's own data, offline."
+    asked = parse_flags(f"dure personalise DIR {reference}", parts, flags, about)
+    how: PersonaliseOptions = asked["how"]
+    from dure.run.personalise import personalise as trained
+    from dure.tasks.builtin import load_task
+
+    task = load_task(reference, **given_options(asked["task"]))
+    found = trained(Path(folder), task, epochs=how.epochs, batch_size=how.batch_size, seed=how.seed)
+    print(f"one's own model, from the global one of round {found.round}, is kept in {folder}")
+    for name, before in found.before.items():
+        print(f"{name}: {before:.4f} before, {found.after[name]:.4f} after")
+    return 0

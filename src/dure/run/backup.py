@@ -1,0 +1,79 @@
+"""A copy of a run folder, also while a server writes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from dure.errors import RunFolderError
+from dure.record.run import RunFolder
+
+ATTEMPTS = 20
+"""Times that a copy is begun again because a checkpoint came in between."""
+
+_APART = ("updates", "journal.db", "journal.db-wal", "journal.db-shm", "journal.lock", "checkpoint")
+
+
+def backup(folder: str | Path, to: str | Path) -> Path:
+    """Copies the run in `folder`, which may be served meanwhile, to a new folder.
+
+    The copy can be resumed as the run itself could have been at this moment. Raises RunFolderError
+    if there is no run, or `to` is not empty.
+    """
+    source = Path(folder)
+    target = Path(to)
+    RunFolder.open(source)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RunFolderError(f"{target} is not empty: choose another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    for _ in range(ATTEMPTS):
+        before = _newest(source)
+        _copy(source, target)
+        # What a checkpoint makes useless is deleted after it: without a new one, nothing was.
+        if _newest(source) == before:
+            return target
+        _empty(target)
+    raise RunFolderError(f"{source} writes checkpoints faster than it can be copied to {target}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """The checkpoint first: the journal may go further than it, and never less far."""
+    _copy_tree(source / "checkpoint", target / "checkpoint")
+    if (source / "journal.db").exists():
+        from dure.worlds.network.journal import backup as backup_journal
+
+        backup_journal(source, target / "journal.db")
+        _copy_tree(source / "updates", target / "updates")
+    for file in source.iterdir():
+        if file.name not in _APART and file.name != "clients" and file.is_file():
+            with suppress(FileNotFoundError):
+                shutil.copy2(file, target / file.name)
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Files that are there as a whole: half of one, and of what is just deleted, is left out."""
+    if not source.is_dir():
+        return
+    for directory, _, names in os.walk(source):
+        place = target / Path(directory).relative_to(source)
+        place.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if not name.startswith(".") and not name.endswith((".part", ".parts")):
+                with suppress(FileNotFoundError):
+                    shutil.copy2(Path(directory, name), place / name)
+
+
+def _newest(folder: Path) -> list[str]:
+    """The checkpoints that are there."""
+    checkpoints = folder / "checkpoint"
+    return sorted(os.listdir(checkpoints)) if checkpoints.is_dir() else []
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

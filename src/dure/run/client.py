@@ -1,0 +1,238 @@
+"""A client with a training loop of its own, in any framework whose weights are named arrays.
+
+    with dure.Client(url, examples=len(data)) as client:
+        for work in client:
+            work.load(model)
+            ...                         # train
+            work.send(model, loss=loss)
+
+The server serves a model of torch whose tensors have the same names and shapes; what trains them
+here is the caller's business. Arrays may be numpy's, torch's or anything that numpy reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from dure.run.join import context_for
+from dure.wire.requests import VERSION, CheckIn, Reserve, Train, Welcome
+from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.worlds.network.client.audit import Audit
+from dure.worlds.network.client.link import RefusedError, StoppedError
+from dure.worlds.network.client.policy import Policy
+from dure.worlds.network.client.session import Session
+from dure.worlds.network.client.state import ClientState
+
+
+class Client:
+    """One client of the federation at `url`: iterating over it gives what there is to train.
+
+    examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
+    certificate: as in `dure.join`.
+
+    Raises dure.errors.DureError for a server that does not take this client.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        examples: int,
+        name: str = "",
+        state: str | Path | None = None,
+        part: int | None = None,
+        token: str = "",
+        authority: str | Path | None = None,
+        certificate: str | Path | None = None,
+    ) -> None:
+        if examples < 1:
+            raise ValueError(f"examples is {examples}, but a client trains on at least one")
+        self.examples = examples
+        self.over: str | None = None
+        """Why the run is over, once it is."""
+        self._name = name or os.uname().nodename
+        self._part = part
+        self._token = token
+        self._stop = threading.Event()
+        self._ending = ExitStack()
+        folder = Path(state) if state is not None else None
+        self._policy = Policy() if folder is None else Policy.beside(folder)
+        try:
+            kept = self._ending.enter_context(ClientState(folder))
+            audit = None
+            if folder is not None:
+                audit = Audit(folder / "audit.jsonl")
+                self._ending.callback(audit.close)
+            self.session = Session(
+                url,
+                context=context_for(url, authority, certificate),
+                state=kept,
+                audit=audit,
+                stop=self._stop,
+                bytes_per_second=self._policy.bandwidth,
+            )
+            self._ending.callback(self.session.close)
+            if token and kept.about is None:
+                self.session.enrol(token, self._name, part)
+            self.welcome = self._check_in()
+            self.session.belongs(self.welcome, self._name)
+        except BaseException:
+            self._ending.close()
+            raise
+
+    def _check_in(self) -> Welcome:
+        said = CheckIn(version=VERSION, name=self._name, examples=self.examples, wants=self._part)
+        return self.session.check_in(said)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves; another process may have the folder now."""
+        self._stop.set()
+        self._ending.close()
+
+    def __iter__(self) -> Iterator[Work]:
+        """What there is to train, one after another, until the run is over."""
+        confirmed: list[int] = []
+        while True:
+            try:
+                word = self.session.next(confirmed)
+            except StoppedError:
+                return
+            except RefusedError as refused:
+                if refused.status != 409:
+                    raise
+                self._check_in()
+                continue
+            confirmed = [outcome.ticket for outcome in word.outcomes]
+            if word.over is not None:
+                self.over = word.over
+                return
+            if word.train is not None:
+                work = self._work(word.train)
+                if work is not None:
+                    yield work
+
+    def _work(self, train: Train) -> Work | None:
+        try:
+            tensors = self.session.fetch(train.round, train.tensors, train.bytes)
+        # The server has a newer one by now.
+        except RefusedError as refused:
+            if refused.status != 410:
+                raise
+            return None
+        return Work(self, train, tensors)
+
+
+class Work:
+    """One assignment: train from these weights.
+
+    round: of the global model, from 0. tensors: by name, as they came.
+    """
+
+    def __init__(self, client: Client, train: Train, tensors: Mapping[str, Tensor]) -> None:
+        self._client = client
+        self._train = train
+        self._began = time.perf_counter()
+        self.round = train.round
+        self.tensors = {n: t for n, t in tensors.items() if not n.startswith("extra:")}
+
+    @property
+    def arrays(self) -> dict[str, numpy.ndarray[Any, Any]]:
+        """The tensors as numpy's arrays, in memory of their own."""
+        return {name: tensor.numpy().copy() for name, tensor in self.tensors.items()}
+
+    def load(self, model: Any) -> None:
+        """Puts the weights into a module of torch, or into the arrays of a mapping by name.
+
+        Raises ValueError where one of the names is missing there.
+        """
+        there = _named(model)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                if name not in there:
+                    raise ValueError(f"the model has no {name!r}, which the server trains")
+                if isinstance(there[name], Tensor):
+                    there[name].copy_(tensor)
+                else:
+                    there[name][...] = tensor.numpy()
+
+    def send(
+        self,
+        model: Any,
+        *,
+        examples: int | None = None,
+        loss: float = 0.0,
+        samples: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Sends how the weights moved; whether the server has it.
+
+        model: a module of torch, or a mapping of arrays by name. examples: on which it trained, at
+        most those that were said. loss: mean over them. samples: processed, local epochs counted.
+        metrics: numbers for the report. False where the update is not wanted any more.
+
+        Raises ValueError for tensors of other names or shapes, or that are not finite.
+        """
+        count = self._client.examples if examples is None else examples
+        moved = self._moved(_named(model))
+        if not math.isfinite(loss):
+            raise ValueError(f"loss is {loss}, but it is a finite number")
+        reserve = Reserve(
+            ticket=self._train.ticket,
+            bytes=size_of(forms_of(moved)),
+            digest=digest_of(moved),
+            examples=count,
+            samples=count if samples is None else samples,
+            loss=loss,
+            seconds=time.perf_counter() - self._began,
+            metrics=dict(metrics or {}),
+        )
+        session = self._client.session
+        with session.working(reserve.ticket) as wanted:
+            try:
+                return session.send(reserve, moved, wanted)
+            except RefusedError as refused:
+                if refused.status != 410:
+                    raise
+                return False
+
+    def _moved(self, there: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What travels: the changes of weights, and buffers as they are now."""
+        buffers = set(self._client.welcome.trains.buffers)
+        moved = {}
+        for name, before in self.tensors.items():
+            if name not in there:
+                raise ValueError(f"the model has no {name!r}, which the server trains")
+            now = torch.as_tensor(there[name]).detach().to(before.dtype)
+            if now.shape != before.shape:
+                raise ValueError(f"{name} is {list(now.shape)}, and {list(before.shape)} is wanted")
+            moved[name] = now.clone() if name in buffers else now - before
+            if not moved[name].isfinite().all():
+                raise ValueError(f"{name} is not finite: the training has diverged")
+        return moved
+
+
+def _named(model: Any) -> Mapping[str, Any]:
+    if isinstance(model, nn.Module):
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if isinstance(model, Mapping):
+        return model
+    raise ValueError(
+        f"a {type(model).__name__} has no named arrays: give a torch.nn.Module, or a mapping"
+    )

@@ -1,0 +1,111 @@
+"""A client's own model: the newest global one, trained further on the client's own data, offline.
+
+It needs no server: the global model that was fetched last lies in the client's folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.task import Task
+from dure.data.batches import batches_per_epoch
+from dure.errors import RunFolderError
+from dure.randomness.seeds import generator
+from dure.tasks.evaluation import evaluate
+from dure.tensors.flat import trained_of
+from dure.worlds.network.client.state import ClientState
+
+
+class Personal(NamedTuple):
+    """round: of the global model. before, after: metrics of the global and of the own model on the
+    task's test data; empty without."""
+
+    round: int
+    model: nn.Module
+    before: dict[str, float]
+    after: dict[str, float]
+
+
+def personalise(
+    state: str | Path, task: Task, *, epochs: int = 1, batch_size: int = 10, seed: int = 0
+) -> Personal:
+    """Trains the newest global model on the task's data, and keeps it in the folder as one's own.
+
+    state: the folder of a client (`dure.join(state=...)`). task: with the data that the client has
+    now.
+
+    Raises RunFolderError where no global model was fetched yet, and ValueError for another task.
+    """
+    if epochs < 1:
+        raise ValueError(f"epochs is {epochs}, but a model of one's own is trained at least once")
+    with ClientState(Path(state)) as kept:
+        round, model = _newest(kept, task)
+        before = _measured(task, model)
+        _train(task, model, epochs, batch_size, seed)
+        kept.keep_personal({name: one.contiguous() for name, one in _state(model).items()})
+        return Personal(round, model, before, _measured(task, model))
+
+
+def personal_model(state: str | Path, task: Task) -> nn.Module:
+    """The client's own model, to predict with; the newest global one where it has none.
+
+    Raises RunFolderError where there is neither.
+    """
+    with ClientState(Path(state)) as kept:
+        own = kept.personal()
+        _, model = _newest(kept, task)
+        if own is not None:
+            _load(model, own)
+        return model.eval()
+
+
+def _newest(kept: ClientState, task: Task) -> tuple[int, nn.Module]:
+    """The newest global model."""
+    found = kept.model()
+    if found is None:
+        raise RunFolderError(
+            f"{kept.folder} has no model yet: join the federation once with --state {kept.folder}"
+        )
+    model = seeded_model(task, 0)
+    _load(model, {name: one for name, one in found[1].items() if not name.startswith("extra:")})
+    return found[0], model
+
+
+@torch.no_grad()
+def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    there = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        if name not in there or there[name].shape != tensor.shape:
+            raise ValueError(f"the model that was fetched has {name}, and the task's has not")
+        there[name].copy_(tensor)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: one.detach() for name, one in named.items()}
+
+
+def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int) -> None:
+    train, _ = examples_for(model, task)
+    size = min(batch_size, len(train))
+    optimizer = task.optimizer(trained_of(model))
+    model.train()
+    for epoch in range(epochs):
+        order = torch.randperm(len(train), generator=generator(seed, "personal", epoch))
+        for step in range(batches_per_epoch(len(train), size)):
+            inputs, targets = train.batch(order[step * size : (step + 1) * size])
+            optimizer.zero_grad()
+            loss = task.loss(model(inputs), targets)
+            torch.autograd.backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
+            optimizer.step()
+
+
+def _measured(task: Task, model: nn.Module) -> dict[str, float]:
+    _, test = examples_for(model, task)
+    return evaluate(task, model, test, Group(), 0)

@@ -1,0 +1,114 @@
+"""The flight recorder: a recorded run, gone through again from its journal.
+
+Nobody is served, nothing is written. The events of the journal are applied as they were, with the
+updates that came; so the server makes the same models, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from dure.contracts.strategy import Interrupted, Kind, Place, World
+from dure.errors import RunFolderError
+from dure.fleet.conditions import Conditions
+from dure.protocol.carrier import Carrier
+from dure.protocol.messages import Measure, Measured
+from dure.wire.layout import Federation
+from dure.worlds.here import run_here
+from dure.worlds.network.clock import Clock
+from dure.worlds.network.journal import Event, Journal, backup
+from dure.worlds.network.server.carrier import COHORT, NetworkCarrier
+from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.updates import Updates
+from dure.worlds.network.world import ENGINE, machine
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Replay(World):
+    """The clients of a recorded run, as the journal in `folder` has them."""
+
+    folder: Path
+    run_id: str
+
+    name: ClassVar[str] = "replay"
+    kind: ClassVar[Kind] = "clients"
+
+    @property
+    def serves(self) -> bool:
+        return True
+
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions(engine=ENGINE)
+
+    def run(
+        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+    ) -> Value:
+        def here(place: Place) -> Value:
+            place.conditions = self.conditions
+            place.network = lambda federation: self._carrier(federation, place)
+            return program(place)
+
+        return run_here(here, report, "server", self.kind, is_worker=False)
+
+    def _carrier(self, federation: Federation, place: Place) -> Carrier:
+        copy = Path(place.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
+        backup(self.folder, copy / "journal.db")
+        if (self.folder / COHORT).exists():
+            shutil.copy(self.folder / COHORT, copy / COHORT)
+        clock = Clock()
+        journal = Journal(copy, clock, self.run_id)
+        place.ending.callback(journal.close)
+        return Again(
+            federation=federation,
+            folder=copy,
+            journal=journal,
+            clock=clock,
+            updates=Updates(self.folder / "updates"),
+            desk=Desk(clock.now),
+            shelf=Shelf(),
+            machine=machine(),
+            start_with=federation.clients,
+            lasts=self.lasts(place),
+            measure_seconds=math.inf,
+            record=True,
+            interrupted=place.interrupted,
+            tell=lambda text: None,
+        )
+
+    def lasts(self, place: Place) -> float:
+        """Seconds of a round, as the run was told."""
+        return float(place.config["world"]["deadline"])
+
+
+class Again(NetworkCarrier):
+    """A carrier that ends where the journal does."""
+
+    def _next(self, wake: float) -> Event | None:
+        if not self.journal.behind:
+            raise Interrupted
+        event = super()._next(wake)
+        if event is not None and self._first and event.seq != 1:
+            raise RunFolderError(
+                "the journal does not begin with the run: serve it with --record to replay it"
+            )
+        self._first = False
+        return event
+
+    _first = True
+
+    def measure(self, measure: Measure) -> Measured:
+        """As it was; nothing after the end."""
+        try:
+            return super().measure(measure)
+        except Interrupted:
+            return Measured([], {})
