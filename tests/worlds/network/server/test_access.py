@@ -7,10 +7,10 @@ import math
 import pytest
 
 from dure.wire.requests import Enrol
-from dure.wire.signatures import NONCE, SIGNATURE, Key, Nonces, Signer, digest_of, prove
+from dure.wire.signatures import NONCE, SIGNATURE, Key, Signer, digest_of, prove
 from dure.worlds.network.server import access as access_module
 from dure.worlds.network.server.access import CHECK_IN, NEW, Access, Admitted, Refused
-from dure.worlds.network.server.conduct import Conducts, Limits
+from dure.worlds.network.server.conduct import Limits
 from dure.worlds.network.server.register import FILE, Register
 
 NEXT = "/v1/next"
@@ -37,12 +37,12 @@ def register(tmp_path):
 
 @pytest.fixture
 def access(register, clock) -> Access:
-    return Access(register, "invited", Nonces(clock=clock), Conducts(LIMITS, clock))
+    return Access(register, "invited", LIMITS, clock)
 
 
 @pytest.fixture
 def opened(register, clock) -> Access:
-    return Access(register, "open", Nonces(clock=clock), Conducts(LIMITS, clock))
+    return Access(register, "open", LIMITS, clock)
 
 
 def enrolment(key: Key, token: str = "", name: str = "", wants: int | None = None) -> Enrol:
@@ -188,8 +188,10 @@ def test_an_open_server_lets_in_whoever_checks_in_until_it_is_full(opened) -> No
     assert first.client == NEW
     assert opened.check_in(first, "a", 1).client == 1
     assert opened.check_in(ask(opened, signers[1], CHECK_IN)).client == 0
+    late = ask(opened, signers[3], CHECK_IN)
     assert opened.check_in(ask(opened, signers[2], CHECK_IN)).client == 2
-    error = refused(opened.check_in, ask(opened, signers[3], CHECK_IN))
+    assert refused(opened.check_in, late).kind == "full"
+    error = refused(ask, opened, signers[3], CHECK_IN)
     assert (error.status, error.kind) == (409, "full")
     assert [ask(opened, signer).client for signer in signers[:3]] == [1, 0, 2]
     assert opened.check_in(ask(opened, signers[0], CHECK_IN), "a", 1).client == 1
@@ -264,12 +266,13 @@ def test_refusals_are_counted_by_their_reason(access, monkeypatch) -> None:
     refused(access.enrol, enrolment(Key.make(), "wrong"))
     for kind in ("a", "b", "c"):
         refused(access.refuse, NEW, 409, kind, "no")
+    enrolled(access)
     assert access.status()["refusals"] == {"not signed": 2, "wrong token": 1, "a": 1, "other": 2}
 
 
-def test_a_restarted_server_knows_its_clients_and_they_sign_again(access, register, clock) -> None:
+def test_a_restarted_server_knows_its_clients_and_they_sign_again(access, register) -> None:
     client = enrolled(access)
-    again = Access(register, "invited", Nonces(clock=clock))
+    again = Access(register)
     headers = client.sign("POST", NEXT, digest_of())
     error = refused(again.admit, headers, "POST", NEXT)
     assert (error.status, error.kind) == (401, "new nonce")

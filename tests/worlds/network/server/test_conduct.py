@@ -21,7 +21,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def conducts(clock) -> Conducts:
+def conducts(clock) -> Conducts[int]:
     return Conducts(Limits(rate=2, burst=3, refusals=3), clock)
 
 
@@ -65,7 +65,7 @@ def test_refusals_in_quarantine_make_it_no_longer(conducts, clock) -> None:
     assert conducts.refused(1) == 0.0
 
 
-def quarantine(conducts: Conducts) -> float:
+def quarantine(conducts: Conducts[int]) -> float:
     return [conducts.refused(1) for _ in range(3)][-1]
 
 

@@ -167,7 +167,7 @@ def test_of_who_was_forgotten_the_number_is_left(register, tmp_path) -> None:
     assert register.enrol(key(2), "ward 3").number == 2
 
 
-@pytest.mark.parametrize("who", ["9", "nobody", ""])
+@pytest.mark.parametrize("who", ["9", "9" * 30, "nobody", ""])
 def test_who_is_not_there_cannot_be_revoked_or_forgotten(register, who) -> None:
     register.enrol(key(1), "ward 3")
     for change in (register.revoke, register.forget):

@@ -11,8 +11,8 @@ A request is looked at in this order, so that nobody can do harm in somebody els
     it does not ask too often    429   too fast
 
 A refusal counts against a client once the signature has shown that it was the client; before, it
-counts against the address it came from, on which no door is ever shut: many clients may share one.
-There, who goes on is only told to wait.
+counts against the address that it came from. Many clients may share an address, so nobody is shut
+out for it; who goes on is told to wait.
 
 `open` lets in whoever comes, in the order of their first check-in, until all places are taken: for
 demonstrations and this machine. `invited` asks for an invitation (`register.py`), once.
@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from dure.errors import RunFolderError
 from dure.wire.requests import Enrol, Enrolled
 from dure.wire.signatures import NONCE, Claim, Nonces, SignatureError, claim_of, is_proven
-from dure.worlds.network.server.conduct import Conducts
+from dure.worlds.network.server.conduct import Conducts, Limits
 from dure.worlds.network.server.register import Client, EnrolError, Register, check_same
 
 Mode = Literal["invited", "open"]
@@ -70,19 +71,25 @@ class Admitted(NamedTuple):
 
 
 class Access:
-    """The door of one server. All methods may be called from any thread."""
+    """The door of one server. All methods may be called from any thread.
+
+    clock: seconds that only grow.
+    """
 
     def __init__(
         self,
         register: Register,
         mode: Mode = "invited",
-        nonces: Nonces | None = None,
-        conducts: Conducts | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.register = register
         self.mode = mode
-        self._nonces = nonces if nonces is not None else Nonces()
-        self._conducts = conducts if conducts is not None else Conducts()
+        # Where everybody may come, keys are made at will: the rest is for those that come to look.
+        self._nonces = Nonces(most=2 * register.places + 1000, clock=clock)
+        self._conducts: Conducts[int] = Conducts(limits, clock)
+        # Apart: any number of addresses must not make it forget a client.
+        self._addresses: Conducts[str] = Conducts(limits, clock)
         self._refusals: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._version: int | None = None
@@ -103,9 +110,9 @@ class Access:
         except SignatureError as error:
             self._refuse_stranger(401, error.kind, str(error), address)
         client = self._client(claim.client)
-        if client is None and not self._may_come(path):
-            self._refuse_stranger(403, "unknown client", self._how_to_enrol(), address)
-        if client is not None:
+        if client is None:
+            self._check_may_come(path, address)
+        else:
             self._check_welcome(client.number)
         self._check_signature(claim, method, path, address)
         if client is None:
@@ -129,8 +136,9 @@ class Access:
         try:
             client = self._client(admitted.key)
             if client is None:
+                # It was forgotten since it was admitted.
                 if self.mode != "open":
-                    raise EnrolError("unknown client", self._how_to_enrol())
+                    raise EnrolError("unknown client", _ENROL_FIRST)
                 client = self._enrol(admitted.key, name, wants, None)
             else:
                 check_same(client, name, wants)
@@ -183,20 +191,23 @@ class Access:
             "places": self.register.places,
             "enrolled": enrolled,
             "refusals": refusals,
-            "quarantine": {who: left for who, left in away.items() if isinstance(who, int)},
+            "quarantine": away,
         }
 
     def _client(self, key: str) -> Client | None:
         self._read_changes()
         return self._by_key.get(key)
 
-    def _may_come(self, path: str) -> bool:
-        return self.mode == "open" and path == CHECK_IN
-
-    def _how_to_enrol(self) -> str:
-        if self.mode == "open":
-            return "the server does not know this key: check in first"
-        return "the server does not know this key: enrol with the token of an invitation"
+    def _check_may_come(self, path: str, address: str) -> None:
+        """Raises Refused unless an unknown client may ask this."""
+        if self.mode != "open":
+            self._refuse_stranger(403, "unknown client", _ENROL_FIRST, address)
+        if path != CHECK_IN:
+            reason = "the server does not know this key: check in first"
+            self._refuse_stranger(403, "unknown client", reason, address)
+        if len(self._by_number) >= self.register.places:
+            reason = f"all {self.register.places} clients of this run are enrolled"
+            self._refuse_stranger(409, "full", reason, address)
 
     def _check_welcome(self, client: int) -> None:
         away = self._conducts.away(client)
@@ -212,7 +223,9 @@ class Access:
                 self._refuse_stranger(403, "forged", reason, address)
             self._nonces.take(claim)
         except SignatureError as error:
-            self._count(error.kind)
+            # A new session is no offence.
+            if error.kind != "new nonce":
+                self._count(error.kind)
             headers = {} if error.nonce is None else {NONCE: error.nonce}
             raise Refused(401, error.kind, str(error), headers) from None
 
@@ -227,7 +240,7 @@ class Access:
 
     def _refuse_stranger(self, status: int, kind: str, reason: str, address: str) -> NoReturn:
         self._count(kind)
-        away = self._conducts.refused(("address", address))
+        away = self._addresses.refused(address)
         if away:
             reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
             raise Refused(429, kind, reason, _after(away))
@@ -261,6 +274,9 @@ class Access:
             self._by_key[client.key] = client
         elif before is not None and before.key is not None:
             del self._by_key[before.key]
+
+
+_ENROL_FIRST = "the server does not know this key: enrol with the token of an invitation"
 
 
 def _after(seconds: float) -> dict[str, str]:

@@ -12,10 +12,10 @@ remembered. It is forgotten when the server ends.
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 MOST_REMEMBERED = 65536
 
@@ -55,24 +55,25 @@ class _Conduct:
         """When the last quarantine ends or has ended."""
 
 
-class Conducts:
-    """Of everybody, by whatever name they go. clock: seconds that only grow."""
+Who = TypeVar("Who", bound=Hashable)
 
-    def __init__(
-        self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+
+class Conducts(Generic[Who]):
+    """Of everybody, by number or by name. clock: seconds that only grow."""
+
+    def __init__(self, limits: Limits | None, clock: Callable[[], float]) -> None:
         self._limits = limits if limits is not None else Limits()
         self._clock = clock
-        self._all: OrderedDict[Hashable, _Conduct] = OrderedDict()
+        self._all: OrderedDict[Who, _Conduct] = OrderedDict()
         self._lock = threading.Lock()
 
-    def away(self, who: Hashable) -> float:
+    def away(self, who: Who) -> float:
         """Seconds for which it still has to stay away; 0 for all who are welcome."""
         with self._lock:
             known = self._all.get(who)
             return 0.0 if known is None else max(0.0, known.ended - self._clock())
 
-    def hurry(self, who: Hashable) -> float:
+    def hurry(self, who: Who) -> float:
         """Takes a token. Where there is none: seconds until there is."""
         now = self._clock()
         with self._lock:
@@ -85,7 +86,7 @@ class Conducts:
             conduct.tokens -= 1
             return 0.0
 
-    def refused(self, who: Hashable) -> float:
+    def refused(self, who: Who) -> float:
         """Something that it asked for was refused. Seconds for which it has to stay away now."""
         now = self._clock()
         limits = self._limits
@@ -107,13 +108,13 @@ class Conducts:
             conduct.ended = now + length
             return length
 
-    def in_quarantine(self) -> dict[Hashable, float]:
+    def in_quarantine(self) -> dict[Who, float]:
         """Who has to stay away, and for how many seconds."""
         now = self._clock()
         with self._lock:
             return {who: one.ended - now for who, one in self._all.items() if one.ended > now}
 
-    def _of(self, who: Hashable, now: float) -> _Conduct:
+    def _of(self, who: Who, now: float) -> _Conduct:
         conduct = self._all.get(who)
         if conduct is None:
             conduct = self._all[who] = _Conduct(self._limits, now)

@@ -185,14 +185,14 @@ class Register:
         who: a number or a name. Raises ValueError where there is no such client.
         """
         with self._change() as db:
-            client = _named(db, who)
+            client = self._named(db, who)
             self._set(db, client._replace(state="revoked"))
         return client
 
     def forget(self, who: str) -> Client:
         """Revokes it, and deletes all that is known of it but its number."""
         with self._change() as db:
-            client = _named(db, who)
+            client = self._named(db, who)
             self._set(db, Client(client.number, None, None, None, "forgotten"))
             db.execute("DELETE FROM invitations WHERE used = ?", (client.number,))
         with self._lock, _told(self.path):
@@ -276,6 +276,20 @@ class Register:
             raise EnrolError("full", f"all {self.places} clients of this run are enrolled")
         return free
 
+    def _named(self, db: sqlite3.Connection, who: str) -> Client:
+        """The client with this number or name, where it is not forgotten."""
+        if who in map(str, range(self.places)):
+            client = _client(db, "number", int(who))
+        else:
+            # Of those that had the name, the one that has it now.
+            name = unicodedata.normalize("NFC", who)
+            client = _client(db, "name", name, "ORDER BY state = 'enrolled' DESC, enrolled DESC")
+        if client is None:
+            raise ValueError(f"no client is called {who!r}: dure clients list shows them")
+        if client.state == "forgotten":
+            raise ValueError(f"client {who} is forgotten already")
+        return client
+
     def _set(self, db: sqlite3.Connection, client: Client) -> None:
         db.execute(
             "UPDATE clients SET key = ?, name = ?, enrolled = ?, state = ?, "
@@ -331,21 +345,6 @@ def _client(db: sqlite3.Connection, column: str, value: object, more: str = "") 
         f"SELECT {_COLUMNS} FROM clients WHERE {column} = ? {more}", (value,)
     ).fetchone()
     return None if row is None else Client(*row)
-
-
-def _named(db: sqlite3.Connection, who: str) -> Client:
-    """The client with this number or name, where it is not forgotten."""
-    if who.isascii() and who.isdecimal():
-        client = _client(db, "number", int(who))
-    else:
-        # Of those that had the name, the one that has it now.
-        name = unicodedata.normalize("NFC", who)
-        client = _client(db, "name", name, "ORDER BY state = 'enrolled' DESC, enrolled DESC")
-    if client is None:
-        raise ValueError(f"no client is called {who!r}: dure clients list shows them")
-    if client.state == "forgotten":
-        raise ValueError(f"client {who} is forgotten already")
-    return client
 
 
 def _make(path: Path, clients: int) -> None:
