@@ -218,7 +218,7 @@ class Server(Learner):
             first = self.who(out[0][0])
             more = f" and {len(out) - 1} more" if len(out) > 1 else ""
             warn(
-                f"{first}{more} had used up what a client may transfer, and was not asked any more "
+                f"{first}{more} had used up what a client may transfer: not asked any more "
                 f"(summary.json names all, under out_of_transfers)"
             )
         vain = self.coordinator.updates.vain
