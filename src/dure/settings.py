@@ -12,6 +12,7 @@ texts as they stand: only what the user starts (`train`, `compare`, `resume`) re
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ from dure.errors import suggestion as suggestion
 from dure.references import is_brought_along, is_reference, load, reference_of
 
 Setting = TypeVar("Setting")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 _KINDS = {int: "a whole number", float: "a number", str: "a word"}
 
@@ -75,6 +79,17 @@ def parse_fields(thing: Any, readers: Mapping[str, Callable[[str], Any]]) -> Non
         if isinstance(value, str):
             # The one place where a frozen dataclass is still being made.
             object.__setattr__(thing, field, reader(value))
+
+
+def read_bytes(text: str) -> int:
+    """Bytes: "4096", "100 kB", "100MB", "1.5GB", "64MiB"; kB, MB, ... are powers of ten, as shown.
+
+    Raises ValueError for what is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: write bytes, 100MB or 1.5GB")
+    return round(float(found[1]) * {**_UNITS, **_BINARY}[found[2] or ""])
 
 
 def read(

@@ -260,7 +260,23 @@ def test_a_run_says_what_came_out_and_where_it_lies(dure, here):
         "rounds": 2,
         "seconds": None,
         "target": None,
+        "bytes": None,
     }
+
+
+def test_a_run_ends_when_so_many_bytes_have_travelled(dure, here):
+    _, out, _ = dure(
+        "train mine.py:fixed fed-avg --clients 4 --bytes 3kB --transfer-budget 1MB --json --out run"
+    )
+    summary = json.loads(out)
+    assert summary["ended"] == "bytes"
+    assert summary["bytes_sent"] >= 3_000
+    config = json.loads((here / "run" / "config.json").read_text())
+    assert config["stop"]["bytes"] == 3_000
+    assert config["world"]["transfer_budget"] == 1_000_000
+    status, _, err = dure("train mine.py:fixed fed-avg --bytes lots")
+    assert status == 2
+    assert "'lots' is not a size: write bytes, 100MB or 1.5GB" in err
 
 
 def test_ten_epochs_are_trained_if_nothing_is_said(dure):

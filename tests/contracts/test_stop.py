@@ -48,7 +48,13 @@ def test_a_part_of_an_epoch_ends_at_its_last_example_whatever_floats_make_of_it(
     assert stop.reached("step", 1, needed - 1, examples, {}) is None
 
 
-@pytest.mark.parametrize("name", ["epochs", "steps", "rounds", "seconds"])
+def test_bytes_end_a_run_of_any_unit():
+    for unit in ("step", "round"):
+        assert Stop(bytes=100).reached(unit, 1, 1, 10, {}, 99) is None
+        assert Stop(bytes=100).reached(unit, 1, 1, 10, {}, 100) == "bytes"
+
+
+@pytest.mark.parametrize("name", ["epochs", "steps", "rounds", "seconds", "bytes"])
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 def test_a_limit_that_is_not_positive_is_refused(name, value):
     with pytest.raises(
@@ -60,7 +66,7 @@ def test_a_limit_that_is_not_positive_is_refused(name, value):
 @pytest.mark.parametrize(
     ("stop", "unit", "complaint"),
     [
-        (Stop(), "step", "nothing ends this run: give epochs, steps, seconds or a target"),
+        (Stop(), "step", "nothing ends this run: give epochs, steps, seconds, bytes or a target"),
         (Stop(rounds=3), "step", "rounds do not count here, it counts steps"),
         (Stop(steps=3), "round", "steps do not count here, it counts rounds"),
         (Stop(target={}), "round", "nothing ends this run"),

@@ -173,13 +173,32 @@ def test_the_spread_is_that_of_the_clients_and_agrees_with_the_metrics_of_the_ru
     for model, prefix in (("global", "client"), ("own", "personal")):
         values = told[f"{prefix}_accuracy"]
         of = spread("accuracy", values)
-        assert of.mean == pytest.approx(summary[f"{prefix}_accuracy"])
+        assert of.mean == pytest.approx(summary[f"{prefix}_accuracy_mean"])
+        assert of.median == pytest.approx(summary[f"{prefix}_accuracy_p50"])
         assert of.worst_tenth == pytest.approx(summary[f"{prefix}_accuracy_p10"])
         assert of.deviation == pytest.approx(numpy.std(values))
         shown = " ".join(
-            metric_value("accuracy", value) for value in (of.mean, of.worst_tenth, of.deviation)
+            metric_value("accuracy", value)
+            for value in (of.mean, of.worst_tenth, of.deviation, of.median, min(values))
         )
-        assert f"{model} {len(values)} {shown}" in text
+        whole = metric_value("accuracy", summary[f"{prefix}_accuracy"])
+        worst = facts(ditto)["measured_clients"][values.index(min(values))]
+        assert f"{model} {len(values)} {shown} ({worst}) {whole}" in text
+
+
+def test_clients_that_could_not_measure_or_were_out_of_transfers_are_named(
+    ditto: Path, tmp_path: Path, report: Report
+) -> None:
+    folder = with_facts(
+        ditto,
+        tmp_path / "failed",
+        not_measured=[[1, "the metric <b> failed", 3], [2, "the metric <b> failed", 1], ["x"]],
+        out_of_transfers=[[0, 900], [3, 901]],
+    )
+    page = report(folder)
+    assert "could not measure: 1 and 2: the metric <b> failed." in text_of(page)
+    assert "the metric &lt;b&gt; failed" in page
+    assert "2 clients had used up their transfers: 0 and 3" in text_of(page)
 
 
 def test_curves_over_clients_are_their_values_in_order(ditto: Path, fed_async: Path) -> None:

@@ -34,6 +34,8 @@ class Limits:
         rounds: federated rounds, for systems that count rounds.
         seconds: training time, evaluation and checkpoints left out.
         target: METRIC=VALUE, such as test_accuracy=0.99; several must all be reached.
+        bytes: that have travelled, such as 100MB, each counted once: what all workers have sent,
+            a server and its clients too.
     """
 
     epochs: float | None = None
@@ -41,10 +43,12 @@ class Limits:
     rounds: int | None = None
     seconds: float | None = None
     target: tuple[str, ...] = ()
+    bytes: str | None = None
 
     def stop(self, epochs: float = 10) -> Stop:
         """The limits; `epochs` is the default if none is given."""
         from dure.contracts.stop import Stop
+        from dure.settings import read_bytes
 
         target: dict[str, float] = {}
         for text in self.target:
@@ -61,6 +65,7 @@ class Limits:
             rounds=self.rounds,
             seconds=self.seconds,
             target=target or None,
+            bytes=None if self.bytes is None else read_bytes(self.bytes),
         )
         # Any limit that is given stands alone: --steps 100 does not end after ten epochs too.
         return Stop(epochs=epochs) if limits == Stop() else limits

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from dure.contracts.stop import Stop
-from dure.record.history import lower_is_better
+from dure.record.history import is_spread, lower_is_better
 from dure.report.words import duration
 
 PLAIN_SECONDS = 2.0
@@ -33,7 +33,12 @@ NAMES_WIDTH = 40
 def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
     """How much of a run is done, by the limit that is nearest; None if only a target ends it."""
     own = stop.steps if event["unit"] == "step" else stop.rounds
-    limits = [(own, event["step"]), (stop.epochs, event["epoch"]), (stop.seconds, event["seconds"])]
+    limits = [
+        (own, event["step"]),
+        (stop.epochs, event["epoch"]),
+        (stop.seconds, event["seconds"]),
+        (stop.bytes, event.get("bytes", 0)),
+    ]
     shares = [done / limit for limit, done in limits if limit is not None]
     # A step may go beyond the limit of epochs or seconds.
     return min(max(shares), 1.0) if shares else None
@@ -45,7 +50,9 @@ def facts(event: dict[str, Any]) -> str:
     if event["loss"] is not None:
         parts.append(f"loss {event['loss']:.4g}")
     parts.extend(
-        f"{name} {value:.4g}" for name, value in event["metrics"].items() if name != "test_loss"
+        f"{name} {value:.4g}"
+        for name, value in event["metrics"].items()
+        if name != "test_loss" and not is_spread(name)
     )
     if event["seconds"] > 0:
         parts.append(f"{event['samples'] / event['seconds']:,.0f} samples/s")
@@ -157,12 +164,19 @@ def _reached(name: str, summary: dict[str, Any]) -> float | None:
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
 
 
+def _has_a_column(metric: str) -> bool:
+    """Of how a metric is spread over clients the worst tenth is shown, and nothing of a loss."""
+    return not is_spread(metric) or (metric.endswith("_p10") and "loss" not in metric)
+
+
 def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     """The columns of the table: the metrics that are there, then time, bytes and memory."""
     # In order of first appearance; a metric that no run has at its end is left out.
     named = dict.fromkeys(name for summary in summaries for name in summary["best"])
     metrics = [
-        name for name in named if any(summary.get(name) is not None for summary in summaries)
+        name
+        for name in named
+        if any(summary.get(name) is not None for summary in summaries) and _has_a_column(name)
     ]
     # What rises comes first, such as accuracies; the sort is stable, so the rest keeps its order.
     metrics.sort(key=lower_is_better)

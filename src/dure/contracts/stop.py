@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dure.record.history import reaches
+from dure.settings import parse_fields, read_bytes
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Stop:
         rounds: federated rounds, for strategies that count rounds.
         seconds: training time, evaluation and checkpoints left out.
         target: metric to value, such as {"test_accuracy": 0.99}; all are reached at one evaluation.
+        bytes: that have travelled, each counted once: what all workers have sent, a server and its
+            clients too; also as text, such as "100MB".
     """
 
     epochs: float | None = None
@@ -25,19 +28,24 @@ class Stop:
     rounds: int | None = None
     seconds: float | None = None
     target: Mapping[str, float] | None = None
+    bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"bytes": read_bytes})
 
     def check(self, unit: str) -> None:
         """Raises ValueError if a limit is not positive, or none ever ends a run.
 
         unit: what the run counts, "step" or "round".
         """
-        for name in ("epochs", "steps", "rounds", "seconds"):
+        for name in ("epochs", "steps", "rounds", "seconds", "bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN is not either
                 raise ValueError(f"{name} is {value}, but a run ends after more than 0 {name}")
         # Limits of the other unit are allowed, since one Stop serves a comparison, but end nothing.
         own = self.steps if unit == "step" else self.rounds
-        if own is None and self.epochs is None and self.seconds is None and not self.target:
+        others = (self.epochs, self.seconds, self.bytes)
+        if own is None and others == (None, None, None) and not self.target:
             other = "rounds" if unit == "step" else "steps"
             hint = (
                 f"; {other} do not count here, it counts {unit}s"
@@ -45,15 +53,22 @@ class Stop:
                 else ""
             )
             raise ValueError(
-                f"nothing ends this run: give epochs, {unit}s, seconds or a target{hint}"
+                f"nothing ends this run: give epochs, {unit}s, seconds, bytes or a target{hint}"
             )
 
     def reached(
-        self, unit: str, step: int, samples: int, examples: int, metrics: Mapping[str, float]
+        self,
+        unit: str,
+        step: int,
+        samples: int,
+        examples: int,
+        metrics: Mapping[str, float],
+        travelled: float = 0,
     ) -> str | None:
         """Which limit, other than time, is reached.
 
-        metrics: of the newest evaluation; examples: those of an epoch.
+        metrics: of the newest evaluation; examples: those of an epoch; travelled: bytes that all
+        workers have sent.
         """
         own = self.steps if unit == "step" else self.rounds
         if own is not None and step >= own:
@@ -61,6 +76,8 @@ class Stop:
         # 0.7 epochs of 10 examples are 7, and not the 7.000000000000001 that floats make of it
         if self.epochs is not None and samples >= self.epochs * examples * (1 - 1e-12):
             return "epochs"
+        if self.bytes is not None and travelled >= self.bytes:
+            return "bytes"
         if self.target and all(
             name in metrics and reaches(name, metrics[name], v) for name, v in self.target.items()
         ):

@@ -43,10 +43,12 @@ clients.
 STOP = 1
 CHECKPOINT = 2
 INTERRUPT = 4
+SPENT = 8
 """Wishes of rank 0, as bits that travel with a step's message.
 
 STOP: to end. CHECKPOINT: to write a checkpoint. INTERRUPT, with STOP: to end because the user, or
-the launcher, asked for it. All ranks hear of them in the same step, and do the same after it.
+the launcher, asked for it. SPENT, with STOP: to end because clients have used up what they may
+transfer; a server says it. All ranks hear of them in the same step, and do the same after it.
 """
 
 

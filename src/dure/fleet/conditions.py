@@ -9,7 +9,7 @@ from dure.fleet.arrival import Arrival, Still, parse_arrival
 from dure.fleet.attacks import Attack, NoAttack, parse_attack
 from dure.fleet.availability import Always, Availability, parse_availability
 from dure.fleet.devices import Devices, Equal, parse_devices
-from dure.settings import parse_fields
+from dure.settings import parse_fields, read_bytes
 
 EngineName = Literal[
     "auto",
@@ -40,6 +40,8 @@ class Conditions:
         attackers_change: others lie in every round, and not the same all along.
         engine: how local training is computed; auto chooses by the model and the size of a round.
         processes: that compute, of this machine or of a Ray cluster; one a core by default.
+        transfer_budget: bytes that each client may receive and send in the run, such as 100MB; one
+            that has used them up is not asked any more.
     """
 
     devices: Devices = field(default_factory=Equal)
@@ -51,6 +53,7 @@ class Conditions:
     attackers_change: bool = False
     engine: EngineName = "auto"
     processes: int | None = None
+    transfer_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         parse_fields(
@@ -60,6 +63,7 @@ class Conditions:
                 "availability": parse_availability,
                 "arrival": parse_arrival,
                 "attack": parse_attack,
+                "transfer_budget": read_bytes,
             },
         )
         if not 0 <= self.drop_out < 1:
@@ -78,6 +82,9 @@ class Conditions:
             raise ValueError(
                 f"{self.attack} spoils examples once and for all: its attackers cannot change"
             )
+        budget = self.transfer_budget
+        if not (budget is None or (isinstance(budget, int) and budget > 0)):
+            raise ValueError(f"transfer_budget is {budget}, but it is a number of bytes above 0")
         if self.processes is not None and self.processes < 1:
             raise ValueError(
                 f"processes is {self.processes}, but somebody has to compute: at least 1"
@@ -86,7 +93,15 @@ class Conditions:
     def told(self) -> list[str]:
         """In words, what is not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
         ideal = Conditions()
-        names = ("devices", "availability", "arrival", "drop_out", "attack", "attackers")
+        names = (
+            "devices",
+            "availability",
+            "arrival",
+            "drop_out",
+            "attack",
+            "attackers",
+            "transfer_budget",
+        )
         return [
             f"{name.replace('_', ' ')} {getattr(self, name)}"
             for name in names

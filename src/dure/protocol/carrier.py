@@ -183,6 +183,12 @@ class Carrier(Protocol):
     def kept(self) -> Kept:
         """Asks clients what they have in place of a part of the model."""
 
+    def answers_left(self, different: bool) -> float:
+        """How many more updates may come before clients have used up what they may transfer.
+
+        different: of as many clients. inf where nothing is used up.
+        """
+
     def facts(self) -> Mapping[str, Any]:
         """What is known here of how clients compute, for the report."""
 

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dure.record.history import is_spread
 from dure.report.runs import Line, Partition, Run, Span, Trace
 from dure.report.words import count, duration, higher_is_better, is_share, listed, metric_name
 
@@ -58,12 +59,17 @@ def style(index: int) -> JSON:
 def metrics(runs: Sequence[Run]) -> list[str]:
     """All metrics of the runs.
 
-    The one to judge by comes first: what is not a loss, else the test loss.
+    The one to judge by comes first: what is not a loss, else the test loss. Of how metrics are
+    spread over clients the worst tenth and the worst one are among them, and none of a loss.
     """
     keys: dict[str, None] = {}
     for run in runs:
-        keys.update(dict.fromkeys(run.result.best))
+        keys.update(dict.fromkeys(filter(_has_a_curve, run.result.best)))
     return sorted(keys, key=lambda key: "loss" in key)
+
+
+def _has_a_curve(key: str) -> bool:
+    return not is_spread(key) or (key.endswith(("_p10", "_worst")) and "loss" not in key)
 
 
 def curves(runs: Sequence[Run]) -> JSON | None:
@@ -161,7 +167,7 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
 
 def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
     lines = [line for line in lines if line.metrics]
-    columns = {key: _column(lines, key) for key in _said(lines)}
+    columns = {key: _column(lines, key) for key in _said(lines) if _has_a_curve(key)}
     places: set[int] = set()
     for column in columns.values():
         # Each metric keeps its own extremes; together they share the points of one curve.

@@ -76,6 +76,9 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
         },
         why=text_of(facts.get("why")),
         refusals=_by_name(facts.get("refusals")),
+        clients=[whole(client) for client in listing(facts.get("measured_clients"))],
+        not_measured=dict(rows(facts.get("not_measured"), _client_and_reason)),
+        out=[client for client, _ in rows(facts.get("out_of_transfers"), _pair)],
     )
 
 
@@ -109,9 +112,14 @@ def _by_name(raw: object) -> dict[str, int]:
 
 def _by_number(raw: object) -> dict[int, int]:
     """The same, written as pairs: keys of JSON are texts."""
+    return dict(rows(raw, _pair))
 
-    def pair(row: Sequence[Any]) -> tuple[int, int]:
-        key, value = row
-        return whole_number(key), whole_number(value)
 
-    return dict(rows(raw, pair))
+def _pair(raw: Sequence[Any]) -> tuple[int, int]:
+    key, value = raw
+    return whole_number(key), whole_number(value)
+
+
+def _client_and_reason(raw: Sequence[Any]) -> tuple[int, str]:
+    client, reason, _ = raw
+    return whole_number(client), str(reason)

@@ -2,8 +2,9 @@
 
 Who took part when, how stale and how large updates were, and how fair the models are.
 
-    worst tenth = the value at a tenth of the clients, from the worst one on, interpolated linearly
-    between clients
+    all examples = the metric over the examples of all clients together
+    mean, median, worst tenth, worst = over clients, each of which counts alike; the worst tenth is
+    the value at a tenth of them, from the worst one on, interpolated linearly between clients
 
 Counts are of the whole run; what is drawn is what `dure.report.federated_figures` makes of the
 server's own account.
@@ -20,6 +21,7 @@ from dure.report.federated_figures import (
     ATTACKER,
     COLOURS,
     HONEST,
+    PREFIX,
     Told,
     colour,
     federations_of,
@@ -31,10 +33,12 @@ from dure.report.federated_figures import (
 from dure.report.parts import swatch
 from dure.report.runs import Federation, Run
 from dure.report.words import (
+    UNKNOWN,
     count,
     duration,
     escape,
     higher_is_better,
+    listed,
     metric_name,
     metric_value,
     plural,
@@ -49,6 +53,7 @@ class Spread:
     mean: float
     worst_tenth: float
     deviation: float
+    median: float
 
 
 def spread(key: str, values: Sequence[float]) -> Spread:
@@ -57,7 +62,7 @@ def spread(key: str, values: Sequence[float]) -> Spread:
     variance = sum((value - mean) ** 2 for value in values) / len(values)
     # From the worst one on: of a metric that falls, the highest values are the worst.
     worst_tenth = quantile(values, 0.1 if higher_is_better(key) else 0.9)
-    return Spread(len(values), mean, worst_tenth, variance**0.5)
+    return Spread(len(values), mean, worst_tenth, variance**0.5, quantile(values, 0.5))
 
 
 def in_a_line(run: Run) -> str | None:
@@ -166,9 +171,24 @@ def _facts(run: Run, federation: Federation) -> str:
         known = f" of {count(len(run.partition.counts))}" if run.partition is not None else ""
         each = _between(min(turns), max(turns))
         said.append(f"{count(len(turns))}{known} clients gave updates, {each} each")
+    if federation.out:
+        said.append(
+            f"{plural(len(federation.out), 'client')} had used up their transfers: "
+            f"{_some(run, federation.out)}"
+        )
     # Not str.capitalize, which would make all the rest small.
     whole = "; ".join(filter(None, said)) + "."
     return whole[0].upper() + whole[1:]
+
+
+def _some(run: Run, clients: Sequence[int]) -> str:
+    """Clients by their names, not too many of them."""
+    return listed([_called(run, client) for client in clients])
+
+
+def _called(run: Run, client: int) -> str:
+    known = run.partition is not None and 0 <= client < len(run.partition.counts)
+    return run.partition.called(client) if known and run.partition is not None else str(client)
 
 
 def _between(low: int, high: int) -> str:
@@ -229,7 +249,8 @@ def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     if not metrics:
         return ""
     lead = (
-        "Models at the last evaluation on the data that each client held out. Clients are in order "
+        "Models at the last evaluation on the data that each client has for measuring, which it "
+        "does not train on. Clients are in order "
         "from the lowest value to the highest: the flatter a curve, the fairer the model. Each "
         "client counts alike; a tenth of the clients is at the worst tenth (p10 among the curves) "
         "or worse."
@@ -240,7 +261,24 @@ def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
             "fine-tuning."
         )
     body = "".join(_fair(told, metric, drawn) for metric in metrics)
+    body += "".join(map(_failures, told))
     return section("fairness", "Client by client", lead, f'<div class="pipeline">{body}</div>')
+
+
+def _failures(one: Told) -> str:
+    """Who could not measure, and why."""
+    reasons: dict[str, list[int]] = {}
+    for client, reason in one.federation.not_measured.items():
+        reasons.setdefault(reason, []).append(client)
+    said = [
+        f"{_some(one.run, clients)}: {reason}"
+        for reason, clients in sorted(reasons.items(), key=lambda item: -len(item[1]))
+    ]
+    if not said:
+        return ""
+    more = f"; and {len(said) - 5} more reasons" if len(said) > 5 else ""
+    text = f"{one.run.label}: could not measure: {'; '.join(said[:5])}{more}."
+    return f"<p>{escape(text)}</p>"
 
 
 def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
@@ -254,7 +292,17 @@ def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
     rows = "".join(
         _spread_row(one, model, metric, values) for one, model, values in models_of(told, metric)
     )
-    head = ("run", "model", "clients", f"mean {name}", "worst tenth", "standard deviation")
+    head = (
+        "run",
+        "model",
+        "clients",
+        f"mean {name}",
+        "worst tenth",
+        "standard deviation",
+        "median",
+        "worst client",
+        "all examples",
+    )
     return _grid(shown) + _table(f"Spread of {name}", "long", head, rows)
 
 
@@ -263,12 +311,29 @@ def _spread_row(one: Told, model: str, metric: str, values: Sequence[float]) -> 
     who = f"<div>{swatch(one.place)}<span>{escape(one.run.label)}</span></div>"
     cells = "".join(
         f"<td>{metric_value(metric, value)}</td>"
-        for value in (of.mean, of.worst_tenth, of.deviation)
+        for value in (of.mean, of.worst_tenth, of.deviation, of.median)
     )
+    key = f"{PREFIX[model]}_{metric}"
+    cells += f"<td>{_worst(one, key)}</td>"
+    cells += f"<td>{metric_value(metric, one.run.result.final.get(key))}</td>"
     return (
         f'<tr><th scope="row">{who}</th><td class="text">{model}</td>'
         f"<td>{count(of.clients)}</td>{cells}</tr>"
     )
+
+
+def _worst(one: Told, key: str) -> str:
+    """The worst client's value, and who it is."""
+    values = one.federation.by_client.get(key, ())
+    known = [
+        (value, client)
+        for client, value in zip(one.federation.clients, values, strict=False)
+        if value is not None
+    ]
+    if not known:
+        return UNKNOWN
+    value, client = (min if higher_is_better(key) else max)(known)
+    return f"{metric_value(key, value)} ({escape(_called(one.run, client))})"
 
 
 def _curve_names(figure: JSON) -> str:

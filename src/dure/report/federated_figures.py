@@ -59,6 +59,9 @@ ATTACKER = Look("attacker", "var(--run-1)", "x", "✕")
 _MODELS = {"client": "global", "personal": "own"}
 """How metrics of clients begin, and whose model they measure."""
 
+PREFIX = {model: prefix for prefix, model in _MODELS.items()}
+"""Whose model it is, and how the metrics of it begin."""
+
 
 def federations_of(runs: Sequence[Run]) -> list[Told]:
     """The federations among the runs."""

@@ -158,7 +158,9 @@ class Federation:
 
     assignments and updates are the first ones of the run, outcomes, staleness and turns of all of
     it: outcome -> assignments, staleness -> updates, client -> updates. by_client: metric -> a
-        value for each client measured.
+        value for each client measured, which are `clients`.
+    not_measured: client -> why it could not measure. out: clients that were not asked any more,
+        since they had used up what they might transfer.
     why: it was this engine. refusals: reason -> updates that the server left out.
     """
 
@@ -171,6 +173,9 @@ class Federation:
     by_client: Mapping[str, Sequence[float | None]]
     why: str | None = None
     refusals: Mapping[str, int] = field(default_factory=dict)
+    clients: Sequence[int] = ()
+    not_measured: Mapping[int, str] = field(default_factory=dict)
+    out: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

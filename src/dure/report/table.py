@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dure.record.history import is_spread
 from dure.report import charts
 from dure.report.document import section
 from dure.report.parts import bar, legend, percents, swatch, world
@@ -20,9 +21,6 @@ from dure.report.words import (
     plural,
     size,
 )
-
-TENTH = "_p10"
-"""How metrics of the worst tenth of clients end; the spread over clients shows those."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     if keys:
         # The metric to judge by has two columns; of the others the final value is enough.
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
-    # The loss has a column of its own below; the worst tenth a section.
-    others = [key for key in keys[1:] if "loss" not in key and not key.endswith(TENTH)]
+    # The loss has a column of its own below; how metrics are spread over clients a section.
+    others = [key for key in keys[1:] if "loss" not in key and not is_spread(key)]
     columns += [_metric_column("final", key) for key in others]
     if len(keys) > 1 and "test_loss" in keys:
         columns.append(_metric_column("", "test_loss"))

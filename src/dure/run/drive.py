@@ -16,6 +16,7 @@ import torch
 from dure.contracts.strategy import (
     CHECKPOINT,
     INTERRUPT,
+    SPENT,
     STOP,
     Interrupted,
     Learner,
@@ -107,6 +108,7 @@ class Driver:
         self.history = History()
         self.checkpoints = Checkpoints(job, self.group, learner, self.folder)
         self.proofs = [*job.proofs, *learner.proofs]
+        self.travelled = 0.0
         self._reported = 0.0
 
     def run(self) -> Outcome:
@@ -194,15 +196,30 @@ class Driver:
         """
         position = self.position
         stop = self.job.stop
+        # Asked of all ranks where it is a limit, and only then.
+        if stop.bytes is not None:
+            self.travelled = self._travelled()
         reached = stop.reached(
-            self.learner.unit, position.step, position.samples, self.examples, position.metrics
+            self.learner.unit,
+            position.step,
+            position.samples,
+            self.examples,
+            position.metrics,
+            self.travelled,
         )
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
         # A limit that all ranks know comes before one that only rank 0 has seen.
         if reached is not None or not wish & STOP:
             return reached
-        return "interrupt" if wish & INTERRUPT else "seconds"
+        if wish & INTERRUPT:
+            return "interrupt"
+        return "transfers" if wish & SPENT else "seconds"
+
+    def _travelled(self) -> float:
+        """Bytes that all workers have sent, as summary.json adds them up: each counts once."""
+        mine = sum(meter.counters.bytes_sent for meter in self.learner.meters())
+        return sum(told for (told,) in self.group.all_gather_values([float(mine)], "bytes sent"))
 
     def _record(self, progress: Progress) -> None:
         counters = self.group.meter.counters
@@ -238,6 +255,7 @@ class Driver:
                 "seconds": position.seconds,
                 "loss": position.loss,
                 "metrics": dict(position.metrics),
+                "bytes": self.travelled,
                 "evaluated": position.last_evaluation,
                 "proofs": [tuple(proof) for proof in self.proofs],
             }

@@ -187,6 +187,8 @@ def context_for(
     """For TLS with the server; None over plain HTTP."""
     if not url.startswith("https:"):
         return None
+    # Here: not every client needs these libraries.
+    from dure.wire.certificates import client_context
 
     own = None
     if certificate is not None:

@@ -370,6 +370,7 @@ def prepare(
     strategy.check(task, world.workers)
     strategy.check_in(world)
     stop.check(strategy.unit)
+    _check_bytes(stop, world)
     if has_data:
         _check_first_example(task)
     check_loss(task)
@@ -411,6 +412,15 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
         raise ValueError(
             f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world "
             f"of {lives}"
+        )
+
+
+def _check_bytes(stop: Stop, world: World) -> None:
+    """Raises ValueError where bytes alone are to end a run in which nobody sends any."""
+    alone = world.kind == "ranks" and world.workers == 1
+    if alone and stop.bytes is not None and stop == Stop(bytes=stop.bytes):
+        raise ValueError(
+            "bytes alone end no run of one rank, which sends none: give another limit as well"
         )
 
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import TooFewClientsError
+from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import (
     Action,
@@ -53,6 +54,7 @@ Value = TypeVar("Value")
 DROPPED = "dropped out"
 LEFT = "went offline"
 AWAY = "offline"
+SPENT = "its transfers are used up"
 
 MOST_TRIPS = 10_000
 """How many times on the way and at work are remembered, as clients are asked the same again."""
@@ -146,6 +148,9 @@ class Simulation:
         self._made = 0
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
+        limit = conditions.transfer_budget
+        assert not isinstance(limit, str)  # read where the conditions were made
+        self.budget = Budget(limit)
         self._gone: set[int] = set()
         """Those who were found to be away for good; who is not asked is not looked for."""
         self._seconds = lru_cache(maxsize=MOST_TRIPS)(self._trip)
@@ -203,8 +208,18 @@ class Simulation:
     def kept(self) -> Kept:
         return self.clients.kept()
 
+    def answers_left(self, different: bool) -> float:
+        if self.budget.limit is None:
+            return math.inf
+        often = [self.budget.left(client) for client in range(self._count)]
+        if different:
+            return sum(1 for times in often if times)
+        coming = [one for one in self._underway.values() if one.reason is None]
+        return sum(often) + len(coming) + len(self._arrived)
+
     def facts(self) -> Mapping[str, Any]:
-        return self.clients.facts()
+        out = [list(one) for one in self.budget.out.items()]
+        return {**self.clients.facts(), **({"out_of_transfers": out} if out else {})}
 
     # Events
 
@@ -213,6 +228,11 @@ class Simulation:
         # Only those who were asked are known to be gone: this holds once all have been asked in
         # vain.
         if not self._underway and len(self._gone) == self._count:
+            if self.budget.out or self.budget.most > (self.budget.limit or math.inf):
+                raise TooFewClientsError(
+                    f"clients may transfer {self.budget.limit:,} bytes each, and an update takes "
+                    f"up to {self.budget.most:,}: give a larger transfer_budget"
+                )
             raise TooFewClientsError(
                 f"no client will be there again after {self.now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
@@ -229,6 +249,7 @@ class Simulation:
         flight = self._underway.pop(ticket)
         # Nothing came up, so only the way down is counted.
         if flight.reason is not None:
+            self.budget.give_back(flight.client, flight.work.up)
             actions = coordinator.failed(ticket, flight.reason, self.now)
             self.flown.append(flight.landed(flight.reason, up=0))
             return actions
@@ -278,6 +299,9 @@ class Simulation:
             leaves = known.availability.until(client, now, self.seed)
         size = assignment.nbytes
         work = self.clients.work(assignment, now)
+        if not self.budget.take(client, size, work.up):
+            self._gone.add(client)
+            return SPENT
         down, compute, up = self._seconds(client, work.examples, size, work.up)
         deadline = assignment.deadline
         if deadline is not None and self.clients.partial and now + down + compute + up > deadline:
@@ -329,6 +353,7 @@ class Simulation:
             "queue": [list(event) for event in self._queue],
             "underway": _written(self._underway),
             "arrived": _written(self._arrived),
+            "budget": self.budget.state(),
             "clients": self.clients.state(),
         }
 
@@ -339,6 +364,9 @@ class Simulation:
         self._underway = _read(state["underway"])
         self._arrived = _read(state["arrived"])
         self._gone = set()
+        # Checkpoints of dure up to 0.1 do not have it.
+        if "budget" in state:
+            self.budget.restore(state["budget"])
         self.clients.restore(state["clients"])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.contracts.metric import ratio
-from dure.contracts.strategy import Learner, Progress
+from dure.contracts.strategy import SPENT, STOP, Learner, Progress
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.keys import said
@@ -170,7 +170,14 @@ class Server(Learner):
         if self.log.liars is not None:
             self.log.moved(number, before, coordinator.model.weights)
         self._freeze()
+        if self._is_spent():
+            wish |= STOP | SPENT
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
+
+    def _is_spent(self) -> bool:
+        """Whether too few updates may come for another model, by what clients may transfer."""
+        pacing = self.coordinator.pacing
+        return self.carrier.answers_left(pacing.synchronous) < max(pacing.minimum, 1)
 
     def _fold(self, tickets: Sequence[int]) -> None:
         """Takes the updates of these tickets, one after another."""
@@ -213,7 +220,15 @@ class Server(Learner):
             )
 
     def close(self) -> None:
-        """The run ends: warns where it ends with rounds in which no update counted."""
+        """The run ends: warns of clients that were left out, and of last rounds without updates."""
+        out = self.carrier.facts().get("out_of_transfers", ())
+        if out:
+            first = self.who(out[0][0])
+            more = f" and {len(out) - 1} more" if len(out) > 1 else ""
+            warn(
+                f"{first}{more} had used up what a client may transfer: not asked any more "
+                f"(summary.json names all, under out_of_transfers)"
+            )
         vain = self.coordinator.updates.vain
         number = self.coordinator.model.number
         # Without rounds a single one in vain is a single client that was refused.
