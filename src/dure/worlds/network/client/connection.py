@@ -127,12 +127,13 @@ class Limits:
     """What a connection waits for and takes.
 
     silent: seconds without a byte. until: of `time.monotonic`, when everything has to be there;
-    None without. left: bytes that may still come.
+    None without. left: bytes that may still come. ended: no more will.
     """
 
     silent: float
     until: float | None = None
     left: int = 0
+    ended: bool = False
 
     def seconds(self) -> float:
         """How long is waited for the next bytes. Raises TimeoutError where it is too late."""
@@ -145,6 +146,7 @@ class Limits:
 
     def took(self, count: int) -> None:
         self.left -= count
+        self.ended = count == 0
         if self.left < 0:
             raise http.client.HTTPException("the answer does not end")
 
@@ -237,6 +239,14 @@ class Connection(http.client.HTTPConnection):
             self._head += data
         else:
             super().send(data)
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        response = super().getresponse()
+        # The library takes a head that was cut off for a whole one.
+        if self.limits.ended:
+            self.close()
+            raise http.client.RemoteDisconnected("the connection broke within an answer's head")
+        return response
 
     def shut(self) -> None:
         """Ends whatever a thread waits for here; any other thread may say so."""
