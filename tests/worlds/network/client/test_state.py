@@ -209,7 +209,6 @@ def killed_at(folder: Path, step: tuple, at: int, after: bool) -> bool:
     return False
 
 
-@settings(max_examples=40)
 @given(STEPS.filter(bool), st.booleans())
 def test_a_kill_leaves_the_state_before_or_after(steps, after) -> None:
     with TemporaryDirectory() as place:

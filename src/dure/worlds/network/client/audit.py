@@ -72,16 +72,18 @@ class Audit:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._turn = threading.Lock()
+        with told(path):
+            try:
+                self._file = lock(path)
+            except BlockingIOError as error:
+                raise AuditError(
+                    f"{path} is in use by another process: each client has a log of its own"
+                ) from error
         try:
             with told(path):
-                self._file = lock(path)
-        except BlockingIOError as error:
-            raise AuditError(
-                f"{path} is in use by another process: each client has a log of its own"
-            ) from error
-        try:
+                content = path.read_bytes()
+            # The name too is to be on the disk before anything leaves.
             sync_folder(path.parent)
-            content = path.read_bytes()
             # Where the next line goes.
             self._end = content.rfind(b"\n") + 1
             self._chain = _chain(path, content[: self._end])
