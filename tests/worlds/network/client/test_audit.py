@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.cli.audit import main
-from dure.errors import RunFolderWriteError
-from dure.worlds.network.client.audit import FIRST, Audit, AuditError, verify
+from dure.errors import AuditError, RunFolderWriteError
+from dure.worlds.network.client.audit import FIRST, Audit, verify
 from forgetful import ForgetfulDisk
 
 
@@ -158,27 +158,27 @@ def test_a_full_disk_lets_nothing_leave_and_the_log_goes_on(tmp_path: Path) -> N
     path = tmp_path / "audit.log"
     pwrite = os.pwrite
 
-    def half(file: int, content: bytes, at: int) -> int:
-        if len(content) < 100:
+    def most(file: int, content: bytes, at: int) -> int:
+        if len(content) < 10:
             raise OSError(28, "No space left on device")
-        return pwrite(file, content[: len(content) // 2], at)
+        return pwrite(file, content[:-9], at)
 
     with Audit(path) as audit:
         audit.record("check-in", b"hello")
         for _ in range(2):
             with (
-                mock.patch("os.pwrite", half),
+                mock.patch("os.pwrite", most),
                 pytest.raises(RunFolderWriteError, match=r"audit\.log: No space left on device"),
             ):
                 audit.record("update", b"much")
         assert verify(path).lines == 1
         # Nor where what was written cannot be taken back.
         with (
-            mock.patch("os.pwrite", half),
+            mock.patch("os.pwrite", most),
             mock.patch("os.ftruncate", side_effect=OSError(5, "Input/output error")),
             pytest.raises(RunFolderWriteError),
         ):
-            audit.record("update", b"much")
+            audit.record("update", b"much", ticket=10**15, round=10**15)
         audit.record("failure", b"")
     assert verify(path).lines == 2
 

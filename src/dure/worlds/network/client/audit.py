@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dure.errors import DureError
+from dure.errors import AuditError
 from dure.record.disk import sync_folder, told
 from dure.worlds.network.client.lock import lock, unlock
 
@@ -37,12 +37,6 @@ Kind = Literal["check-in", "update", "metrics", "failure", "enrol"]
 
 FIRST = "0" * 64
 """`previous` of the first line."""
-
-
-class AuditError(DureError):
-    """A log of what left is not as it was written, or another process writes it."""
-
-    exit_code = 2
 
 
 class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
