@@ -42,6 +42,27 @@ class RunFolderWriteError(RunFolderError):
     exit_code = 1
 
 
+class StateError(DureError):
+    """The folder of a client cannot be used: another process has it, it is another's, or damaged.
+
+    The message names the folder or the file.
+    """
+
+    exit_code = 2
+
+
+class PolicyError(DureError, ValueError):
+    """`policy.toml` of a client cannot be read, or says what makes no sense."""
+
+    exit_code = 2
+
+
+class AuditError(DureError):
+    """A log of what left a client's machine is not as it was written, or is another process's."""
+
+    exit_code = 2
+
+
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 

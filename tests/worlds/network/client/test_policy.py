@@ -17,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dure.errors import PolicyError
 from dure.wire.requests import Machine, Trains, Welcome
-from dure.worlds.network.client.policy import _READERS, COPIES, Policy, PolicyError, _taken
+from dure.worlds.network.client.policy import _READERS, COPIES, Policy, _taken
 
 STRATEGY = {
     "name": "fed-avg",

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dure.errors import RunFolderWriteError
+from dure.errors import RunFolderWriteError, StateError
 from dure.wire.requests import Reserve
 from dure.wire.tensors import digest_of, forms_of, pieces, size_of
-from dure.worlds.network.client.state import About, ClientState, StateError
+from dure.worlds.network.client.state import About, ClientState
 from forgetful import ForgetfulDisk
 
 ABOUT = About("https://server:8443", "run-1", 3, "north")
@@ -209,7 +209,6 @@ def killed_at(folder: Path, step: tuple, at: int, after: bool) -> bool:
     return False
 
 
-@settings(max_examples=40)
 @given(STEPS.filter(bool), st.booleans())
 def test_a_kill_leaves_the_state_before_or_after(steps, after) -> None:
     with TemporaryDirectory() as place:

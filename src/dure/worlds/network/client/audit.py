@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dure.errors import DureError
+from dure.errors import AuditError
 from dure.record.disk import sync_folder, told
 from dure.worlds.network.client.lock import lock, unlock
 
@@ -37,12 +37,6 @@ Kind = Literal["check-in", "update", "metrics", "failure", "enrol"]
 
 FIRST = "0" * 64
 """`previous` of the first line."""
-
-
-class AuditError(DureError):
-    """A log of what left is not as it was written, or another process writes it."""
-
-    exit_code = 2
 
 
 class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -72,16 +66,18 @@ class Audit:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._turn = threading.Lock()
+        with told(path):
+            try:
+                self._file = lock(path)
+            except BlockingIOError as error:
+                raise AuditError(
+                    f"{path} is in use by another process: each client has a log of its own"
+                ) from error
         try:
             with told(path):
-                self._file = lock(path)
-        except BlockingIOError as error:
-            raise AuditError(
-                f"{path} is in use by another process: each client has a log of its own"
-            ) from error
-        try:
+                content = path.read_bytes()
+            # The name too is to be on the disk before anything leaves.
             sync_folder(path.parent)
-            content = path.read_bytes()
             # Where the next line goes.
             self._end = content.rfind(b"\n") + 1
             self._chain = _chain(path, content[: self._end])

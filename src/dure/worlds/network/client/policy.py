@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.catalog import SYSTEMS
-from dure.errors import DureError, suggestion
+from dure.errors import PolicyError, suggestion
 from dure.machine.cores import available_cores
 from dure.machine.threads import set_own_threads
 from dure.references import is_reference
@@ -61,12 +61,6 @@ _DAY = 24 * 60
 
 COPIES = 4
 """Of the model, that training needs at the least."""
-
-
-class PolicyError(DureError, ValueError):
-    """`policy.toml` says what it cannot say."""
-
-    exit_code = 2
 
 
 Hours = tuple[int, int]

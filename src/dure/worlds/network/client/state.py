@@ -39,7 +39,7 @@ import msgspec
 from msgspec.structs import replace
 from torch import Tensor
 
-from dure.errors import DureError
+from dure.errors import StateError
 from dure.record.disk import sync_folder, told, write_atomically
 from dure.record.seal import checksum
 from dure.wire.requests import Reserve, from_json, to_json
@@ -56,15 +56,6 @@ _RUN = re.compile(r"\w[\w.-]{0,99}")
 
 _BEGIN = b'{"checksum":"'
 _MIDDLE = b'","kept":'
-
-
-class StateError(DureError):
-    """The folder of a client cannot be used: another process has it, it is another's, or damaged.
-
-    The message names the folder or the file.
-    """
-
-    exit_code = 2
 
 
 class About(msgspec.Struct, frozen=True):
