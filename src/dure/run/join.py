@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
+from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
@@ -47,7 +48,7 @@ from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Answered, Loop
-from dure.worlds.network.client.policy import Policy, PolicyError
+from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
 

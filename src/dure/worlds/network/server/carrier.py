@@ -274,6 +274,10 @@ class NetworkCarrier:
         """Nothing: what belongs to a client never leaves it."""
         return Kept(())
 
+    def answers_left(self, different: bool) -> float:
+        """Without end: what a site transfers is bounded by its own policy."""
+        return math.inf
+
     def facts(self) -> Mapping[str, Any]:
         """How clients compute, and whether that is how this machine would."""
         others = sorted(
