@@ -54,9 +54,9 @@ class Network(World):
 
     host: str = "127.0.0.1"
     port: int = 8765
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
+    certificate: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
     insecure: bool = False
     access: Mode = "invited"
     start_with: int | None = None
@@ -70,6 +70,11 @@ class Network(World):
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a server")
+        # A run that goes on may be started in another folder.
+        for name in ("certificate", "key", "client_ca"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, str(Path(value).expanduser().resolve()))
 
     @property
     def conditions(self) -> Conditions:
@@ -121,8 +126,10 @@ class Network(World):
         if self.certificate is not None:
             from dure.wire.certificates import server_context
 
-            key = self.key or self.certificate.with_suffix(".key")
-            return server_context(self.certificate, key, self.client_ca)
+            certificate = Path(self.certificate)
+            key = Path(self.key) if self.key else certificate.with_suffix(".key")
+            client_ca = Path(self.client_ca) if self.client_ca else None
+            return server_context(certificate, key, client_ca)
         if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
