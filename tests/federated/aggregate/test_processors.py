@@ -31,15 +31,16 @@ from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.protocol.messages import Update
 
 draws = torch.Generator().manual_seed(0)
-def normal(n, dtype=torch.float32):
-    return torch.randn(n, generator=draws, dtype=torch.float64).to(dtype)
+def drawn(n, dtype=torch.float32):
+    # Uniform: normal ones are made with logarithms, which depend on the processor themselves.
+    return (torch.rand(n, generator=draws, dtype=torch.float64) - 0.5).to(dtype)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-WEIGHTS = [normal(140_001, torch.float32), normal(501, torch.float64), normal(77, torch.bfloat16)]
-BUFFERS = [normal(33)]
+WEIGHTS = [drawn(140_001, torch.float32), drawn(501, torch.float64), drawn(77, torch.bfloat16)]
+BUFFERS = [drawn(33)]
 UPDATES = [
-    Update(k, k, 0, 3 + 7 * k, 3 + 7 * k, 0.5, [normal(len(w), w.dtype) for w in WEIGHTS],
-           [normal(33)], [normal(501)])
+    Update(k, k, 0, 3 + 7 * k, 3 + 7 * k, 0.5, [drawn(len(w), w.dtype) for w in WEIGHTS],
+           [drawn(33)], [drawn(501)])
     for k in range(8)
 ]
 
