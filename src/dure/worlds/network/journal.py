@@ -8,10 +8,9 @@ and never runs back. Whatever `next` gives was read from the disk, also while th
 server that comes back goes the same way: it says with `read_from` which rows its checkpoint holds,
 and gets all later ones, those of its earlier life first, with no gap and none twice.
 
-**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log and
-the log is synced, and with it first the names in the folder, before the commit returns. One thread
-writes. It puts all rows that wait into one
-transaction, so that many clients share one sync.
+**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log, and
+the log and its name in the folder are synced, before the commit returns. One thread writes. It puts
+all rows that wait into one transaction, so that many clients share one sync.
 
 **A disk that is full**, or a database that somebody's tool has locked for seconds, fails the rows
 of one transaction, whose futures raise RunFolderWriteError. None of them is delivered, their
@@ -39,7 +38,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -121,23 +120,26 @@ class Journal:
         self.path = folder / NAME
         self._clock = clock
         warn_if_remote(folder)
-        self._lock = Lock.take(
-            folder / "journal.lock",
-            f"another process serves the run in {folder}: wait until it has ended, or end it",
-        )
-        try:
+        self._open = ExitStack()
+        with self._open:
+            self._open.callback(
+                Lock.take(
+                    folder / "journal.lock",
+                    f"another process serves the run in {folder}: wait until it has ended, or end "
+                    f"it",
+                ).release
+            )
             with _named(self.path):
                 if _is_missing(self.path):
                     _make(self.path, run)
-                self._writer = _connected(self.path)
-                self._reader = _connected(self.path)
+                # The last connection that is closed moves the log into the database.
+                self._writer = self._open.enter_context(closing(_connected(self.path)))
+                self._reader = self._open.enter_context(closing(_connected(self.path)))
                 _check(self._writer, self.path, run)
                 newest = self._writer.execute(
                     "SELECT seq, at FROM events ORDER BY seq DESC LIMIT 1"
                 ).fetchone()
-        except BaseException:
-            self._lock.release()
-            raise
+            self._open = self._open.pop_all()
         last, at = newest or (0, 0.0)
         self.last: int = last
         self.resumed = self.last > 0
@@ -226,8 +228,7 @@ class Journal:
         Raises RunFolderWriteError if the disk failed, once everything committed was delivered.
         """
         if not self._read and self._wait(timeout):
-            with _named(self.path):
-                self._read.extend(self._rows_after(self._position))
+            self._read.extend(self._rows_after(self._position))
             self._position = self._read[-1].seq
         return self._read.popleft() if self._read else None
 
@@ -251,15 +252,18 @@ class Journal:
 
     def _rows_after(self, seq: int) -> list[Event]:
         """Some rows, at least one. Raises RunFolderError if they are damaged or missing."""
-        rows = self._reader.execute(
-            f"SELECT {_COLUMNS} FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
-            (seq, _MOST_AT_ONCE),
-        ).fetchall()
+        try:
+            rows = self._reader.execute(
+                f"SELECT {_COLUMNS} FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
+                (seq, _MOST_AT_ONCE),
+            ).fetchall()
+        except sqlite3.Error as error:
+            raise RunFolderError(f"cannot read {self.path}: {error}") from error
         events = []
         for *fields, found in rows:
             event = Event(*fields)
             seq += 1
-            if event.seq != seq or found != _sum(event):
+            if event.seq != seq or not _is_whole(event, found):
                 break
             events.append(event)
         if len(events) < max(1, len(rows)):
@@ -276,11 +280,7 @@ class Journal:
                 self._closed = True
                 self._asked.put(None)
         self._thread.join()
-        # The last connection that is closed moves the log into the database.
-        for connection in (self._reader, self._writer):
-            with suppress(sqlite3.Error):
-                connection.close()
-        self._lock.release()
+        self._open.close()
 
     # What the writing thread does.
 
@@ -384,6 +384,8 @@ def _is_missing(path: Path) -> bool:
     log = path.with_name(f"{path.name}-wal")
     if not path.exists() and log.exists():
         raise RunFolderError(f"{path} is missing, but its log {log.name} is there: put it back")
+    if path.exists() and path.stat().st_size == 0:
+        raise RunFolderError(f"{path} is damaged: it is empty: put back a copy of it")
     return not path.exists()
 
 
@@ -415,6 +417,9 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
     """Raises RunFolderError for a journal of another version or run, or one that is damaged."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    if not {"about", "events"} <= tables:
+        raise RunFolderError(f"{path} is no journal of dure's: put back the journal of this run")
     about = dict(connection.execute("SELECT name, value FROM about"))
     if about.get("version") != str(VERSION):
         raise RunFolderError(
@@ -462,6 +467,14 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 def _sum(event: Event) -> int:
     numbers = struct.pack("<qdqq", event.seq, event.at, event.client, event.ticket)
     return zlib.crc32(event.body, zlib.crc32(event.kind.encode(), zlib.crc32(numbers)))
+
+
+def _is_whole(event: Event, found: int) -> bool:
+    """Whether it is as it was written. A column of SQLite holds values of any type."""
+    try:
+        return found == _sum(event)
+    except (AttributeError, TypeError, struct.error):
+        return False
 
 
 def _told(path: Path, error: Exception) -> str:
