@@ -180,17 +180,6 @@ class Journal:
         """`append`, and waits for it."""
         return self.append(kind, client, ticket, body).result()
 
-    def forget_before(self, seq: int) -> Future[None]:
-        """Rows before `seq` go: a synced checkpoint holds them. The newest stays, for its number.
-
-        Raises ValueError if some of them were not delivered yet.
-        """
-        if seq > self._position - len(self._read) + 1:
-            raise ValueError(f"rows before {seq} are to go, but not all of them were delivered")
-        forget = _Forget(seq, Future())
-        self._ask(forget)
-        return forget.done
-
     def backup(self, to: Path) -> None:
         """A copy of what is committed, while it runs; see `backup`."""
         backup(self.path.parent, to)
@@ -207,7 +196,7 @@ class Journal:
     def read_from(self, applied: int) -> None:
         """`next` is to go on after the row `applied`, up to which a checkpoint holds everything.
 
-        Before the first `next`. Raises RunFolderError if rows after it are damaged or missing.
+        Raises RunFolderError if rows after it are damaged or missing.
         """
         with self._news:
             last = self.last
@@ -216,6 +205,7 @@ class Journal:
                 f"{self.path} ends with row {last}, but the checkpoint holds what was up to row "
                 f"{applied}: put back the journal that belongs to it"
             )
+        self._read.clear()
         self._position = applied
         # All at once, before anything is done with the first of them.
         while self._position < last:
@@ -231,6 +221,17 @@ class Journal:
             self._read.extend(self._rows_after(self._position))
             self._position = self._read[-1].seq
         return self._read.popleft() if self._read else None
+
+    def forget_before(self, seq: int) -> Future[None]:
+        """Rows before `seq` go: a synced checkpoint holds them. The newest stays, for its number.
+
+        Raises ValueError if some of them were not delivered yet.
+        """
+        if seq > self._position - len(self._read) + 1:
+            raise ValueError(f"rows before {seq} are to go, but not all of them were delivered")
+        forget = _Forget(seq, Future())
+        self._ask(forget)
+        return forget.done
 
     @property
     def behind(self) -> bool:
