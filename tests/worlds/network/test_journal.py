@@ -158,12 +158,26 @@ def test_the_clock_goes_on_from_the_last_row(tmp_path: Path) -> None:
 
 
 def test_whoever_gave_up_before_it_began_is_not_written_and_harms_nobody(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        futures = [journal.append("tick", number) for number in range(200)]
-        given_up = [number for number, each in enumerate(futures) if each.cancel()]
-        written = [each.result().client for each in futures if not each.cancelled()]
-        assert [event.client for event in delivered(journal)] == written
-        assert set(written) == set(range(200)) - set(given_up)
+    writing, go_on = threading.Event(), threading.Event()
+
+    def waits() -> float:
+        writing.set()
+        go_on.wait(30)
+        return 0.0
+
+    clock = Clock(0.0, waits)
+    go_on.set()
+    with opened(tmp_path, clock=clock) as journal:
+        go_on.clear()
+        writing.clear()
+        first = journal.append("first")
+        writing.wait(30)
+        given_up, last = journal.append("given up"), journal.append("last")
+        assert given_up.cancel()
+        assert not first.cancel()
+        go_on.set()
+        assert (first.result().seq, last.result().seq) == (1, 2)
+        assert [event.kind for event in delivered(journal)] == ["first", "last"]
 
 
 @pytest.mark.parametrize("wrong", [{"client": 1 << 63}, {"ticket": -(1 << 64)}, {"kind": "é"}])
@@ -345,6 +359,44 @@ def test_a_file_that_is_no_journal_is_refused_and_left(tmp_path: Path, content: 
     (tmp_path / "journal.db").unlink()
     with opened(tmp_path):
         pass
+
+
+def left_by_a_kill(folder: Path, rows: int) -> Path:
+    """The log of a server that was killed after so many rows, each of one frame."""
+    place = folder / "killed"
+    place.mkdir()
+    with opened(folder) as journal:
+        for number in range(rows):
+            journal.write("tick", number)
+        for name in ("journal.db", "journal.db-wal"):
+            (place / name).write_bytes((folder / name).read_bytes())
+    return place / "journal.db-wal"
+
+
+FRAME = 24 + 4096
+
+
+def test_a_log_that_is_damaged_before_its_end_is_refused(tmp_path: Path) -> None:
+    log = left_by_a_kill(tmp_path, 20)
+    content = bytearray(log.read_bytes())
+    for at in (len(content) - 3 * FRAME + 100, len(content) // 2, 32 + 100, 9):
+        log.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(RunFolderError, match=r"journal.db-wal is damaged"):
+            Journal(log.parent, Clock(), "run")
+        # And the next time too: nothing was changed.
+        with pytest.raises(RunFolderError, match=r"journal.db-wal is damaged"):
+            Journal(log.parent, Clock(), "run")
+    log.write_bytes(content)
+    with opened(log.parent) as journal:
+        assert len(delivered(journal)) == 20
+
+
+def test_a_log_whose_last_row_was_cut_off_is_not_damaged(tmp_path: Path) -> None:
+    log = left_by_a_kill(tmp_path, 20)
+    content = log.read_bytes()
+    log.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with opened(log.parent) as journal:
+        assert len(delivered(journal)) == 19
 
 
 def test_a_log_without_its_journal_and_a_link_are_refused(tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ CREATE TABLE events (
     ticket INTEGER NOT NULL, body BLOB NOT NULL, sum INTEGER NOT NULL
 );
 """
+
+_LOG_HEADER = struct.Struct(">II I I 8s 8s")
+"""Of SQLite's log: magic, version, bytes of a page, checkpoints, salts, checksum."""
+
+_LITTLE = 0x377F0682
+"""The magic number of a log whose sums are of little-endian words."""
+
+_FRAME = struct.Struct(">I I 8s 8s")
+"""Before each page in it: the page's number, pages of the database if this ends a transaction, the
+salts, a checksum."""
+
 _COLUMNS = "seq, at, kind, client, ticket, body, sum"
 
 
@@ -132,6 +143,7 @@ class Journal:
             with _named(self.path):
                 if _is_missing(self.path):
                     _make(self.path, run)
+                _check_log(self.path.with_name(f"{NAME}-wal"))
                 # The last connection that is closed moves the log into the database.
                 self._writer = self._open.enter_context(closing(_connected(self.path)))
                 self._reader = self._open.enter_context(closing(_connected(self.path)))
@@ -437,6 +449,52 @@ def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise RunFolderError(f"{path} is damaged ({found}): put back a copy of it")
+
+
+def _check_log(log: Path) -> None:
+    """Raises RunFolderError if SQLite's log is damaged before its end. Before SQLite opens it.
+
+    SQLite takes a log up to its first frame that is not whole, and later removes it: so it ends
+    where the power cut a transaction off. But a transaction is begun only when the one before is
+    synced. Where another one follows behind that frame, what is not whole was acknowledged.
+
+    Source: https://sqlite.org/fileformat2.html#the_write_ahead_log.
+    """
+    if not log.exists():
+        return
+    with open(log, "rb") as file:
+        header = file.read(_LOG_HEADER.size)
+        # Nothing, or what is left of a first use that the power cut off.
+        if len(header) < _LOG_HEADER.size or not any(header):
+            return
+        magic, _, page, _, salts, known = _LOG_HEADER.unpack(header)
+        words = struct.Struct("<II" if magic == _LITTLE else ">II")
+        damaged = _log_sum(words, header[:24], bytes(8)) != known
+        whole, ended = True, False
+        while not damaged:
+            frame = file.read(_FRAME.size + page)
+            # What an earlier use of the file has left has other salts.
+            if len(frame) < _FRAME.size + page or frame[8:16] != salts:
+                return
+            damaged = ended
+            _, pages, _, stated = _FRAME.unpack_from(frame)
+            # From the sum that the one before states: each is looked at alone.
+            whole = whole and _log_sum(words, frame[:8] + frame[_FRAME.size :], known) == stated
+            known = stated
+            # A transaction that is not whole, or comes after one, ends here.
+            ended = not whole and pages > 0
+    raise RunFolderError(
+        f"{log} is damaged: it holds rows that are not as they were written: put back a copy of "
+        f"the journal"
+    )
+
+
+def _log_sum(words: struct.Struct, content: bytes, before: bytes) -> bytes:
+    one, two = struct.unpack(">II", before)
+    for first, second in words.iter_unpack(content):
+        one = (one + first + two) & 0xFFFFFFFF
+        two = (two + second + one) & 0xFFFFFFFF
+    return struct.pack(">II", one, two)
 
 
 @contextmanager
