@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -216,36 +217,53 @@ def test_a_full_disk_fails_what_it_does_not_take_and_later_ones_go_on(tmp_path: 
 
 
 class Broken:
-    """A connection to a disk that fails."""
+    """The connection of a journal to a disk that fails once; another row comes meanwhile."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
+    def __init__(self, journal: Journal, reason: str) -> None:
+        self._journal, self._reason = journal, reason
+        self._connection = journal._writer
+        self.meanwhile: Future[Event] | None = None
 
     def execute(self, sql: str) -> None:
         if sql == "COMMIT":
-            raise sqlite3.OperationalError("disk I/O error")
+            self.meanwhile = self._journal.append("meanwhile")
+            self._journal._writer = self._connection
+            raise sqlite3.OperationalError(self._reason)
         self._connection.execute(sql)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._connection, name)
 
 
+def result_of(future: Future[Event] | None) -> Event:
+    assert future is not None
+    return future.result(30)
+
+
 def test_a_broken_disk_ends_it_once_what_is_there_was_delivered(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         first = journal.write("tick")
-        whole = journal._writer
-        journal._writer = Broken(whole)  # type: ignore[assignment]
-        with pytest.raises(RunFolderWriteError, match=r"cannot write .*journal.db: disk I/O error"):
-            journal.write("tick")
-        journal._writer = whole
-        for _ in range(2):
+        broken = Broken(journal, "disk I/O error")
+        journal._writer = broken  # type: ignore[assignment]
+        for write in (lambda: journal.write("tick"), lambda: result_of(broken.meanwhile)) * 2:
             with pytest.raises(RunFolderWriteError, match=r"journal.db: disk I/O error"):
-                journal.write("tick")
+                write()
         assert journal.next() == first
         with pytest.raises(RunFolderWriteError, match=r"journal.db: disk I/O error"):
             journal.next()
     with opened(tmp_path) as journal:
         assert delivered(journal) == [first]
+
+
+def test_a_lock_of_somebody_else_s_fails_one_row_and_not_the_next(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        locked = Broken(journal, "database is locked")
+        journal._writer = locked  # type: ignore[assignment]
+        with pytest.raises(RunFolderWriteError, match=r"journal.db: database is locked"):
+            journal.write("tick")
+        assert locked.meanwhile is not None
+        assert locked.meanwhile.result(30).seq == 1
+        assert [event.kind for event in delivered(journal)] == ["meanwhile"]
 
 
 def test_after_the_end_nothing_is_written_and_nobody_waits(tmp_path: Path) -> None:
