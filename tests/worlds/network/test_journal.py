@@ -379,13 +379,17 @@ def test_a_file_that_is_no_journal_is_refused_and_left(tmp_path: Path, content: 
         pass
 
 
-def left_by_a_kill(folder: Path, rows: int) -> Path:
-    """The log of a server that was killed after so many rows, each of one frame."""
+def left_by_a_kill(folder: Path, rows: int, last: bytes = b"", reused_after: int = 1000) -> Path:
+    """The log of a server that was killed after so many rows, each of one frame.
+
+    last: the body of the last row. reused_after: frames after which the log begins anew.
+    """
     place = folder / "killed"
     place.mkdir()
     with opened(folder) as journal:
+        journal._writer.execute(f"PRAGMA wal_autocheckpoint={reused_after}")
         for number in range(rows):
-            journal.write("tick", number)
+            journal.write("tick", number, body=last if number == rows - 1 else b"")
         for name in ("journal.db", "journal.db-wal"):
             (place / name).write_bytes((folder / name).read_bytes())
     return place / "journal.db-wal"
@@ -415,6 +419,22 @@ def test_a_log_whose_last_row_was_cut_off_is_not_damaged(tmp_path: Path) -> None
     log.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with opened(log.parent) as journal:
         assert len(delivered(journal)) == 19
+
+
+def test_a_row_of_many_frames_that_was_cut_off_is_not_damaged(tmp_path: Path) -> None:
+    log = left_by_a_kill(tmp_path, 20, last=bytes(50_000))
+    content = bytearray(log.read_bytes())
+    content[len(content) - 10 * FRAME + 100] ^= 1
+    log.write_bytes(content)
+    with opened(log.parent) as journal:
+        assert len(delivered(journal)) == 19
+
+
+def test_what_an_earlier_use_of_the_log_has_left_is_not_damaged(tmp_path: Path) -> None:
+    log = left_by_a_kill(tmp_path, 20, reused_after=8)
+    assert log.stat().st_size < 20 * FRAME
+    with opened(log.parent) as journal:
+        assert len(delivered(journal)) == 20
 
 
 def test_a_log_without_its_journal_and_a_link_are_refused(tmp_path: Path) -> None:
