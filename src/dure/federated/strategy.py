@@ -45,7 +45,7 @@ from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
-from dure.tensors.flat import FlatParameters
+from dure.tensors.flat import FlatParameters, check_apart
 from dure.tensors.frozen import frozen_of, load_frozen
 
 
@@ -215,7 +215,8 @@ class Federated(Strategy):
             pacing.check(clients)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a batch of one example where the model needs two."""
+        """Raises ValueError for a batch that is too small for the model, or shared memory."""
+        check_apart(model)
         if self.batch_size == 1 and needs_two(model, examples_for(model, task)[0]):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
