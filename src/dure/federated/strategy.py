@@ -52,7 +52,7 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters
+from dure.tensors.flat import FlatParameters, check_apart
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
 
@@ -239,12 +239,11 @@ class Federated(Strategy):
             pacing.check(clients)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a batch of one example where the model needs two."""
-        if (
-            self.batch_size == 1
-            and len(task.train)
-            and needs_two(model, examples_for(model, task)[0])
-        ):
+        """Raises ValueError for a batch that is too small for the model, or shared memory."""
+        check_apart(model)
+        # A server that has no data leaves it to its clients, which check it too.
+        singly = self.batch_size == 1 and len(task.train) > 0
+        if singly and needs_two(model, examples_for(model, task)[0]):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
                 "example: take a batch_size of 2 or more"
