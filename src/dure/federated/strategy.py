@@ -39,7 +39,7 @@ from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server import sampling
-from dure.federated.server.by_client import names_over
+from dure.federated.server.by_client import FAILURES, names_over
 from dure.federated.server.pacing import Pacing, Rounds
 from dure.federated.server.sampling import Selection, Uniform
 from dure.federated.server.server import Server
@@ -263,7 +263,7 @@ class Federated(Strategy):
             check_poison(task.train, attack)
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
-        _check_names(self.measures(task, model, conditions))
+        _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
 
     def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
