@@ -26,6 +26,7 @@ from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
+from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
