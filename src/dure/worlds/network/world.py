@@ -7,6 +7,7 @@ from the journal in the run folder. Where the run ends, clients are told so.
 from __future__ import annotations
 
 import contextlib
+import os
 import ssl
 import tempfile
 import time
@@ -54,9 +55,9 @@ class Network(World):
 
     host: str = "127.0.0.1"
     port: int = 8765
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
+    certificate: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
     insecure: bool = False
     access: Mode = "invited"
     start_with: int | None = None
@@ -70,6 +71,11 @@ class Network(World):
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a server")
+        # As text, which config.json can have, and whole: a run may be resumed from elsewhere.
+        for name in ("certificate", "key", "client_ca"):
+            path: str | Path | None = getattr(self, name)
+            if path is not None:
+                object.__setattr__(self, name, os.path.abspath(path))
 
     @property
     def conditions(self) -> Conditions:
@@ -121,8 +127,10 @@ class Network(World):
         if self.certificate is not None:
             from dure.wire.certificates import server_context
 
-            key = self.key or self.certificate.with_suffix(".key")
-            return server_context(self.certificate, key, self.client_ca)
+            certificate = Path(self.certificate)
+            key = Path(self.key) if self.key is not None else certificate.with_suffix(".key")
+            authority = Path(self.client_ca) if self.client_ca is not None else None
+            return server_context(certificate, key, authority)
         if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
@@ -191,6 +199,6 @@ class _Server:
         """Tells clients that the run is over, and ends."""
         self.desk.end("the run is over")
         until = time.monotonic() + FAREWELL
-        while time.monotonic() < until and any(seat.calls for seat in self.desk.seats.values()):
+        while time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
         self.ending.close()

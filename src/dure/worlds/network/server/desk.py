@@ -33,7 +33,7 @@ class Seat:
 
     calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
     work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
-    answered.
+    answered. heard: that the run is over.
     """
 
     number: int
@@ -45,6 +45,7 @@ class Seat:
     calls: int = 0
     seen: float = 0.0
     missing: bool = False
+    heard: bool = False
     train: Train | None = None
     deadline: float | None = None
     forms: dict[str, Form] = field(default_factory=dict)
@@ -123,6 +124,10 @@ class Desk:
         for seat in list(self.seats.values()):
             self._ring(seat)
 
+    def has_to_tell(self) -> bool:
+        """Whether somebody who is there has not heard that the run is over."""
+        return any(seat.calls or not seat.heard for seat in list(self.seats.values()) if seat.here)
+
     def _ring(self, seat: Seat) -> None:
         """Wakes the handlers that wait for something to say to this client."""
         if self._loop is not None and not self._loop.is_closed():
@@ -153,6 +158,7 @@ class Desk:
                     left=left,
                 )
             if self.over is not None:
+                seat.heard = True
                 return Word(outcomes=outcomes, over=self.over, newest=self.newest)
             if not (outcomes or train or seat.measure):
                 return None
