@@ -18,19 +18,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from proxy import Proxy
 
 import dure
 from dure.run.join import join
 from dure.wire.certificates import issue_server, make_authority
 from dure.worlds.network.world import Network
-from proxy import Proxy
 from small import small_task
 
 SECONDS = 60.0

@@ -3,16 +3,14 @@ processes over TLS are those of the simulation with the same seed."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from deployed import Plan, deployed
 from torch import nn
-from torch.nn import functional as F
 
 import dure
-from deployed import Plan, deployed
 from small import CLASSES, FEATURES, small_task
 
 
