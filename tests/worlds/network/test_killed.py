@@ -6,15 +6,14 @@ Seeds are printed; `DURE_SEED` repeats one.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from random import Random
 
 import pytest
+from deployed import Deployment, Plan
 
 import dure
-from deployed import Deployment, Plan
 
 SEED = int(os.environ.get("DURE_SEED", "0")) or Random().randrange(1, 10**6)
 
