@@ -57,11 +57,6 @@ def sum_of_multiples(rows: Tensor, factors: Tensor) -> Tensor:
     rows: shape (m, b), m at least 1. factors: shape (m,), of the same dtype.
     """
     rows.mul_(factors.to(rows.device).unsqueeze(1))
-    return sum_of_rows(rows)
-
-
-def sum_of_rows(rows: Tensor) -> Tensor:
-    """The sum of the rows, from the first to the last, in the memory of the first."""
     total = rows[0]
     for row in rows[1:]:
         total.add_(row)

@@ -23,21 +23,24 @@ import hashlib, json
 import torch
 from dure.federated.aggregate import parse
 from dure.federated.aggregate.rows import Rows
+from dure.federated.algorithms.fed_async import staleness_weight
+from dure.federated.algorithms.fed_buff import Discounted
 from dure.federated.algorithms.scaffold import Controls
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.protocol.messages import Update
 
 draws = torch.Generator().manual_seed(0)
-def normal(n, dtype=torch.float32):
-    return torch.randn(n, generator=draws, dtype=torch.float64).to(dtype)
+def drawn(n, dtype=torch.float32):
+    # Uniform: normal ones are made with logarithms, which depend on the processor themselves.
+    return (torch.rand(n, generator=draws, dtype=torch.float64) - 0.5).to(dtype)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-WEIGHTS = [normal(140_001, torch.float32), normal(501, torch.float64), normal(77, torch.bfloat16)]
-BUFFERS = [normal(33)]
+WEIGHTS = [drawn(140_001, torch.float32), drawn(501, torch.float64), drawn(77, torch.bfloat16)]
+BUFFERS = [drawn(33)]
 UPDATES = [
-    Update(k, k, 0, 3 + 7 * k, 3 + 7 * k, 0.5, [normal(len(w), w.dtype) for w in WEIGHTS],
-           [normal(33)], [normal(501)])
+    Update(k, k, 0, 3 + 7 * k, 3 + 7 * k, 0.5, [drawn(len(w), w.dtype) for w in WEIGHTS],
+           [drawn(33)], [drawn(501)])
     for k in range(8)
 ]
 
@@ -67,6 +70,11 @@ control = Controls(WEIGHTS, 7, 0.1)
 control.control = [w * 2 for w in WEIGHTS]
 control.absorb(list(UPDATES[0].delta), 3)
 results["scaffold"] = digest(control.control)
+stale = range(3000)
+results["staleness"] = repr([
+    *(staleness_weight("polynomial", s, a, 0.0) for s in stale for a in (0.5, 0.3, 1.7)),
+    *(Discounted().share(UPDATES[0], s) for s in stale),
+])
 capability = torch.backends.cpu.get_cpu_capability().lower()
 # What a fused multiply-add makes of the same numbers, so that the comparison is one.
 fused = digest([torch.add(WEIGHTS[0], UPDATES[0].delta[0], alpha=0.1)])
@@ -81,11 +89,12 @@ pytestmark = pytest.mark.skipif(
 @cache
 def folded(capability: str) -> dict[str, dict[str, str]]:
     """The digest of each result, from a process whose torch has kernels of this kind."""
-    # Its matrix products, too, are to be those of such a processor.
+    # Its matrix products and the C library, too, are to be those of such a processor.
     vectors = {"default": "SSE4_2", "avx2": "AVX2", "avx512": "AVX512"}
     environment = os.environ | {
         "ATEN_CPU_CAPABILITY": capability,
         "MKL_ENABLE_INSTRUCTIONS": vectors[capability],
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4" if capability == "default" else "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
             [str(Path(__file__).parents[3] / "src"), os.environ.get("PYTHONPATH", "")]

@@ -30,7 +30,6 @@ from dure.federated.aggregate.median import middle
 from dure.federated.aggregate.order import sorted_rows
 from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
-from dure.tensors.apart import sum_of_rows
 
 
 @dataclass(frozen=True)
@@ -90,4 +89,4 @@ def around_the_median(values: Tensor, keep: int) -> Tensor:
     # trues come first and their number is how far the window moves.
     leaves_farther = (median - window[: len(window) - keep]) > (window[keep:] - median)
     place = torch.arange(len(window), device=values.device).unsqueeze(1) - leaves_farther.sum(0)
-    return sum_of_rows(window.masked_fill_((place < 0) | (place >= keep), 0)) / keep
+    return window.masked_fill_((place < 0) | (place >= keep), 0).sum(0) / keep

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from typing import ClassVar, Literal, get_args
 
 from dure.contracts.task import Task
@@ -89,10 +90,15 @@ def check_no_rounds(strategy: Federated) -> None:
         )
 
 
+POWERS = Context(prec=28)
+"""With the digits of `decimal`'s own context, which a program may change."""
+
+
 def staleness_weight(weighting: Weighting, staleness: int, a: float, b: float) -> float:
     """s(staleness): 1 at 0, and never rising."""
     if weighting == "polynomial":
-        return float((staleness + 1) ** -a)
+        # Not the C library's power, whose last bit depends on the processor: 28 digits, rounded.
+        return float(POWERS.power(staleness + 1, POWERS.minus(Decimal(a))))
     if weighting == "hinge" and staleness > b:
         return 1 / (a * (staleness - b) + 1)
     return 1.0

@@ -16,6 +16,7 @@ Source: J. Nguyen et al., "Federated Learning with Buffered Asynchronous Aggrega
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,4 +66,5 @@ class Discounted(Algorithm):
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
         # s is a scale and no weight: weights would be divided out again by the mean.
-        return (1.0 + staleness) ** -0.5, 1.0
+        # A square root, and no power: all processors round it alike.
+        return 1 / math.sqrt(1 + staleness), 1.0

@@ -74,7 +74,7 @@ class ServerOptimizer:
         return (
             first
             if self.rule == "sgd"
-            else [*first, *(torch.full_like(m, self.tau**2) for m in first)]
+            else [*first, *(torch.full_like(m, self.tau * self.tau) for m in first)]
         )
 
     @torch.no_grad()

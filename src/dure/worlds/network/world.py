@@ -7,7 +7,6 @@ from the journal in the run folder. Where the run ends, clients are told so.
 from __future__ import annotations
 
 import contextlib
-import os
 import ssl
 import tempfile
 import time
@@ -71,11 +70,11 @@ class Network(World):
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a server")
-        # As text, which config.json can have, and whole: a run may be resumed from elsewhere.
+        # A run that goes on may be started in another folder.
         for name in ("certificate", "key", "client_ca"):
-            path: str | Path | None = getattr(self, name)
-            if path is not None:
-                object.__setattr__(self, name, os.path.abspath(path))
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, str(Path(value).expanduser().resolve()))
 
     @property
     def conditions(self) -> Conditions:
@@ -128,9 +127,9 @@ class Network(World):
             from dure.wire.certificates import server_context
 
             certificate = Path(self.certificate)
-            key = Path(self.key) if self.key is not None else certificate.with_suffix(".key")
-            authority = Path(self.client_ca) if self.client_ca is not None else None
-            return server_context(certificate, key, authority)
+            key = Path(self.key) if self.key else certificate.with_suffix(".key")
+            client_ca = Path(self.client_ca) if self.client_ca else None
+            return server_context(certificate, key, client_ca)
         if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "

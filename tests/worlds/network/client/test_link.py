@@ -124,7 +124,7 @@ def test_a_link_that_is_closed_lets_nobody_wait() -> None:
         over.wait()
 
     with serving(answer) as server:
-        link = Link(server.url)
+        link = Link(server.url, silent_seconds=600.0)
         closes = threading.Thread(target=lambda: (asked.wait(), link.close()))
         closes.start()
         try:
@@ -249,13 +249,19 @@ def test_a_server_cannot_make_a_client_hold_more_than_it_wants(head: str) -> Non
 
 
 def test_a_chunk_without_an_end_is_not_held() -> None:
+    sent = 0
+
     def answer(request: Request) -> None:
+        nonlocal sent
         request.wfile.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n")
         while True:
             request.wfile.write(bytes(10_000))
+            sent += 10_000
 
     with serving(answer) as server, Link(server.url) as link, pytest.raises(LinkLostError):
         link.request("GET", "/")
+    # With what lies in the buffers of sockets.
+    assert sent < 32 << 20
 
 
 def replies(status: int, body: bytes = b"", **headers: str) -> Callable[[Request], None]:
@@ -330,6 +336,37 @@ def test_an_answer_counts_that_comes_before_the_body_was_sent() -> None:
     with serving(answer) as server, Link(server.url, silent_seconds=5.0) as link:
         with pytest.raises(RefusedError, match="too much"):
             link.send("PATCH", "/", body)
+        assert ask(link).wanted
+
+
+def test_an_answer_counts_of_a_server_that_does_not_read_on() -> None:
+    over = threading.Event()
+
+    def answer(request: Request) -> None:
+        if request.command == "POST":
+            return wanted(request)
+        request.reply(413, b'{"error": "too much"}')
+        return over.wait()
+
+    body = Outgoing(64 << 20, "", lambda: iter(bytes(1 << 20) for _ in range(64)))
+    with serving(answer) as server, Link(server.url, silent_seconds=0.5) as link:
+        with pytest.raises(RefusedError, match="too much"):
+            link.send("PATCH", "/", body)
+        assert ask(link).wanted
+        over.set()
+    assert server.connections == 2
+
+
+def test_a_refusal_that_is_long_does_not_spoil_the_next_answer() -> None:
+    def answer(request: Request) -> None:
+        if request.path == "/":
+            request.reply(404, bytes(2 << 20))
+        else:
+            wanted(request)
+
+    with serving(answer) as server, Link(server.url) as link:
+        with pytest.raises(RefusedError):
+            link.request("GET", "/")
         assert ask(link).wanted
 
 

@@ -123,6 +123,7 @@ def test_a_model_arrives_through_a_proxy_that_knows_no_ranges() -> None:
     shelf = Shelf(SMALL, [50_000], ranges=False)
     with serving(shelf) as server, Link(server.url) as link:
         assert same(shelf.fetch(link), SMALL)
+    assert len(shelf.served) == 2
 
 
 def test_what_arrives_damaged_is_asked_for_once_more() -> None:
@@ -376,6 +377,23 @@ def test_a_server_that_does_not_take_a_part_is_asked_what_it_has(status: int) ->
             store(request)
 
     assert sent_to(answer, SMALL)
+    assert store.content == stream_of(SMALL)
+
+
+def test_a_server_may_correct_every_part_once() -> None:
+    store = Store(part=20_000)
+    corrected = set()
+
+    def answer(request: Request) -> None:
+        if request.command == "PATCH" and len(store.content) not in corrected:
+            corrected.add(len(store.content))
+            request.body()
+            request.reply(409, store.reserved())
+        else:
+            store(request)
+
+    assert sent_to(answer, SMALL)
+    assert len(corrected) == 7
     assert store.content == stream_of(SMALL)
 
 

@@ -37,9 +37,10 @@ from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dure.catalog import SYSTEMS
 from dure.errors import PolicyError, suggestion
-from dure.machine.cores import available_cores
 from dure.machine.threads import set_own_threads
 from dure.references import is_reference
 from dure.wire.requests import Trains, Welcome
@@ -151,9 +152,7 @@ class Policy:
             yield f"{FILE} bounds local work, and the run does not say how much it asks"
             return
         # Steps count where both are said. Without a batch size a step is an epoch.
-        per_epoch = None if examples is None else math.ceil(examples / (batch or examples or 1))
-        if batch is None:
-            per_epoch = 1
+        per_epoch = _steps_per_epoch(examples, batch)
         yield from self._epochs(epochs, steps, tuning, per_epoch)
         yield from self._steps(epochs, steps, per_epoch)
 
@@ -235,7 +234,7 @@ class Policy:
         if self.cores is not None:
             if hasattr(os, "sched_setaffinity"):  # Linux
                 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: self.cores])
-            set_own_threads(min(self.cores, available_cores()))
+            set_own_threads(min(self.cores, torch.get_num_threads()))
         if self.memory is not None:
             _limit_memory(self.memory)
 
@@ -282,6 +281,13 @@ def _seconds_until(begin: int, local: datetime) -> float:
 
 
 # What runs say
+
+
+def _steps_per_epoch(examples: int | None, batch: int | None) -> int | None:
+    """None where it is not known."""
+    if not batch:
+        return 1
+    return None if examples is None else math.ceil(examples / batch)
 
 
 def _place(reference: str) -> str:

@@ -1,8 +1,8 @@
 """The folder of one client on one machine: what it keeps from one start to the next.
 
     lock                            held by the process that is the client now
-    about.json                      the federation and the client that the folder belongs to
-    kept.json                       the index: which of the files below count, and what is unsettled
+    kept.json                       the index: the federation and the client that the folder belongs
+                                    to, which of the files below count, and what is unsettled
     model-ROUND-DIGEST.safetensors      the newest global model
     personal-0-DIGEST.safetensors       the client's own, trained further on its own data
     memory-TICKET-DIGEST.safetensors    what the algorithm keeps between rounds, valid or pending
@@ -47,11 +47,9 @@ from dure.wire.tensors import TensorsError, pieces, receive
 from dure.worlds.network.client.lock import lock, unlock
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SWEPT = re.compile(
-    r"(?:model|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors"
-    r"|\.(?:tensors|kept\.json|about\.json)\.\d+"
-)
-"""Names that this file alone gives: what no index names of them is left over from a kill."""
+_TENSORS = re.compile(r"(?:model|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
+_HALF = re.compile(r"\.(?:tensors|kept\.json)\.\d+")
+"""Names of files of tensors, and of files that are not whole yet. A kill may leave some."""
 _RUN = re.compile(r"\w[\w.-]{0,99}")
 
 _BEGIN = b'{"checksum":"'
@@ -83,6 +81,7 @@ class _File(msgspec.Struct, frozen=True):
 class _Kept(msgspec.Struct, frozen=True):
     """The index. pending: by ticket, None where the algorithm keeps nothing new."""
 
+    about: About | None = None
     model: _File | None = None
     personal: _File | None = None
     memory: _File | None = None
@@ -118,8 +117,7 @@ class ClientState:
         self._turn = threading.RLock()
         self._lock = _locked(self.folder)
         try:
-            self.about = _read(self.folder / "about.json", About)
-            self._kept = _read(self.folder / "kept.json", _Kept) or _Kept()
+            self._kept = self._opened()
             self._sweep()
         except BaseException:
             self.close()
@@ -142,6 +140,11 @@ class ClientState:
         return self._temporary
 
     @property
+    def about(self) -> About | None:
+        """Whose folder it is; None before it is anybody's."""
+        return self._kept.about
+
+    @property
     def key(self) -> Path:
         """Where the client's private key belongs."""
         return self.folder / "key.pem"
@@ -158,9 +161,7 @@ class ClientState:
                     f"{self.folder} belongs to {_who(was)}, and not to {_who(about)}: give another "
                     "--state, or let it be forgotten"
                 )
-            if was != about:
-                _write(self.folder / "about.json", about)
-                self.about = about
+            self._change(replace(self._kept, about=about))
 
     # The newest global model, and the client's own
 
@@ -343,12 +344,22 @@ class ClientState:
             self._change(_Kept())
             for path in (*self.folder.glob("download-*"), *self.folder.glob("approved-*")):
                 path.unlink()
-            for name in ("kept.json", "about.json"):
-                (self.folder / name).unlink(missing_ok=True)
             sync_folder(self.folder)
-            self.about = None
 
     # Files
+
+    def _opened(self) -> _Kept:
+        """The index, which is made where the folder is new. Raises StateError if it is lost."""
+        path = self.folder / "kept.json"
+        kept = _read(path, _Kept)
+        if kept is None:
+            # It is there before the first file of tensors is.
+            lost = [each.name for each in self.folder.iterdir() if _TENSORS.fullmatch(each.name)]
+            if lost:
+                raise _damaged(path, f"it is missing, and says what {min(lost)} is")
+            kept = _Kept()
+            _write(path, kept)
+        return kept
 
     def _change(self, kept: _Kept) -> None:
         """All that is kept, from now on: the one place where the index changes."""
@@ -361,7 +372,8 @@ class ClientState:
         """Removes files of tensors that do not count, and what a kill left half written."""
         count = self._kept.files()
         for path in self.folder.iterdir():
-            if path.name not in count and _SWEPT.fullmatch(path.name):
+            mine = _TENSORS.fullmatch(path.name) or _HALF.fullmatch(path.name)
+            if mine and path.name not in count:
                 # What cannot be removed takes room, and does no other harm.
                 with suppress(OSError):
                     path.unlink()
