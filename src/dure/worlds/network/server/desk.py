@@ -33,7 +33,7 @@ class Seat:
 
     calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
     work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
-    answered. heard: that the run is over.
+    answered. sending: held while some of an update is taken. heard: that the run is over.
     """
 
     number: int
@@ -52,6 +52,7 @@ class Seat:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     measure: MeasureThis | None = None
     sent: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     bell: asyncio.Event = field(default_factory=asyncio.Event)
 
 
