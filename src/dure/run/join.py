@@ -250,8 +250,7 @@ class Training:
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
-        if memory is not None:
-            self.clients.memories[self.client] = list(memory)
+        self.remember(memory)
 
     def would_send(self) -> int:
         """Bytes of an update, but for what an algorithm sends besides."""
@@ -321,3 +320,7 @@ class Training:
     def settle(self, outcome: Outcome) -> None:
         tickets = [outcome.ticket]
         self.clients.settle(Settled(tickets, []) if outcome.kept else Settled([], tickets))
+
+    def remember(self, memory: Sequence[Tensor] | None) -> None:
+        if memory is not None:
+            self.clients.memories[self.client] = list(memory)

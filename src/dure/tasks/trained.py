@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dure.contracts.task import Task
+from dure.machine.compiler import left_out
 from dure.tensors.frozen import frozen_of
 from dure.wire.requests import Machine, Trains
 from dure.wire.tensors import digest_of
@@ -67,7 +68,8 @@ def in_words(thing: Any) -> str:
 
 def _optimizer(task: Task, model: nn.Module) -> str:
     """The optimizer by its name and the settings of its groups."""
-    optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
+    with left_out():
+        optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
     plain = (bool, int, float, str, tuple, type(None))
     groups = [
         ", ".join(

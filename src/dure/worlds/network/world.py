@@ -198,6 +198,6 @@ class _Server:
         """Tells clients that the run is over, and ends."""
         self.desk.end("the run is over")
         until = time.monotonic() + FAREWELL
-        while time.monotonic() < until and any(seat.calls for seat in self.desk.seats.values()):
+        while time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
         self.ending.close()

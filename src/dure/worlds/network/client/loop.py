@@ -76,6 +76,9 @@ class Site(Protocol):
     def settle(self, outcome: Outcome) -> None:
         """What became of an update."""
 
+    def remember(self, memory: Sequence[Tensor] | None) -> None:
+        """What the algorithm has kept is this."""
+
 
 Event = Callable[[str, Mapping[str, object]], None]
 """Hears of what happens: ("training", {"round": 3, …})."""
@@ -91,6 +94,8 @@ class Loop:
         self.state = session.state
         self._confirmed: list[int] = []
         self._failures = 0
+        self._earlier = set(self.state.pending())
+        """Tickets that an earlier process of this client has worked for."""
 
     def run(self) -> str:
         """Until the run is over; why it is. Raises StoppedError and RefusedError."""
@@ -137,6 +142,10 @@ class Loop:
         if not self.state.temporary:
             self.state.settle(outcome.ticket, outcome.kept)
         self.site.settle(outcome)
+        # What that process has learned is on the disk alone.
+        if outcome.ticket in self._earlier:
+            self._earlier.remove(outcome.ticket)
+            self.site.remember(self.state.memory())
         self._confirmed.append(outcome.ticket)
         self.event("settled", {"kept": outcome.kept, "reason": outcome.reason})
 

@@ -50,6 +50,7 @@ from dure.wire.requests import (
     Train,
     from_json,
 )
+from dure.wire.tensors import TensorsError
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
@@ -504,10 +505,15 @@ class NetworkCarrier:
         weights: list[Any] = []
         buffers: list[Any] = []
         extra: list[Any] = []
-        if said.failure is None:
+        failure = said.failure
+        if failure is None:
             forms = self._sent(coordinator, asked)[2]
-            tensors = self.files.read(ticket, forms)
-            weights, buffers, extra = self.federation.layout.apart(tensors)
+            try:
+                tensors = self.files.read(ticket, forms)
+                weights, buffers, extra = self.federation.layout.apart(tensors)
+            # Its digest is that of these bytes, so this is what its client has sent.
+            except TensorsError as error:
+                failure = f"it is no update of this model: {error}"
         return Update(
             ticket=ticket,
             client=arrived.client,
@@ -519,7 +525,7 @@ class NetworkCarrier:
             buffers=buffers,
             extra=extra,
             counted=said.counted,
-            failure=msgspec.convert(said.failure, type=Any),
+            failure=msgspec.convert(failure, type=Any),
         )
 
     # Checkpoints
