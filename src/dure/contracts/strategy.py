@@ -184,6 +184,7 @@ class Place:
         it is made; it raises ValueError where the two differ.
     network: what, given a federation whose clients are elsewhere, makes the carrier to them.
     folder: of the run, where this process writes it. config: what config.json says was asked.
+    report_seconds: between two reports of steps at the least: nobody reads faster.
     """
 
     group: Group
@@ -201,6 +202,7 @@ class Place:
     network: Callable[[Federation], Carrier] | None = None
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    report_seconds: float = 0.1
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.

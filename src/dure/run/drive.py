@@ -36,9 +36,6 @@ from dure.run.checkpoints import Checkpoints
 from dure.run.job import Job, Outcome, Position
 from dure.run.summary import summarise
 
-REPORT_SECONDS = 0.1
-"""Between two reports of progress: nobody reads faster."""
-
 
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
@@ -240,7 +237,7 @@ class Driver:
         self.history.append(record)
         if self.folder is not None:
             self.folder.append(record)
-        if self.leads and time.monotonic() - self._reported > REPORT_SECONDS:
+        if self.leads and time.monotonic() - self._reported > self.place.report_seconds:
             self._report()
 
     def _report(self) -> None:

@@ -55,6 +55,7 @@ from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.updates import Updates
 
 COHORT = "cohort.json"
@@ -62,6 +63,9 @@ COHORT = "cohort.json"
 
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+
+TOO_LONG = "it took too long"
+"""What becomes of a ticket whose time is up, where there are no rounds."""
 
 LOOK = 0.25
 """Seconds after which a waiting server looks whether its user wants it to stop."""
@@ -122,6 +126,7 @@ class NetworkCarrier:
         record: bool,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
+        watching: Watching | None = None,
     ) -> None:
         self.federation = federation
         self.folder = folder
@@ -137,6 +142,7 @@ class NetworkCarrier:
         self.record = record
         self.interrupted = interrupted
         self.tell = tell
+        self.watching = watching or Watching()
         self.now = 0.0
         self.flown: list[Flight] = []
         self._applied = 0
@@ -196,7 +202,9 @@ class NetworkCarrier:
         """Applies events until the coordinator can make a new model. Raises Interrupted."""
         self._lay_again(coordinator)
         self._let_go(coordinator)
+        self.watching.round_begins()
         while True:
+            self.watching.pulse(self.desk, "training")
             event = (
                 self._waiting.popleft() if self._waiting else self._next(self._wake(coordinator))
             )
@@ -221,7 +229,11 @@ class NetworkCarrier:
             arrived = self._arrived.pop(ticket)
             self._unsettled[ticket] = arrived.client
             self._combined.append(ticket)
-            yield self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
+            update = self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
+            began = time.perf_counter()
+            yield update
+            # It has been taken when the next one is asked for.
+            self.watching.fold_seconds.observe(time.perf_counter() - began)
 
     def settle(self, settled: Settled) -> None:
         """Clients hear what became of their updates, until they have confirmed it."""
@@ -230,6 +242,8 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, True))
         for ticket in settled.dropped:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
+        if self._live:
+            self.watching.round_made()
 
     def measure(self, measure: Measure) -> Measured:
         """Asks all who are there and hold something out; who does not answer in time is left out.
@@ -252,6 +266,7 @@ class NetworkCarrier:
             waits = [s for s in asked if s.here and s.number not in answers]
             # Only what is logged counts: the end is an event too.
             late = time.monotonic() > until or self.interrupted()
+            self.watching.pulse(self.desk, "measuring")
             if not self.journal.behind and (late or not waits):
                 self.journal.write("all_measured")
             event = self._next(math.inf)
@@ -303,6 +318,12 @@ class NetworkCarrier:
             self.files.delete(self._covered)
             self.journal.forget_before(self._applied - len(self._waiting))
         self._covered = []
+        self.watching.saved()
+
+    @property
+    def _live(self) -> bool:
+        """Whether this happens now, and was not gone through before a restart."""
+        return not self.journal.behind
 
     # Events
 
@@ -364,6 +385,8 @@ class NetworkCarrier:
         """An update lies here."""
         ticket = event.ticket
         said = from_json(event.body, Reserve)
+        if self._live:
+            self.watching.came(event.client, said)
         self.desk.done(event.client, ticket)
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
@@ -378,11 +401,11 @@ class NetworkCarrier:
         for ticket, under in list(self._underway.items()):
             deadline = self._deadline(coordinator, ticket)
             if deadline is not None and self.now >= deadline and not coordinator.synchronous:
-                self._land(ticket, "it took too long", 0)
+                self._land(ticket, TOO_LONG, 0)
                 self.desk.done(under.client, ticket)
                 actions += coordinator.expired(ticket, self.now)
                 # Its client is told so, and is free again.
-                coordinator.failed(ticket, "it took too long", self.now)
+                coordinator.failed(ticket, TOO_LONG, self.now)
         return actions
 
     def _wake(self, coordinator: Coordinator) -> float:
@@ -408,6 +431,9 @@ class NetworkCarrier:
         under = self._underway.pop(ticket, None)
         if under is None:
             return
+        # What came in time is accepted or refused only where it is folded.
+        if self._live and outcome != "accepted":
+            self.watching.came_of(under.client, ticket, *_in_short(outcome))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         whole = self.now - under.began
         compute = min(said.seconds, whole) if said is not None else 0.0
@@ -442,6 +468,8 @@ class NetworkCarrier:
     def _assign(self, coordinator: Coordinator, asked: Assignment) -> None:
         size = self._hand(coordinator, asked)
         self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, size)
+        if self._live:
+            self.watching.assigned(asked.client, asked.ticket, asked.round, size)
 
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> int:
         """Puts an assignment on the desk; the bytes that it sends."""
@@ -460,8 +488,12 @@ class NetworkCarrier:
 
     def _settle(self, ticket: int, outcome: Outcome) -> None:
         client = self._unsettled.pop(ticket, None)
-        if client is not None:
-            self.desk.tell(client, outcome)
+        if client is None:
+            return
+        self.desk.tell(client, outcome)
+        if self._live:
+            became = "accepted" if outcome.kept else "refused"
+            self.watching.came_of(client, ticket, became, outcome.reason)
 
     def _met(self, client: int, here: Here) -> None:
         self._machines[client] = here.machine
@@ -578,6 +610,13 @@ class NetworkCarrier:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
         self._again = list(self._underway)
         self.journal.read_from(self._applied)
+
+
+def _in_short(outcome: str) -> tuple[str, str]:
+    """(what became of an assignment in a word, and why), where there is no update that counts."""
+    if outcome == "late":
+        return "late", ""
+    return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
 
 
 def differences(machine: Machine | None, mine: Machine) -> list[str]:
