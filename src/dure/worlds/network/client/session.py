@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dure.errors import DureError
 from dure.wire.requests import (
     CheckIn,
     Enrol,
@@ -34,7 +35,7 @@ from dure.wire.requests import (
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import Form, receive
 from dure.worlds.network.client.audit import Audit, Kind
-from dure.worlds.network.client.link import Backoff, Link, LinkLostError, RefusedError, patiently
+from dure.worlds.network.client.link import Backoff, Link, StoppedError, patiently
 from dure.worlds.network.client.state import About, ClientState
 from dure.worlds.network.client.transfer import download, upload
 
@@ -90,7 +91,6 @@ class Session:
         self._signer = Signer(self._key)
         self._backoff = Backoff()
         self._link = self._made()
-        self._watching: Link | None = None
         self.patience = 30.0
         self.heartbeat = 10.0
 
@@ -99,8 +99,6 @@ class Session:
 
     def close(self) -> None:
         self._link.close()
-        if self._watching is not None:
-            self._watching.close()
 
     # Who it is
 
@@ -155,6 +153,21 @@ class Session:
         if into is not None:
             self.state.keep_download(round, digest)
         return tensors
+
+    def fetch_frozen(
+        self, digest: str, size: int, expected: Mapping[str, Form]
+    ) -> dict[str, Tensor]:
+        """The weights that are not trained."""
+        return download(
+            self._link,
+            digest,
+            size,
+            expected,
+            self.stop,
+            self._backoff,
+            tell=self._tells,
+            bytes_per_second=self._pace,
+        )
 
     # What it says
 
@@ -234,22 +247,27 @@ class Session:
     def _tells(self, error: OSError, seconds: float) -> None:
         self.tell(f"{error}; trying again in {seconds:.1f} s")
 
-    def watch(self, ticket: int) -> Watched:
-        """Asks once whether the work is wanted, on a link of its own."""
-        if self._watching is None:
-            self._watching = self._made()
-        timeout = self.heartbeat + 30
-        return self._watching.ask("POST", "/v1/watch", Watch(ticket), Watched, timeout)
+    def watch(self, ticket: int, link: Link) -> Watched:
+        """Asks once whether the work is wanted."""
+        return link.ask("POST", "/v1/watch", Watch(ticket), Watched, self.heartbeat + 30)
+
+    def another_link(self) -> Link:
+        """One more to the server, signed as this client's."""
+        return self._made()
 
 
 class _Watched:
-    """Asks in a thread whether work is still wanted, from `QUICK` seconds on."""
+    """Asks in a thread whether work is still wanted, from `QUICK` seconds on, on a link of its own.
+
+    The question is open while the client works, by which the server sees that it is there.
+    """
 
     def __init__(self, session: Session, ticket: int) -> None:
         self._session = session
         self._ticket = ticket
         self._wanted = True
         self._done = threading.Event()
+        self._link: Link | None = None
         self._thread = threading.Thread(target=self._watch, name="dure watches", daemon=True)
         self._thread.start()
 
@@ -257,20 +275,28 @@ class _Watched:
         return self._wanted
 
     def end(self) -> None:
-        """The work is done; a question that is open is left alone, since the next is not asked."""
+        """The work is done: a question that is open ends with its link."""
         self._done.set()
+        link = self._link
+        if link is not None:
+            link.close()
+        self._thread.join()
 
     def _watch(self) -> None:
         if self._done.wait(QUICK):
             return
-        while not self._done.is_set() and not self._session.stop.is_set():
-            try:
-                self._wanted = self._session.watch(self._ticket).wanted
-            # What is wrong with the link is told where the work is sent.
-            except (LinkLostError, RefusedError, OSError, RuntimeError):
-                self._done.wait(QUICK)
-            if not self._wanted:
-                return
+        self._link = self._session.another_link()
+        with self._link as link:
+            while not self._done.is_set() and not self._session.stop.is_set():
+                try:
+                    self._wanted = self._session.watch(self._ticket, link).wanted
+                except StoppedError:
+                    return
+                # What is wrong with the link is told where the work is sent.
+                except (OSError, DureError):
+                    self._done.wait(QUICK)
+                if not self._wanted:
+                    return
 
 
 def digest_of_file(path: Path) -> str:
