@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
+from dure.errors import warn
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
@@ -34,6 +35,9 @@ ENGINE: EngineName = "loop"
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses at which only this machine is reached."""
+
+RELOAD_SECONDS = 5.0
+"""Seconds between two looks at the files of the certificate."""
 
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
@@ -143,34 +147,55 @@ class Network(World):
             watching=server.watching,
         )
 
-    def status_context(self) -> ssl.SSLContext | None:
-        """For TLS of /status: by the same certificate, where other machines can reach it."""
+    def status_context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
+        """The same for /status: by the same certificate, where other machines can reach it."""
         if self.status_host in LOOPBACK or self.certificate is None:
-            return None
+            return None, lambda: None
         return replace(self, client_ca=None).context()
 
-    def context(self) -> ssl.SSLContext | None:
-        """For TLS. Raises ValueError where there is none and other machines could listen."""
+    def context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
+        """(for TLS, what is called now and then to take in renewed certificates).
+
+        Raises ValueError where there is no certificate and other machines could listen.
+        """
         if self.certificate is not None:
-            from dure.wire.certificates import server_context
+            from dure.wire.certificates import Reloading, server_context
 
             certificate = Path(self.certificate)
             key = Path(self.key) if self.key else certificate.with_suffix(".key")
             client_ca = Path(self.client_ca) if self.client_ca else None
-            return server_context(certificate, key, client_ca)
+            context = server_context(certificate, key, client_ca)
+            return context, _seldom(Reloading(context, certificate, key).look)
         if not self.insecure and self.host not in LOOPBACK:
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
                 f"one with dure certificates, or say --insecure"
             )
-        return None
+        return None, lambda: None
 
 
-def machine() -> Machine:
+def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
+    """Looks every few seconds; warns of new certificates that will not do, and goes on."""
+    next_time = time.monotonic() + RELOAD_SECONDS
+
+    def moment() -> None:
+        nonlocal next_time
+        if time.monotonic() < next_time:
+            return
+        next_time = time.monotonic() + RELOAD_SECONDS
+        try:
+            look()
+        except ValueError as error:
+            warn(f"the renewed certificate is not used: {error}")
+
+    return moment
+
+
+def machine(federation: Federation) -> Machine:
     """How clients are to compute, so that they do what the simulation does."""
     from dure.tasks.trained import machine_of
 
-    return machine_of(ENGINE, 1)
+    return machine_of(ENGINE, federation.threads)
 
 
 def _both(*hear: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
@@ -209,7 +234,7 @@ class _Server:
         folder = place.folder
         if folder is None:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
-        context = world.context()
+        context, renew = world.context()
         if world.log is not None:
             self.ending.enter_context(logged_to(Path(world.log)))
         run = str(place.config.get("run", ""))
@@ -225,7 +250,10 @@ class _Server:
         self.updates = Updates(folder / "updates")
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
-        self.machine = machine()
+        self.machine = machine(federation)
+        # Sites whose own differ fetch them once.
+        if federation.frozen:
+            self.shelf.keep(federation.frozen)
         register = self.ending.enter_context(Register(folder / "clients.db", federation.clients))
         access = Access(register, world.access)
         served = Served(
@@ -239,7 +267,17 @@ class _Server:
             patience=3 * world.heartbeat,
             compare=differences,
         )
-        app = App(served, self.desk, self.shelf, self.journal, self.updates, access, self.watching)
+        self._renew = [renew]
+        app = App(
+            served,
+            self.desk,
+            self.shelf,
+            self.journal,
+            self.updates,
+            access,
+            watching=self.watching,
+            every_moment=self._every_moment,
+        )
         if world.status_port is not None:
             self._shows_status(world, access, place)
         self.serving = Serving(app.asgi(), world.host, world.port, context, app.lives_in)
@@ -256,7 +294,8 @@ class _Server:
         from dure.worlds.network.server.status import TOKEN, Status, kept_token
 
         assert world.status_port is not None
-        context = world.status_context()
+        context, renew = world.status_context()
+        self._renew.append(renew)
         status = Status(
             about={
                 "run": place.config.get("run", ""),
@@ -277,6 +316,10 @@ class _Server:
         scheme = "http" if context is None else "https"
         url = f"{scheme}://{_in_url(world.status_host)}:{serving.port}/status"
         place.report({"status": url, "token": str(self.folder / TOKEN)})
+
+    def _every_moment(self) -> None:
+        for renew in self._renew:
+            renew()
 
     def close(self) -> None:
         """Tells clients that the run is over, and ends."""

@@ -67,6 +67,9 @@ BACK_OFF = 5.0
 TOO_LONG = "it took too long"
 """What becomes of a ticket whose time is up, where there are no rounds."""
 
+MOST_REPORTED = 50
+"""Numbers of a client's own that are kept."""
+
 LOOK = 0.25
 """Seconds after which a waiting server looks whether its user wants it to stop."""
 
@@ -162,6 +165,8 @@ class NetworkCarrier:
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._reported: dict[int, dict[str, float]] = {}
+        """What clients have said of their newest training, by client."""
 
     # What the server asks of a carrier
 
@@ -310,6 +315,7 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            **({"reported": sorted(self._reported.items())} if self._reported else {}),
         }
 
     def saved(self) -> None:
@@ -388,6 +394,8 @@ class NetworkCarrier:
         if self._live:
             self.watching.came(event.client, said)
         self.desk.done(event.client, ticket)
+        if said.metrics:
+            self._reported[event.client] = dict(list(said.metrics.items())[:MOST_REPORTED])
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)

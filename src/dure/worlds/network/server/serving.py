@@ -29,7 +29,7 @@ KEEP_SECONDS = 90
 """Seconds for which an idle connection is kept: longer than clients keep theirs."""
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted."""
+"""Connections that wait until they are accepted."""
 
 GRACEFUL_SECONDS = 5
 """Seconds that answers under way have when the server stops."""
@@ -106,7 +106,7 @@ class Serving:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
         try:
             self.socket.bind((host, port))
-            # At once: whoever connects before the loop runs waits, and is not turned away.
+            # From here on clients wait for an answer, and are not refused.
             self.socket.listen(BACKLOG)
         except OSError:
             self.socket.close()
