@@ -86,9 +86,9 @@ class App:
     journal: Journal
     updates: Updates
     access: Access
-    watching: Watching = field(default_factory=Watching)
     every_moment: Callable[[], None] = lambda: None
     """Called several times a second, in the event loop."""
+    watching: Watching = field(default_factory=Watching)
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
 

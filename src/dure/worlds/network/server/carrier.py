@@ -54,6 +54,7 @@ from dure.wire.tensors import TensorsError
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.presence import Presence
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.updates import Updates
@@ -111,6 +112,7 @@ class NetworkCarrier:
 
     checked = False
     patient = True
+    clock_is = "wall_seconds"
 
     def __init__(
         self,
@@ -165,6 +167,7 @@ class NetworkCarrier:
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._presence = Presence()
         self._reported: dict[int, dict[str, float]] = {}
         """What clients have said of their newest training, by client."""
 
@@ -315,7 +318,22 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            "there": self._presence.spans(self.now),
+            "cohort": [self._who(client) for client in sorted(self._machines)],
             **({"reported": sorted(self._reported.items())} if self._reported else {}),
+        }
+
+    def _who(self, client: int) -> dict[str, Any]:
+        """What is known of a client, for the report."""
+        seat = self.desk.seat(client)
+        machine = self._machines[client]
+        return {
+            "client": client,
+            "name": seat.name,
+            "examples": seat.examples,
+            "held_out": seat.held_out,
+            "machine": None if machine is None else msgspec.to_builtins(machine),
+            "differs": differences(machine, self.machine),
         }
 
     def saved(self) -> None:
@@ -362,6 +380,7 @@ class NetworkCarrier:
             case "check_in":
                 here = from_json(event.body, Here)
                 self._met(event.client, here)
+                self._presence.came(event.client, event.at)
                 coordinator.arrive(event.client, here.examples)
                 return coordinator.tick(self.now) if self._begun else []
             case "begin":
@@ -369,12 +388,15 @@ class NetworkCarrier:
                 return coordinator.tick(self.now)
             case "leave":
                 coordinator.leave(event.client)
+                self._presence.went(event.client, event.at)
                 return []
             case "tick":
                 return [*self._expire(coordinator), *coordinator.tick(self.now)]
             case "missing":
+                self._presence.went(event.client, event.at)
                 return coordinator.missing(ticket, self.now)
             case "back":
+                self._presence.came(event.client, event.at)
                 return coordinator.back(ticket, self.now)
             case "failed":
                 reason = event.body.decode(errors="replace") or "it failed"
@@ -592,6 +614,11 @@ class NetworkCarrier:
                 [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
                 for seat in self.desk.seats.values()
             ],
+            "machines": [
+                [client, None if machine is None else msgspec.to_builtins(machine)]
+                for client, machine in self._machines.items()
+            ],
+            "presence": self._presence.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -613,6 +640,11 @@ class NetworkCarrier:
             seat.here = here
             # It has until then to notice that the server is back.
             seat.seen = time.monotonic() + BACK_OFF
+        for client, machine in state.get("machines", ()):
+            self._machines[client] = msgspec.convert(machine, Machine | None)
+            self.desk.seat(client).machine = self._machines[client]
+        if "presence" in state:
+            self._presence.restore(state["presence"])
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
