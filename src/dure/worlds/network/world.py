@@ -39,6 +39,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RELOAD_SECONDS = 5.0
 """Seconds between two looks at the files of the certificate."""
 
+SIGNING_KEY = "signing.key"
+"""In a run folder: the private key by which the server signs its models."""
+
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
 
@@ -217,6 +220,7 @@ class _Server:
 
     def __init__(self, world: Network, federation: Federation, place: Place) -> None:
         from dure.tasks.trained import differences
+        from dure.wire.signatures import Key
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.access import Access
@@ -239,6 +243,8 @@ class _Server:
             self.ending.enter_context(logged_to(Path(world.log)))
         run = str(place.config.get("run", ""))
         self.folder = folder
+        self.key = Key.kept_in(folder / SIGNING_KEY)
+        place.signs = self.key
         self.clock = Clock()
         self.journal = Journal(folder, self.clock, run)
         self.ending.callback(self.journal.close)
@@ -302,6 +308,7 @@ class _Server:
                 "task": place.config.get("task", {}),
                 "system": place.config.get("strategy", {}),
                 "versions": place.config.get("versions", {}),
+                "signing_key": self.key.public,
             },
             watching=self.watching,
             desk=self.desk,
