@@ -31,7 +31,7 @@ METADATA = "dure_lineage"
 
 def lineage_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """What is said of a model. config, summary: of its run, as its folder has them."""
-    facts = next(iter(summary.get("facts", ())), {})
+    facts: Mapping[str, Any] = next(iter(summary.get("facts", ())), {})
     turns = facts.get("turns", [])
     return {
         "task": config.get("task", {}),
