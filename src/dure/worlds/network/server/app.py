@@ -153,6 +153,9 @@ class App:
         while True:
             await asyncio.sleep(GRACE / 8)
             self.every_moment()
+            # Before, nobody can call.
+            if not self.desk.open.is_set():
+                continue
             for seat in self.desk.silent(time.monotonic()):
                 seat.here = False
                 seat.missing = seat.train is not None

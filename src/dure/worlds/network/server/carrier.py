@@ -161,12 +161,14 @@ class NetworkCarrier:
         self._arrived: dict[int, Arrived] = {}
         self._unsettled: dict[int, int] = {}
         """The client of each ticket whose outcome is still to be told."""
-        self._combined: list[int] = []
-        """Tickets whose updates are in the model, and whose files a checkpoint makes useless."""
+        self._over: list[int] = []
+        """Tickets of which nothing more is made, and whose files a checkpoint makes useless."""
         self._covered: list[int] = []
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._measure: set[int] = set()
+        """Clients that hold something out, by what the journal says of them."""
         self._reported: dict[int, dict[str, float]] = {}
         """What clients have said of their newest training, by client."""
 
@@ -233,7 +235,7 @@ class NetworkCarrier:
         for ticket in tickets:
             arrived = self._arrived.pop(ticket)
             self._unsettled[ticket] = arrived.client
-            self._combined.append(ticket)
+            self._over.append(ticket)
             yield self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
 
     def settle(self, settled: Settled) -> None:
@@ -249,10 +251,10 @@ class NetworkCarrier:
 
         Other events wait meanwhile.
         """
-        asked = [seat for seat in self.desk.seats.values() if seat.here and seat.held_out]
         # Also where all of them are away: whether anybody is waited for has to follow from the log.
-        if not any(seat.held_out for seat in self.desk.seats.values()):
+        if not self._measure:
             return Measured([], {})
+        asked = [seat for seat in self.desk.everybody() if seat.here and seat.held_out]
         stream = self._put(measure.weights, measure.buffers, ())
         request = MeasureThis(measure.round, stream[0], stream[1])
         self._measuring = stream[0]
@@ -260,13 +262,14 @@ class NetworkCarrier:
         for seat in asked:
             self.desk.ask_measure(seat.number, request)
         until = time.monotonic() + self.measure_seconds
-        ended = False
+        ended = said_so = False
         while not ended:
             waits = [s for s in asked if s.here and s.number not in answers]
             # Only what is logged counts: the end is an event too.
             late = time.monotonic() > until or self.interrupted()
-            if not self.journal.behind and (late or not waits):
+            if not self.journal.behind and (late or not waits) and not said_so:
                 self.journal.write("all_measured")
+                said_so = True  # once: the next measurement would take another for its own
             event = self._next(math.inf)
             if event is None:
                 continue
@@ -335,7 +338,8 @@ class NetworkCarrier:
             if not self.desk.open.is_set():
                 # Deadlines wait until clients have noticed that the server is back.
                 self.clock.hold(BACK_OFF if self.journal.resumed else 0.0)
-                self.desk.open.set()
+                self.desk.begin(BACK_OFF)
+                self._sweep()
             left = wake - self.clock.now()
             if left <= 0:
                 # Logged, since what it brings about can be seen: who is asked.
@@ -346,7 +350,24 @@ class NetworkCarrier:
             return None
         self.now = event.at
         self._applied = event.seq
+        if not self.desk.open.is_set():
+            self._see(event)
         return event
+
+    def _see(self, event: Event) -> None:
+        """Who is there after an event of an earlier life of the server: its handlers knew that."""
+        seat = self.desk.seat(event.client) if event.client >= 0 else None
+        if seat is None:
+            return
+        if event.kind in ("check_in", "back", "update", "measured"):
+            seat.here, seat.missing = True, False
+        elif event.kind in ("leave", "missing", "failed"):
+            seat.here, seat.missing = False, event.kind == "missing"
+
+    def _sweep(self) -> None:
+        """Removes updates of which nothing more is to be made, and which a kill has left here."""
+        if not self.record:
+            self.files.keep_only({*self._arrived, *self._underway, *self._over})
 
     def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
         """Tells the coordinator of an event."""
@@ -371,8 +392,7 @@ class NetworkCarrier:
                 return coordinator.back(ticket, self.now)
             case "failed":
                 reason = event.body.decode(errors="replace") or "it failed"
-                self._land(ticket, reason, 0)
-                self.desk.done(event.client, ticket)
+                self._give_up(ticket, reason)
                 return coordinator.failed(ticket, reason, self.now)
             case "update":
                 return self._arrive(coordinator, event)
@@ -397,11 +417,10 @@ class NetworkCarrier:
     def _expire(self, coordinator: Coordinator) -> list[Action]:
         """Tickets whose time is up, where no round ends them."""
         actions: list[Action] = []
-        for ticket, under in list(self._underway.items()):
+        for ticket in list(self._underway):
             deadline = self._deadline(coordinator, ticket)
             if deadline is not None and self.now >= deadline and not coordinator.synchronous:
-                self._land(ticket, "it took too long", 0)
-                self.desk.done(under.client, ticket)
+                self._give_up(ticket, "it took too long")
                 actions += coordinator.expired(ticket, self.now)
                 # Its client is told so, and is free again.
                 coordinator.failed(ticket, "it took too long", self.now)
@@ -419,11 +438,18 @@ class NetworkCarrier:
 
     def _let_go(self, coordinator: Coordinator) -> None:
         """Those who still work for a round that is over are told so, and are free again."""
-        for ticket, under in list(self._underway.items()):
+        for ticket in list(self._underway):
             if not coordinator.waits_for(ticket):
-                self._land(ticket, "late", 0)
-                self.desk.done(under.client, ticket)
+                self._give_up(ticket, "late")
                 coordinator.failed(ticket, "the round is over", self.now)
+
+    def _give_up(self, ticket: int, outcome: str) -> None:
+        """Nothing more is waited for, and what has come of an update is of no use."""
+        under = self._underway.get(ticket)
+        self._land(ticket, outcome, 0)
+        self._over.append(ticket)
+        if under is not None:
+            self.desk.done(under.client, ticket)
 
     def _land(self, ticket: int, outcome: str, up: int) -> None:
         """What became of an assignment, for the report."""
@@ -488,7 +514,7 @@ class NetworkCarrier:
         """An update does not count, and lies here for nothing."""
         arrived = self._arrived.pop(refused.ticket, None)
         if arrived is not None:
-            self._combined.append(refused.ticket)
+            self._over.append(refused.ticket)
             self.desk.tell(arrived.client, Outcome(refused.ticket, False, refused.reason))
 
     def _settle(self, ticket: int, outcome: Outcome) -> None:
@@ -498,6 +524,10 @@ class NetworkCarrier:
 
     def _met(self, client: int, here: Here) -> None:
         self._machines[client] = here.machine
+        if here.held_out:
+            self._measure.add(client)
+        else:
+            self._measure.discard(client)
         seat = self.desk.seat(client)
         seat.name = here.name
         seat.examples = here.examples
@@ -523,7 +553,7 @@ class NetworkCarrier:
 
     def _put(self, weights: Any, buffers: Any, extra: Any) -> tuple[str, int]:
         named = self.federation.layout.named(weights, buffers, extra)
-        wanted = {seat.train.tensors for seat in self.desk.seats.values() if seat.train}
+        wanted = {seat.train.tensors for seat in self.desk.everybody() if seat.train}
         if self._measuring is not None:
             wanted.add(self._measuring)
         self.shelf.keep_only(wanted)
@@ -564,8 +594,8 @@ class NetworkCarrier:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        self._covered = list(self._combined)
-        self._combined = []
+        self._covered = list(self._over)
+        self._over = []
         return {
             "now": self.now,
             "applied": self._applied,
@@ -578,13 +608,13 @@ class NetworkCarrier:
                 for ticket, one in self._arrived.items()
             },
             "outcomes": {
-                seat.number: [msgspec.to_builtins(one) for one in seat.outcomes.values()]
-                for seat in self.desk.seats.values()
+                seat.number: [msgspec.to_builtins(one) for one in list(seat.outcomes.values())]
+                for seat in self.desk.everybody()
                 if seat.outcomes
             },
             "clients": [
                 [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
-                for seat in self.desk.seats.values()
+                for seat in self.desk.everybody()
             ],
         }
 
@@ -606,8 +636,8 @@ class NetworkCarrier:
             seat.examples = examples
             seat.held_out = held_out
             seat.here = here
-            # It has until then to notice that the server is back.
-            seat.seen = time.monotonic() + BACK_OFF
+            if held_out:
+                self._measure.add(number)
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
