@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import warn
+from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
@@ -68,6 +69,7 @@ class Network(World):
         status_port: where /status, /metrics and /health are; 0 takes any that is free, and by
             default there is no such listener. The token for it is kept in RUN/status.token.
         status_host: the address of that listener.
+        transfer_budget: bytes that a client may receive and send in the run, such as 100MB.
     """
 
     host: str = "127.0.0.1"
@@ -85,12 +87,15 @@ class Network(World):
     log: str | None = None
     status_port: int | None = None
     status_host: str = "127.0.0.1"
+    transfer_budget: int | str | None = None
 
     name: ClassVar[str] = "network"
     kind: ClassVar[Kind] = "clients"
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a server")
+        # Raises ValueError for a budget that is none.
+        _ = self.conditions
         # A run that goes on may be started in another folder.
         for name in ("certificate", "key", "client_ca", "log"):
             value = getattr(self, name)
@@ -106,7 +111,7 @@ class Network(World):
 
     @property
     def conditions(self) -> Conditions:
-        return Conditions(engine=ENGINE)
+        return Conditions(engine=ENGINE, transfer_budget=self.transfer_budget)
 
     @property
     def serves(self) -> bool:
@@ -145,6 +150,7 @@ class Network(World):
             lasts=self.deadline,
             measure_seconds=self.measure_seconds,
             record=self.record,
+            budget=Budget(self.conditions.bytes_each),
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
             watching=server.watching,

@@ -113,7 +113,7 @@ class Status:
         watching = self.watching
         admitted = self._admitted()
         away = admitted.pop("quarantine")
-        seats = sorted(self.desk.seats.values(), key=lambda seat: seat.number)
+        seats = sorted(self.desk.everybody(), key=lambda seat: seat.number)
         clients = [self._client(seat, away) for seat in seats]
         states = [client["state"] for client in clients]
         short = watching.look(self.desk)
@@ -202,7 +202,7 @@ class _Now(Collector):
 
     def collect(self) -> Any:
         status = self._status
-        seats = list(status.desk.seats.values())
+        seats = status.desk.everybody()
         clients = GaugeMetricFamily("dure_clients", "clients by where they are", labels=["state"])
         states = [state_of(seat) for seat in seats]
         for state in ("here", "at work", "missing", "away"):

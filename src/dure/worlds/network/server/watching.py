@@ -220,7 +220,7 @@ class Watching:
 
     def look(self, desk: Desk) -> dict[str, Any]:
         """Who is there and what is waited for, in short."""
-        seats = list(desk.seats.values())
+        seats = desk.everybody()
         here = [seat for seat in seats if seat.here]
         working = [seat for seat in seats if seat.train is not None]
         ends = [seat.deadline for seat in working if seat.deadline is not None]
