@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from dure.contracts.strategy import examples_for, seeded_model
@@ -119,6 +120,7 @@ def join(
         if approve:
             kept.approve(welcome.run)
         _agree(policy, welcome, kept)
+        welcome = session.check_in(site.enter())
         session.belongs(welcome, name)
         site.begin(welcome, None if kept.temporary else kept.memory())
         site.take_frozen(session, welcome)
@@ -177,7 +179,8 @@ def check(
         site = Training(task, name, part)
         welcome = session.check_in(site.look())
         yield f"network: {url} answers, run {welcome.run}" + ("" if context else ", without TLS")
-        yield f"identity: client {welcome.client} of {welcome.clients}"
+        who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
+        yield f"identity: {who}, of {welcome.clients}"
         reasons = policy.check(welcome)
         yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
         site.begin(welcome, None)
@@ -230,6 +233,10 @@ class Training:
 
     def look(self) -> CheckIn:
         """A check-in that only looks at what is served."""
+        return replace(self.enter(), looks=True)
+
+    def enter(self) -> CheckIn:
+        """A check-in that takes a place, and is not there yet."""
         return CheckIn(
             version=VERSION, name=self.name, examples=0, wants=self.wants, trains=self.trains()
         )
@@ -244,7 +251,8 @@ class Training:
         strategy = decode_strategy(welcome.strategy)
         if not isinstance(strategy, Federated):
             raise ValueError(f"{strategy.name} is no federated system")
-        self.client = welcome.client
+        # Who only looks has no number yet.
+        self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
         self.model = seeded_model(self.task, welcome.seed)
         self.clients: Clients = strategy.one_client(

@@ -229,9 +229,9 @@ class _Server:
         place.report({"serving": self.url, "run": run})
 
     def close(self) -> None:
-        """Tells clients that the run is over, and ends."""
-        self.desk.end("the run is over")
+        """Ends. Clients of a run that is over hear of it; those of another one try again later."""
         until = time.monotonic() + FAREWELL
-        while time.monotonic() < until and self.desk.has_to_tell():
+        while self.desk.over and time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
+        self.desk.pause()
         self.ending.close()

@@ -187,14 +187,14 @@ class App:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 self.access.refuse(admitted.client, 409, "another task", why)
         # After it is known to fit: whoever is refused takes nobody's place.
-        if admitted.client == NEW or said.name or said.wants is not None:
+        if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
                 self.access.check_in, admitted, said.name, said.wants
             )
-        seat = self.desk.seat(admitted.client)
-        seat.name = admitted.name or f"client {admitted.client}"
-        # Without examples it only looks.
-        if said.examples:
+        # Without examples it has its number, and is not there yet.
+        if said.examples and not said.looks:
+            seat = self.desk.seat(admitted.client)
+            seat.name = admitted.name or f"client {admitted.client}"
             with _call(self.desk, seat):
                 await self._arrives(
                     seat, Here(seat.name, said.examples, said.held_out, said.machine)
