@@ -176,10 +176,6 @@ class App:
 
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
         said = await self._body(request, admitted, CheckIn)
-        if admitted.client == NEW or said.name or said.wants is not None:
-            admitted = await asyncio.to_thread(
-                self.access.check_in, admitted, said.name, said.wants
-            )
         if said.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
                 f"the client speaks version {said.version}, and the server {requests.VERSION}: "
@@ -190,6 +186,11 @@ class App:
             if different:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 self.access.refuse(admitted.client, 409, "another task", why)
+        # After it is known to fit: whoever is refused takes nobody's place.
+        if admitted.client == NEW or said.name or said.wants is not None:
+            admitted = await asyncio.to_thread(
+                self.access.check_in, admitted, said.name, said.wants
+            )
         seat = self.desk.seat(admitted.client)
         seat.name = admitted.name or f"client {admitted.client}"
         # Without examples it only looks.
@@ -268,7 +269,7 @@ class App:
             why = "there is no such model any more: ask again what to do"
             raise Refused(410, "no such model", why)
         start, end = _range(request.headers, stream.size, digest)
-        seat = self._known(admitted)
+        seat = self.desk.seat(admitted.client)
         headers = {
             "etag": f'"{digest}"',
             "content-length": str(end - start),

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dure.contracts.strategy import Interrupted
+from dure.fleet.budget import Budget
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
+from dure.protocol.measured import together
 from dure.protocol.messages import (
     Assignment,
     Join,
@@ -50,7 +52,7 @@ from dure.wire.requests import (
     Train,
     from_json,
 )
-from dure.wire.tensors import TensorsError
+from dure.wire.tensors import TensorsError, size_of
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
@@ -62,6 +64,8 @@ COHORT = "cohort.json"
 
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+
+SPENT = "it has used up what it may transfer"
 
 MOST_REPORTED = 50
 """Numbers of a client's own that are kept."""
@@ -123,6 +127,7 @@ class NetworkCarrier:
         lasts: float,
         measure_seconds: float,
         record: bool,
+        budget: Budget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
     ) -> None:
@@ -138,6 +143,9 @@ class NetworkCarrier:
         self.lasts: float | None = lasts
         self.measure_seconds = measure_seconds
         self.record = record
+        self.budget = budget
+        self._up = 0
+        """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
         self.now = 0.0
@@ -277,15 +285,19 @@ class NetworkCarrier:
         for seat in asked:
             self.desk.ask_measure(seat.number, None)
         self._measuring = None
-        return _together(answers)
+        return together([_measured(client, said) for client, said in answers.items()])
 
     def kept(self) -> Kept:
         """Nothing: what belongs to a client never leaves it."""
         return Kept(())
 
     def answers_left(self, different: bool) -> float:
-        """Without end: what a site transfers is bounded by its own policy."""
-        return math.inf
+        if self.budget.limit is None:
+            return math.inf
+        often = [self.budget.left(client) for client in range(self.federation.clients)]
+        if different:
+            return sum(1 for times in often if times)
+        return sum(often) + len(self._underway) + len(self._arrived)
 
     def facts(self) -> Mapping[str, Any]:
         """How clients compute, and whether that is how this machine would."""
@@ -296,6 +308,7 @@ class NetworkCarrier:
                 for difference in differences(machine, self.machine)
             }
         )
+        out = [list(one) for one in self.budget.out.items()]
         return {
             "engine": self.machine.engine,
             "why": "clients on a network train with it",
@@ -303,6 +316,7 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            **({"out_of_transfers": out} if out else {}),
             **({"reported": sorted(self._reported.items())} if self._reported else {}),
         }
 
@@ -443,6 +457,8 @@ class NetworkCarrier:
         if under is None:
             return
         said = self._arrived[ticket].said if ticket in self._arrived else None
+        if not up:
+            self.budget.give_back(under.client, self._up)
         whole = self.now - under.began
         compute = min(said.seconds, whole) if said is not None else 0.0
         self.flown.append(
@@ -464,18 +480,27 @@ class NetworkCarrier:
     def _do(self, coordinator: Coordinator, actions: Sequence[Action]) -> Combine | None:
         """Does what the coordinator wants done."""
         combine = None
-        for action in actions:
+        # Whoever cannot be asked is replaced at once, by more actions.
+        waiting = deque(actions)
+        while waiting:
+            action = waiting.popleft()
             if isinstance(action, Combine):
                 combine = action
             elif isinstance(action, Assign):
-                self._assign(coordinator, action.assignment)
+                waiting.extend(self._assign(coordinator, action.assignment))
             else:
                 self._refuse(action)
         return combine
 
-    def _assign(self, coordinator: Coordinator, asked: Assignment) -> None:
+    def _assign(self, coordinator: Coordinator, asked: Assignment) -> list[Action]:
+        """An assignment goes to its client, if that may transfer it."""
+        _, down, forms = self._sent(coordinator, asked)
+        self._up = size_of(forms)
+        if not self.budget.take(asked.client, down, self._up):
+            return coordinator.failed(asked.ticket, SPENT, self.now)
         size = self._hand(coordinator, asked)
         self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, size)
+        return []
 
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> int:
         """Puts an assignment on the desk; the bytes that it sends."""
@@ -575,6 +600,7 @@ class NetworkCarrier:
             "now": self.now,
             "applied": self._applied,
             "begun": self._begun,
+            "budget": self.budget.state(),
             "waiting": [list(event) for event in self._waiting],
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
             "arrived": {
@@ -603,6 +629,7 @@ class NetworkCarrier:
             for ticket, (client, round, said) in state["arrived"].items()
         }
         self._begun = state["begun"]
+        self.budget.restore(state["budget"])
         for number, name, examples, held_out, here in state["clients"]:
             seat = self.desk.seat(number)
             seat.name = name
@@ -630,32 +657,13 @@ def differences(machine: Machine | None, mine: Machine) -> list[str]:
     return found
 
 
-def _together(answers: Mapping[int, MeasuredThis]) -> Measured:
-    """What clients say, in their order."""
-    clients = sorted(answers)
-    said = [answers[client] for client in clients]
-    names = list(dict.fromkeys(name for one in said for name in one.values))
-    # A form is of a metric and not of a client; whoever says another has added up something else.
-    forms: dict[str, str] = {}
-    for one in said:
-        for name, form in one.forms.items():
-            forms.setdefault(name, form)
-    return Measured(
-        clients=clients,
-        values={name: [_number(one.values.get(name)) for one in said] for name in names},
-        examples={name: [one.examples.get(name, 0) for one in said] for name in names},
-        sums={name: [_row(one, name, forms[name]) for one in said] for name in forms},
-        forms=forms,
-        failures={
-            client: one.failure for client, one in zip(clients, said, strict=True) if one.failure
-        },
-    )
-
-
-def _row(said: MeasuredThis, name: str, form: str) -> list[float]:
-    """What a client has added up; nothing that is finite where that is something else."""
-    fits = said.forms.get(name) == form
-    return [_number(one) for one in said.sums.get(name, [])] if fits else [math.nan]
+def _measured(client: int, said: MeasuredThis) -> Measured:
+    """What one client says, as a message of one."""
+    values = {name: [_number(value)] for name, value in said.values.items()}
+    sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}
+    examples = {name: [count] for name, count in said.examples.items()}
+    failures = {client: said.failure} if said.failure else {}
+    return Measured([client], values, examples, sums, dict(said.forms), failures)
 
 
 def _number(value: float | None) -> float:
