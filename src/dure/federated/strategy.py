@@ -46,10 +46,12 @@ from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count, liars
+from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
+from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, check_apart
@@ -362,12 +364,24 @@ class Federated(Strategy):
             seed=seed,
             layout=self.layout(task, model, clients),
             trains=trains_of(task, model),
+            frozen=frozen_of(model),
+            threads=self._threads(task, model, clients),
         )
         carrier = network(federation)
         server = self.server_half(task, model, place, carrier, seed)
         server.examples = max(1, sum(carrier.join().sizes))
         place.ending.callback(server.close)
         return server
+
+    def _threads(self, task: Task, model: nn.Module, clients: int) -> int:
+        """With how many threads a client computes, as in the simulation; 1 without examples."""
+        train, test = examples_for(model, task)
+        sample = test or train
+        if not len(sample):
+            return 1
+        # Clients of mean size; whoever has fewer examples than a batch makes smaller steps.
+        typical = len(train) / clients or self.batch_size or len(sample)
+        return threads_for(flops_per_step(model, sample, min(self.batch_size or typical, typical)))
 
     def server_half(
         self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int

@@ -57,12 +57,13 @@ class Trains(Said, frozen=True):
     """What a site would train, to be compared with what the server serves.
 
     forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that
-    are not trained, of which the site has its own. buffers: which of the tensors are no weights.
-    loss, optimizer: how they call themselves. metrics, features: names.
+    are not trained, of which the site has its own; frozen_bytes: of their stream. buffers: which of
+    the tensors are no weights. loss, optimizer: how they call themselves. metrics, features: names.
     """
 
     forms: dict[str, tuple[str, list[int]]]
     frozen: str | None = None
+    frozen_bytes: int = 0
     loss: str = ""
     optimizer: str = ""
     buffers: list[str] = []

@@ -85,13 +85,23 @@ Event = Callable[[str, Mapping[str, object]], None]
 
 
 class Loop:
-    """A client at work until the run is over, or it is stopped."""
+    """A client at work until the run is over, or it is stopped.
 
-    def __init__(self, session: Session, site: Site, event: Event) -> None:
+    closed: seconds until the site works again, 0 while it does.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        site: Site,
+        event: Event,
+        closed: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.session = session
         self.site = site
         self.event = event
         self.state = session.state
+        self.closed = closed
         self._confirmed: list[int] = []
         self._failures = 0
         self._earlier = set(self.state.pending())
@@ -102,6 +112,7 @@ class Loop:
         self._check_in()
         self._confirmed = [] if self.state.temporary else self.state.confirmations()
         while True:
+            self._wait_until_open()
             confirmed = list(self._confirmed)
             try:
                 word = self.session.next(confirmed)
@@ -120,6 +131,14 @@ class Loop:
                 self._measure(word.measure)
             if word.train is not None:
                 self._train(word.train)
+
+    def _wait_until_open(self) -> None:
+        """Outside its hours the site does not call, and is away for the server."""
+        seconds = self.closed()
+        if seconds > 0:
+            self.event("closed", {"seconds": seconds})
+            if self.session.stop.wait(seconds):
+                raise StoppedError
 
     def _check_in(self) -> None:
         site = self.site

@@ -85,6 +85,8 @@ class App:
     journal: Journal
     updates: Updates
     access: Access
+    every_moment: Callable[[], None] = lambda: None
+    """Called several times a second, in the event loop."""
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
 
@@ -150,6 +152,7 @@ class App:
         """Notices who has gone."""
         while True:
             await asyncio.sleep(GRACE / 8)
+            self.every_moment()
             for seat in self.desk.silent(time.monotonic()):
                 seat.here = False
                 seat.missing = seat.train is not None
@@ -224,6 +227,9 @@ class App:
         with _call(self.desk, seat):
             await self._comes_back(seat)
             word = await _while_connected(request, self.desk.next(seat, self.served.patience))
+        # It may have been revoked while it waited.
+        if not self.access.may(seat.number):
+            self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
         return answer(word) if word is not None else Response(status_code=400)
 
     async def _comes_back(self, seat: Seat) -> None:

@@ -63,6 +63,9 @@ COHORT = "cohort.json"
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: as long as clients wait to try again."""
 
+MOST_REPORTED = 50
+"""Numbers of a client's own that are kept."""
+
 LOOK = 0.25
 """Seconds after which a waiting server looks whether its user wants it to stop."""
 
@@ -156,6 +159,8 @@ class NetworkCarrier:
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._reported: dict[int, dict[str, float]] = {}
+        """What clients have said of their newest training, by client."""
 
     # What the server asks of a carrier
 
@@ -295,6 +300,7 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            **({"reported": sorted(self._reported.items())} if self._reported else {}),
         }
 
     def saved(self) -> None:
@@ -365,6 +371,8 @@ class NetworkCarrier:
         ticket = event.ticket
         said = from_json(event.body, Reserve)
         self.desk.done(event.client, ticket)
+        if said.metrics:
+            self._reported[event.client] = dict(list(said.metrics.items())[:MOST_REPORTED])
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)
