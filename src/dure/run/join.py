@@ -119,20 +119,20 @@ def join(
         welcome = session.check_in(site.look())
         if approve:
             kept.approve(welcome.run)
-        _agree(policy, welcome, kept)
+        agree(policy, welcome, kept)
         session.belongs(welcome, name)
         site.begin(welcome, None if kept.temporary else kept.memory())
         site.take_frozen(session, welcome)
         with threads(site.threads), left_out():
-            return Loop(session, site, on_progress, partial(_closed, policy)).run()
+            return Loop(session, site, on_progress, partial(closed, policy)).run()
 
 
-def _closed(policy: Policy) -> float:
+def closed(policy: Policy) -> float:
     """Seconds until the site works again; 0 while it does."""
     return policy.seconds_until_open(datetime.now().astimezone())
 
 
-def _agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
+def agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
     """Raises PolicyError where the site does not take part in what is served."""
     reasons = policy.check(welcome)
     if policy.asks and not kept.approved(welcome.run):

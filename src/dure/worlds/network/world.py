@@ -96,18 +96,27 @@ class Network(World):
     ) -> Value:
         def here(place: Place) -> Value:
             place.conditions = self.conditions
-            place.network = lambda federation: self._carrier(federation, place)
-            return program(place)
+            with contextlib.ExitStack() as ending:
+                servers: list[_Server] = []
+
+                def served(federation: Federation) -> Carrier:
+                    servers.append(ending.enter_context(_Server(self, federation, place)))
+                    return self._carrier(servers[0], federation, place)
+
+                place.network = served
+                value = program(place)
+                # Who was interrupted, or has failed, can be resumed: its clients wait for that.
+                for server in servers if not place.interrupted() else ():
+                    server.says_over()
+                return value
 
         return run_here(here, report, "server", self.kind, is_worker=False)
 
-    def _carrier(self, federation: Federation, place: Place) -> Carrier:
-        """Begins to serve, and returns what joins the coordinator with the clients."""
+    def _carrier(self, server: _Server, federation: Federation, place: Place) -> Carrier:
+        """What joins the coordinator with the clients of a server."""
         # Here, since the rest of dure does without these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
-        server = _Server(self, federation, place)
-        place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
             folder=server.folder,
@@ -222,10 +231,16 @@ class _Server:
         self.url = f"{scheme}://{world.host}:{self.serving.port}"
         place.report({"serving": self.url, "run": run})
 
-    def close(self) -> None:
-        """Tells clients that the run is over, and ends."""
+    def says_over(self) -> None:
+        """Tells clients that the run is over."""
         self.desk.end("the run is over")
         until = time.monotonic() + FAREWELL
         while time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.desk.pause()
         self.ending.close()

@@ -64,6 +64,8 @@ class Desk:
         self.seats: dict[int, Seat] = {}
         self.over: str | None = None
         """Why the run has ended, once it has."""
+        self.paused = False
+        """Whether the server goes away for a while."""
         self.open = threading.Event()
         """Set once all that was logged before a restart has been gone through."""
         self.newest: str | None = None
@@ -125,6 +127,12 @@ class Desk:
         for seat in list(self.seats.values()):
             self._ring(seat)
 
+    def pause(self) -> None:
+        """The server goes away: calls that wait are answered at once, and clients call again."""
+        self.paused = True
+        for seat in list(self.seats.values()):
+            self._ring(seat)
+
     def has_to_tell(self) -> bool:
         """Whether somebody who is there has not heard that the run is over."""
         return any(seat.calls or not seat.heard for seat in list(self.seats.values()) if seat.here)
@@ -172,7 +180,7 @@ class Desk:
             bell = seat.bell
             word = self.word(seat)
             left = until - time.monotonic()
-            if word is not None or left <= 0:
+            if word is not None or left <= 0 or self.paused:
                 return word if word is not None else Word(newest=self.newest)
             await _rung(bell, left)
 
@@ -184,7 +192,7 @@ class Desk:
             if not self.wants(seat, ticket):
                 return Watched(wanted=False, reason=self.over or "the round is over")
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self.paused:
                 return Watched(wanted=True)
             await _rung(bell, left)
 
