@@ -29,6 +29,7 @@ from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
+from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
@@ -119,21 +120,21 @@ def join(
         welcome = session.check_in(site.look())
         if approve:
             kept.approve(welcome.run)
-        _agree(policy, welcome, kept)
+        agree(policy, welcome, kept)
         welcome = session.check_in(site.enter())
         session.belongs(welcome, name)
         site.begin(welcome, None if kept.temporary else kept.memory())
         site.take_frozen(session, welcome)
-        with threads(site.threads):
-            return Loop(session, site, on_progress, partial(_closed, policy)).run()
+        with threads(site.threads), left_out():
+            return Loop(session, site, on_progress, partial(closed, policy)).run()
 
 
-def _closed(policy: Policy) -> float:
+def closed(policy: Policy) -> float:
     """Seconds until the site works again; 0 while it does."""
     return policy.seconds_until_open(datetime.now().astimezone())
 
 
-def _agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
+def agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
     """Raises PolicyError where the site does not take part in what is served."""
     reasons = policy.check(welcome)
     if policy.asks and not kept.approved(welcome.run):
@@ -187,7 +188,8 @@ def check(
         sent = site.would_send()
         free = shutil.disk_usage(kept.folder).free
         yield f"disk: {free:,} bytes are free, and {8 * sent:,} are needed at most"
-        seconds = site.one_step()
+        with left_out():
+            seconds = site.one_step()
         yield f"training: one step took {seconds:.3f} s on {site.examples:,} examples"
         yield (
             f"would be sent: {sent:,} bytes an update, with the number of examples, samples and "

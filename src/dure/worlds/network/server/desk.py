@@ -64,11 +64,12 @@ class Desk:
         self.seats: dict[int, Seat] = {}
         self.over: str | None = None
         """Why the run has ended, once it has."""
+        self.paused = False
+        """Whether the server goes away for a while."""
         self.open = threading.Event()
         """Set once all that was logged before a restart has been gone through."""
         self.final: MeasureThis | None = None
         """The last model, once the run has ended."""
-        self.paused = False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
