@@ -110,6 +110,7 @@ def join(
             audit=audit,
             stop=stop or threading.Event(),
             tell=lambda text: on_progress("waiting", {"why": text}),
+            moved=lambda count: on_progress("moved", {"bytes": count}),
             bytes_per_second=policy.bandwidth,
         )
         ending.callback(session.close)

@@ -142,6 +142,7 @@ class Simulation:
         # Who is away is known here, and comes back by the clock or never.
         self.lasts: float | None = None
         self.patient = False
+        self.clock_is = "virtual_seconds"
         self.now = 0.0
         self.flown: list[Flight] = []
         self._count = len(clients.join().sizes)

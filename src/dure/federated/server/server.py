@@ -269,7 +269,7 @@ class Server(Learner):
         late = outcomes.count("late")
         staleness = result.staleness
         return {
-            "virtual_seconds": self.carrier.now,
+            self.carrier.clock_is: self.carrier.now,
             "updates": float(len(result.clients)),
             "late": float(late),
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),

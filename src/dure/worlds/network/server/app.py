@@ -45,6 +45,7 @@ from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.server.desk import GRACE, Desk, Seat
 from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.watching import Metered, Watching
 from dure.worlds.network.updates import PartError, Updates
 
 Body = TypeVar("Body", bound=Said)
@@ -87,12 +88,13 @@ class App:
     access: Access
     every_moment: Callable[[], None] = lambda: None
     """Called several times a second, in the event loop."""
+    watching: Watching = field(default_factory=Watching)
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
 
-    def asgi(self) -> Starlette:
+    def asgi(self) -> Metered:
         """The application."""
-        return Starlette(
+        routed = Starlette(
             routes=[
                 self._route("/v1/enrol", "POST", self.enrol, known=False),
                 self._route("/v1/check-in", "POST", self.check_in),
@@ -105,6 +107,7 @@ class App:
                 self._route("/v1/measured", "POST", self.measured),
             ]
         )
+        return Metered(routed, self.watching)
 
     def _route(self, path: str, method: str, handler: Handler, known: bool = True) -> Route:
         """The handler behind the checks that all share: is it open, and who calls?"""
@@ -112,24 +115,35 @@ class App:
         async def endpoint(request: Request) -> Response:
             if not self.desk.open.is_set():
                 return refusal(503, "the server is starting", {"retry-after": "1"})
+            client = None
+
+            def note(kind: str, reason: str) -> None:
+                what = f"{method} {path}"
+                self.watching.refused(client, _address(request), what, kind, reason)
+
             try:
                 if not known:
                     return await handler(request)
                 admitted = self.access.admit(
                     request.headers, request.method, _target(request), _address(request)
                 )
+                client = admitted.client if admitted.client != NEW else None
                 return await self._checked(handler, request, admitted)
             except Refused as refused:
+                note(refused.kind, refused.reason)
                 return refusal(refused.status, refused.reason, refused.headers)
             except RequestError as error:
+                note("malformed", str(error))
                 return refusal(400, str(error))
             except RunFolderWriteError as error:
+                note("not written", str(error))
                 return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
             except ClientDisconnect:
                 return Response(status_code=400)
             # A mistake of ours: said in the log, and nothing of it to strangers.
             except Exception:
                 LOG.exception("%s %s", request.method, request.url.path)
+                self.watching.mistake()
                 return refusal(500, "the server has made a mistake; its log says where")
 
         return Route(path, endpoint, methods=[method])
@@ -164,6 +178,7 @@ class App:
                         await self._log("missing", seat.number, seat.train.ticket)
                     else:
                         await self._log("leave", seat.number)
+                    self.watching.left(seat)
                 # The disk is full: it is noticed again at the next look.
                 except RunFolderWriteError:
                     seat.here = True
@@ -223,6 +238,7 @@ class App:
         seat.held_out = here.held_out
         seat.machine = here.machine
         await self._log("check_in", seat.number, body=to_json(here))
+        self.watching.arrived(seat)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
         ready = await self._body(request, admitted, Ready)
@@ -241,6 +257,7 @@ class App:
         if seat.missing and seat.train is not None:
             seat.missing = False
             await self._log("back", seat.number, seat.train.ticket)
+            self.watching.back(seat)
         if not seat.here:
             await self._arrives(seat, Here(seat.name, seat.examples, seat.held_out, seat.machine))
 
