@@ -575,6 +575,7 @@ class NetworkCarrier:
         digest, size, forms = self._sent(coordinator, asked)
         train = Train(asked.ticket, asked.round, asked.turn, digest, size)
         self.desk.assign(asked.client, train, asked.deadline, forms)
+        self.desk.newest = digest
         return size
 
     def _refuse(self, refused: Refuse) -> None:

@@ -68,6 +68,8 @@ class Desk:
         """Whether the server goes away for a while."""
         self.open = threading.Event()
         """Set once all that was logged before a restart has been gone through."""
+        self.newest: str | None = None
+        """The digest of the model that was handed out last."""
         self.final: MeasureThis | None = None
         """The last model, once the run has ended."""
         self._lock = threading.Lock()
