@@ -21,6 +21,7 @@ LEAST_ACCURACY = {
     "averaging": 0.8,
     "threads": 0.7,
     "federated": 0.6,
+    "lora": 0.7,
 }
 
 

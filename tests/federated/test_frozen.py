@@ -195,6 +195,19 @@ def test_a_frozen_weight_that_is_used_twice_travels_not_at_all() -> None:
     assert bytes_of(mine)[1] == (3 * 8 * 42, 3 * 8 * 42)
 
 
+@pytest.mark.parametrize("system", [dure.FedAvg(clients=3), dure.LocalSGD()])
+def test_a_frozen_weight_in_the_memory_of_a_trained_one_is_refused(system: Any) -> None:
+    """Alone it would follow it, and here they would go apart."""
+
+    def in_one_memory() -> nn.Module:
+        model = Tied()
+        model.scores.weight = nn.Parameter(model.words.data)
+        return model
+
+    with pytest.raises(ValueError, match=r"scores\.weight lie in the same memory|words lie in"):
+        dure.train(small_task(model=in_one_memory), system, stop=dure.Stop(rounds=1))
+
+
 def test_buffers_travel_with_what_is_trained() -> None:
     def normed() -> nn.Module:
         first, *rest = frozen().children()

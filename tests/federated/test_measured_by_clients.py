@@ -396,8 +396,12 @@ def test_what_cannot_be_measured_is_refused(
         dure.train(small_task(), strategy, dure.Simulated(**conditions), dure.Stop(rounds=1))
 
 
-def test_two_numbers_of_one_name_are_refused() -> None:
-    task = small_task(metrics={"hits": METRICS["accuracy"], "hits_mean": METRICS["accuracy"]})
-    with pytest.raises(ValueError, match="client_hits_mean"):
+@pytest.mark.parametrize(
+    ("names", "meets"),
+    [(["hits", "hits_mean"], "client_hits_mean"), (["failures"], "client_failures")],
+)
+def test_two_numbers_of_one_name_are_refused(names: list[str], meets: str) -> None:
+    task = small_task(metrics=dict.fromkeys(names, METRICS["accuracy"]))
+    with pytest.raises(ValueError, match=f"two numbers would be reported as {meets}"):
         dure.train(task, dure.FedAvg(held_out=0.2), LOOP, dure.Stop(rounds=1))
     dure.train(task, dure.FedAvg(), LOOP, dure.Stop(rounds=1))

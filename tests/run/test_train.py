@@ -138,7 +138,7 @@ def test_the_run_folder_holds_what_its_page_says(tmp_path, strategy, stop):
     assert set(config) == CONFIG
     assert set(config["task"]) == {"name", "options", "title"}
     assert config["task"]["name"] is None
-    assert set(config["stop"]) == {"epochs", "steps", "rounds", "seconds", "target"}
+    assert set(config["stop"]) == {"epochs", "steps", "rounds", "seconds", "target", "bytes"}
     assert set(config["versions"]) == {"dure", "torch", "python"}
     assert (config["parameters"], config["train_examples"], config["test_examples"]) == (
         215,
@@ -438,7 +438,8 @@ def test_ctrl_c_ends_the_run_after_its_step_with_what_was_done(tmp_path):
 def test_progress_is_told_with_all_that_a_display_needs():
     events = []
     train(6, on_progress=events.append)
-    told = {"unit", "step", "epoch", "samples", "seconds", "loss", "metrics", "evaluated", "proofs"}
+    told = {"unit", "step", "epoch", "samples", "seconds", "loss", "metrics", "bytes"}
+    told |= {"evaluated", "proofs"}
     assert all(set(e) == told for e in events)
     assert (events[0]["step"], events[0]["loss"], events[-1]["step"]) == (0, None, 6)
     assert events[-1]["metrics"].keys() == {"test_loss", "test_accuracy"}

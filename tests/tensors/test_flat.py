@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
+from dure.tensors.flat import FlatParameters, by_dtype, check_apart, trained_of, views_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=5)
 
@@ -87,3 +88,29 @@ def test_a_copy_is_nobody_s_view():
     copy = flat.copy()
     flat.buffers[0].zero_()
     assert bool(copy[0].any())
+
+
+def test_a_parameter_in_the_memory_of_another_tensor_is_refused_by_both_names():
+    check_apart(Mixed())
+    model = Mixed()
+    flat = FlatParameters(model)
+    check_apart(model)
+    assert flat.buffers
+    model.head = nn.Parameter(model.first.weight.data.T, requires_grad=False)
+    with pytest.raises(ValueError, match=r"head and first\.weight lie in the same memory"):
+        check_apart(model)
+    model.head = nn.Parameter(model.first.weight.detach().clone())
+    check_apart(model)
+    model.register_buffer("last", model.first.bias.data[2:])
+    with pytest.raises(ValueError, match=r"first\.bias and last lie in the same memory"):
+        check_apart(model)
+
+
+def test_columns_of_one_matrix_are_apart_and_frozen_ones_may_be_the_same():
+    whole = torch.zeros(4, 6)
+    left, right = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
+    check_apart(nn.ParameterList([left, right]))
+    with pytest.raises(ValueError, match="0 and 1 lie in the same memory"):
+        check_apart(nn.ParameterList([left, nn.Parameter(whole[:, 2:4])]))
+    same = [nn.Parameter(whole, requires_grad=False), nn.Parameter(whole, requires_grad=False)]
+    check_apart(nn.ParameterList(same))

@@ -20,7 +20,6 @@ from dure.wire.certificates import (
     check_pair,
     client_context,
     expires,
-    explained,
     issue_client,
     issue_server,
     make_authority,
@@ -57,7 +56,7 @@ def client_pair(folder: Path) -> Pair:
 
 
 def greeted(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localhost") -> bytes:
-    """The server's certificate, as the client gets it over a connection on which both have read.
+    """The server's certificate, as the client gets it over a connection on which it was answered.
 
     Raises what the client's side raises.
     """
@@ -70,8 +69,8 @@ def greeted(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localho
                 socket.create_connection(address, timeout=10) as plain,
                 client.wrap_socket(plain, server_hostname=host) as made,
             ):
-                made.sendall(b"?")
-                # With TLS 1.3 a client's certificate is looked at after its handshake.
+                # With TLS 1.3 a client's certificate is looked at after its handshake. It sends
+                # nothing: on a connection that is closed, that would fail before it has read why.
                 assert made.recv(1) == b"!"
                 shown = made.getpeercert(binary_form=True)
                 assert shown is not None
@@ -85,7 +84,6 @@ def _answer(listener: socket.socket, context: ssl.SSLContext) -> None:
     plain.settimeout(10)
     try:
         with context.wrap_socket(plain, server_side=True) as made:
-            made.recv(1)
             made.sendall(b"!")
     except OSError:
         plain.close()
@@ -105,22 +103,23 @@ def test_a_client_that_trusts_the_authority_reaches_the_server_by_each_name(fold
 
 
 def refused(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localhost") -> str:
-    with pytest.raises((ssl.SSLError, ConnectionError)) as error:
+    """What OpenSSL says to the client."""
+    with pytest.raises(ssl.SSLError) as error:
         greeted(server, client, host)
-    return explained(error.value)
+    return str(error.value)
 
 
 def test_a_client_of_another_authority_goes_away(folder, strange) -> None:
-    assert "not from an authority" in refused(of(folder), trusting(strange))
+    assert "unable to get local issuer certificate" in refused(of(folder), trusting(strange))
 
 
 def test_a_client_that_trusts_this_machine_s_authorities_goes_away(folder) -> None:
-    assert "not from an authority" in refused(of(folder), client_context())
+    assert "unable to get local issuer certificate" in refused(of(folder), client_context())
 
 
 @pytest.mark.parametrize("host", ["other.example.org", "10.1.2.4", "xfed.example.org"])
 def test_a_server_by_another_name_is_not_taken(folder, host) -> None:
-    assert "for other names" in refused(of(folder), trusting(folder), host)
+    assert "is not valid for" in refused(of(folder), trusting(folder), host)
 
 
 def expired(folder: Path, name: str) -> Pair:
@@ -144,7 +143,7 @@ def own(tmp_path, folder) -> Path:
 
 def test_an_expired_server_is_not_taken(own) -> None:
     said = refused(by_hand(expired(own, "server")), trusting(own))
-    assert "has expired" in said
+    assert "certificate has expired" in said
 
 
 def test_a_server_does_not_begin_with_a_certificate_that_has_expired(own) -> None:
@@ -166,14 +165,14 @@ def test_a_server_that_asks_for_certificates_takes_those_of_its_authority(folder
 
 
 def test_a_server_that_asks_for_certificates_takes_nobody_without_one(folder) -> None:
-    assert "asks for a client's certificate" in refused(mutual(folder), trusting(folder))
+    assert "CERTIFICATE_REQUIRED" in refused(mutual(folder), trusting(folder))
 
 
 def test_a_server_that_asks_for_certificates_takes_none_of_other_authorities(
     folder, strange
 ) -> None:
     said = refused(mutual(folder), trusting(folder, client_pair(strange)))
-    assert "does not take this client's certificate" in said
+    assert "UNKNOWN_CA" in said
 
 
 def test_a_server_s_certificate_does_not_do_for_a_client_nor_the_other_way(folder) -> None:
@@ -333,23 +332,3 @@ def test_a_clock_that_is_decades_late_is_no_reason(folder) -> None:
     [made] = certificates._certificates(folder / "server.pem")
     assert made.not_valid_before_utc.year == 1970
     check_pair(server_pair(folder))
-
-
-def test_plain_http_where_tls_is_spoken_is_explained(folder) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def plain() -> None:
-            accepted, _ = listener.accept()
-            with accepted:
-                accepted.recv(4096)
-                accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=plain)
-        thread.start()
-        with (
-            pytest.raises(ssl.SSLError) as error,
-            socket.create_connection(listener.getsockname(), timeout=10) as made,
-        ):
-            trusting(folder).wrap_socket(made, server_hostname="localhost")
-        thread.join()
-    assert "does not speak TLS" in explained(error.value)

@@ -170,6 +170,7 @@ def taken(server: Server, nonce: str, serial: int, client: str = KEY.public) -> 
 def test_a_serial_far_ahead_costs_no_memory() -> None:
     server = Server()
     nonce = fresh(server)
+    assert taken(server, nonce, 0)
     assert taken(server, nonce, 10**17)
     [session] = server.nonces._sessions[KEY.public]
     assert session.seen.bit_length() <= WINDOW
@@ -208,6 +209,24 @@ def test_of_many_processes_with_one_key_all_go_on_and_memory_is_bounded() -> Non
     signers = [known(server) for _ in range(3 * SESSIONS)]
     assert [server.ask(signer)[-1] for signer in signers] == [200] * len(signers)
     assert len(server.nonces._sessions[KEY.public]) == SESSIONS
+
+
+def test_of_too_many_processes_the_one_that_was_longest_silent_signs_again() -> None:
+    server = Server()
+    first, second, *others = [known(server) for _ in range(SESSIONS)]
+    assert server.ask(first) == [200]
+    known(server)
+    assert [server.ask(signer) for signer in (first, *others)] == [[200]] * (SESSIONS - 1)
+    assert server.ask(second) == [401, 200]
+
+
+def test_a_nonce_is_forgotten_though_another_of_the_client_is_in_use() -> None:
+    server = Server(life=10.0)
+    silent, busy = known(server), known(server)
+    for _ in range(2):
+        server.now += 6
+        assert server.ask(busy) == [200]
+    assert server.ask(silent) == [401, 200]
 
 
 def test_a_nonce_is_forgotten_some_time_after_its_last_use() -> None:

@@ -51,7 +51,7 @@ from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.flat import FlatParameters
+from dure.tensors.flat import FlatParameters, check_apart
 
 BALANCE = 10.0
 FACTOR = 2.0
@@ -109,7 +109,8 @@ class ADMM(Strategy):
         return " ".join(["ADMM" if self.duals else "ADMM without duals", rho, *parts])
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on."""
+        """Raises ValueError for batches that the model cannot train on, or shared memory."""
+        check_apart(model)
         check_own_batches(task, model, self.batch_size, workers)
 
     def check(self, task: Task, workers: int | None) -> None:

@@ -38,6 +38,7 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import scale_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.flat import check_apart
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class LocalSGD(Strategy):
             raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on."""
+        """Raises ValueError for batches that the model cannot train on, or shared memory."""
+        check_apart(model)
         check_pieces(task, model, self.batch_size, workers)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:

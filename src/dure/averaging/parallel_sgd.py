@@ -50,7 +50,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
-from dure.tensors.flat import FlatParameters
+from dure.tensors.flat import FlatParameters, check_apart
 
 Combination = Literal["average", "best"]
 
@@ -89,7 +89,8 @@ class ParallelSGD(Strategy):
         )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on."""
+        """Raises ValueError for batches that the model cannot train on, or shared memory."""
+        check_apart(model)
         check_own_batches(task, model, self.batch_size, workers)
 
     def check(self, task: Task, workers: int | None) -> None:

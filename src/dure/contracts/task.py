@@ -7,7 +7,7 @@ under the run's seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -76,6 +76,8 @@ class Task:
         all workers, or of a worker that has steps of its own; in a federation at round t. A
         function of t, like `lr_lambda` of torch's LambdaLR; None leaves them as they are.
     eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
+    features: what the columns of the inputs mean, by name; over a network a client with other
+        columns is refused.
     metric_memory: bytes that the outputs and targets of all test examples may have, where a metric
         needs them at once; a metric that would need more is refused.
     """
@@ -91,6 +93,7 @@ class Task:
     lr_schedule: LRSchedule | None = None
     eval_batch_size: int = 1_000
     metric_memory: int = 2**30
+    features: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):

@@ -39,20 +39,22 @@ from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server import sampling
-from dure.federated.server.by_client import names_over
+from dure.federated.server.by_client import FAILURES, names_over
 from dure.federated.server.pacing import Pacing, Rounds
 from dure.federated.server.sampling import Selection, Uniform
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count, liars
+from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.seeds import generator
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
+from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters
+from dure.tensors.flat import FlatParameters, check_apart
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
 
@@ -239,12 +241,11 @@ class Federated(Strategy):
             pacing.check(clients)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a batch of one example where the model needs two."""
-        if (
-            self.batch_size == 1
-            and len(task.train)
-            and needs_two(model, examples_for(model, task)[0])
-        ):
+        """Raises ValueError for a batch that is too small for the model, or shared memory."""
+        check_apart(model)
+        # A server that has no data leaves it to its clients, which check it too.
+        singly = self.batch_size == 1 and len(task.train) > 0
+        if singly and needs_two(model, examples_for(model, task)[0]):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
                 "example: take a batch_size of 2 or more"
@@ -264,7 +265,7 @@ class Federated(Strategy):
             check_poison(task.train, attack)
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
-        _check_names(self.measures(task, model, conditions))
+        _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
 
     def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
@@ -363,12 +364,24 @@ class Federated(Strategy):
             seed=seed,
             layout=self.layout(task, model, clients),
             trains=trains_of(task, model),
+            frozen=frozen_of(model),
+            threads=self._threads(task, model, clients),
         )
         carrier = network(federation)
         server = self.server_half(task, model, place, carrier, seed)
         server.examples = max(1, sum(carrier.join().sizes))
         place.ending.callback(server.close)
         return server
+
+    def _threads(self, task: Task, model: nn.Module, clients: int) -> int:
+        """With how many threads a client computes, as in the simulation; 1 without examples."""
+        train, test = examples_for(model, task)
+        sample = test or train
+        if not len(sample):
+            return 1
+        # Clients of mean size; whoever has fewer examples than a batch makes smaller steps.
+        typical = len(train) / clients or self.batch_size or len(sample)
+        return threads_for(flops_per_step(model, sample, min(self.batch_size or typical, typical)))
 
     def server_half(
         self, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int

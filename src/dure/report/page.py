@@ -141,10 +141,12 @@ def _stop(run: Run) -> str | None:
     stop = {
         key: value for key, value in mapping(run.config.get("stop")).items() if value is not None
     }
-    return " or ".join(
-        f"{key} {plain(value)}" if key == "target" else f"{plain(value)} {key}"
-        for key, value in stop.items()
-    )
+    said = {key: f"{plain(value)} {key}" for key, value in stop.items()}
+    if "target" in stop:
+        said["target"] = f"target {plain(stop['target'])}"
+    if "bytes" in stop:
+        said["bytes"] = size(number(stop["bytes"]))
+    return " or ".join(said.values())
 
 
 def _versions(run: Run) -> str:

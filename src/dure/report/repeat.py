@@ -75,6 +75,7 @@ USUAL = {
         "attackers_change": "False",
         "engine": "auto",
         "processes": "None",
+        "transfer_budget": "None",
     },
 }
 """What worlds are where nothing is said, as config.json has it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 from pathlib import Path
 
 from dure.errors import RunFolderError
@@ -13,7 +14,10 @@ from dure.record.run import RunFolder
 ATTEMPTS = 20
 """Times that a copy is begun again because a checkpoint came in between."""
 
-_APART = ("updates", "journal.db", "journal.db-wal", "journal.db-shm", "journal.lock", "checkpoint")
+_DATABASES = ("journal.db", "clients.db")
+"""Copied by SQLite itself: a part of them lies in their logs."""
+
+_LEFT = ("journal.lock", "status.token")
 
 
 def backup(folder: str | Path, to: str | Path) -> Path:
@@ -41,15 +45,26 @@ def backup(folder: str | Path, to: str | Path) -> Path:
 def _copy(source: Path, target: Path) -> None:
     """The checkpoint first: the journal may go further than it, and never less far."""
     _copy_tree(source / "checkpoint", target / "checkpoint")
-    if (source / "journal.db").exists():
-        from dure.worlds.network.journal import backup as backup_journal
-
-        backup_journal(source, target / "journal.db")
-        _copy_tree(source / "updates", target / "updates")
+    for name in _DATABASES:
+        if (source / name).exists():
+            _copy_database(source / name, target / name)
+    _copy_tree(source / "updates", target / "updates")
     for file in source.iterdir():
-        if file.name not in _APART and file.name != "clients" and file.is_file():
+        if file.name.startswith(_DATABASES) or file.name in _LEFT:
+            continue
+        if file.is_file() and not file.name.startswith("."):
             with suppress(FileNotFoundError):
                 shutil.copy2(file, target / file.name)
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """Raises RunFolderError for one that cannot be read."""
+    try:
+        with closing(sqlite3.connect(source)) as there, closing(sqlite3.connect(target)) as copy:
+            # All pages in one step: else a server that writes on would make it begin anew.
+            there.backup(copy)
+    except sqlite3.Error as error:
+        raise RunFolderError(f"cannot copy {source} to {target}: {error}") from error
 
 
 def _copy_tree(source: Path, target: Path) -> None:

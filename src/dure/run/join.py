@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.flat import trained_of
+from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Layout
 from dure.wire.requests import (
     VERSION,
@@ -111,14 +114,21 @@ def join(
         if token and kept.about is None:
             session.enrol(token, name, part)
         site = Training(task, name, part, policy.share_errors)
+        policy.hold()
         welcome = session.check_in(site.look())
         if approve:
             kept.approve(welcome.run)
         _agree(policy, welcome, kept)
         session.belongs(welcome, name)
         site.begin(welcome, None if kept.temporary else kept.memory())
+        site.take_frozen(session, welcome)
         with threads(site.threads):
-            return Loop(session, site, on_progress).run()
+            return Loop(session, site, on_progress, partial(_closed, policy)).run()
+
+
+def _closed(policy: Policy) -> float:
+    """Seconds until the site works again; 0 while it does."""
+    return policy.seconds_until_open(datetime.now().astimezone())
 
 
 def _agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
@@ -250,8 +260,20 @@ class Training:
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
-        if memory is not None:
-            self.clients.memories[self.client] = list(memory)
+        self.remember(memory)
+
+    def take_frozen(self, session: Session, welcome: Welcome) -> None:
+        """The server's frozen weights in place of one's own, where these differ.
+
+        Weights that were drawn under the same seed may differ between processors.
+        """
+        served = welcome.trains.frozen
+        own = frozen_of(self.model)
+        if served is None or served == digest_of(own):
+            return
+        size = welcome.trains.frozen_bytes
+        tensors = session.fetch_frozen(served, size, forms_of(own))
+        load_frozen(self.model, tensors)
 
     def would_send(self) -> int:
         """Bytes of an update, but for what an algorithm sends besides."""
@@ -321,3 +343,7 @@ class Training:
     def settle(self, outcome: Outcome) -> None:
         tickets = [outcome.ticket]
         self.clients.settle(Settled(tickets, []) if outcome.kept else Settled([], tickets))
+
+    def remember(self, memory: Sequence[Tensor] | None) -> None:
+        if memory is not None:
+            self.clients.memories[self.client] = list(memory)

@@ -78,8 +78,9 @@ def train(
         model: that a traced program, or layers that a plan divides, compute what the model
         computes. False trusts them.
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
-        seconds, loss, metrics, evaluated: the step of the metrics, and proofs: what was tried
-        before the first step, as pairs of words and seconds.
+        seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
+        step of the metrics, and proofs: what was tried before the first step, as pairs of words and
+        seconds.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
     use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps

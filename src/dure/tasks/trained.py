@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from dure.contracts.task import Task
+from dure.machine.compiler import left_out
 from dure.tensors.frozen import frozen_of
 from dure.wire.requests import Machine, Trains
-from dure.wire.tensors import digest_of
+from dure.wire.tensors import digest_of, forms_of, size_of
 
 
 def trains_of(task: Task, model: nn.Module) -> Trains:
@@ -30,10 +31,12 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
     return Trains(
         forms=forms,
         frozen=digest_of(frozen) if frozen else None,
+        frozen_bytes=size_of(forms_of(frozen)) if frozen else 0,
         buffers=[name for name, _ in model.named_buffers()],
         loss=in_words(task.loss),
         optimizer=_optimizer(task, model),
         metrics=sorted(task.measures) if len(task.train) else [],
+        features=list(task.features or ()),
     )
 
 
@@ -46,6 +49,9 @@ def differences(theirs: Trains, ours: Trains) -> list[str]:
         elif theirs.forms[name] != form:
             found.append(f"{name} is {_form(theirs.forms[name])}, and {_form(form)} at the server")
     found += [f"the server has no {name}" for name in theirs.forms if name not in ours.forms]
+    # What the frozen weights are is no difference: a site takes over the server's.
+    if (theirs.frozen is None) != (ours.frozen is None):
+        found.append("other parameters are frozen than at the server")
     for what in ("loss", "optimizer"):
         mine, served = getattr(theirs, what), getattr(ours, what)
         if mine != served:
@@ -67,7 +73,8 @@ def in_words(thing: Any) -> str:
 
 def _optimizer(task: Task, model: nn.Module) -> str:
     """The optimizer by its name and the settings of its groups."""
-    optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
+    with left_out():
+        optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
     plain = (bool, int, float, str, tuple, type(None))
     groups = [
         ", ".join(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -33,6 +34,47 @@ def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
 def trained_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are trained, each once, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def check_apart(model: nn.Module) -> None:
+    """Raises ValueError for a trained parameter that has elements in common with another tensor.
+
+    In a flat buffer it would have memory of its own, and the other would no longer follow it. One
+    parameter under two names is one tensor.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        has_memory = not is_lazy(tensor) and tensor.layout is torch.strided
+        if has_memory and tensor.device.type != "meta" and tensor.numel():
+            found[id(tensor)] = name, tensor
+    open_ones: list[tuple[str, Tensor, int]] = []
+    # In order of their beginnings only those can meet that have not ended.
+    for name, tensor in sorted(found.values(), key=lambda one: one[1].data_ptr()):
+        begin = tensor.data_ptr()
+        open_ones = [one for one in open_ones if one[2] > begin]
+        for other_name, other, _ in open_ones:
+            is_trained = tensor.requires_grad or other.requires_grad
+            if is_trained and tensor.device == other.device and _meet(tensor, other):
+                raise ValueError(
+                    f"{other_name} and {name} lie in the same memory, and are two tensors: let the "
+                    f"model have one parameter under both names, or clone one of them"
+                )
+        open_ones.append((name, tensor, begin + _span(tensor) * tensor.element_size()))
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from its first to its last, with the gaps in between."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an address in common, such as not two columns of one matrix."""
+    addresses = []
+    for tensor in (one, other):
+        places = torch.arange(_span(tensor)).as_strided(tensor.shape, tensor.stride())
+        addresses.append(places.reshape(-1) * tensor.element_size() + tensor.data_ptr())
+    return bool(torch.isin(*addresses).any())
 
 
 class FlatParameters:

@@ -204,39 +204,6 @@ class Reloading:
         return tuple(map(_stamp_of, self._pair))
 
 
-def explained(error: ssl.SSLError | OSError) -> str:
-    """Why a connection with TLS failed, and what to do, in one line for whoever runs the client."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _not_trusted(error)
-    reason = getattr(error, "reason", None) or ""
-    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
-        return "the server does not speak TLS there: is the address http:// or the port another?"
-    if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
-        return "the server asks for a client's certificate, and got none that it takes"
-    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
-        return "the server does not take this client's certificate: has it expired?"
-    return f"TLS failed: {reason.replace('_', ' ').lower() or error}"
-
-
-_EXPIRED = 10
-_NOT_YET = 9
-_OTHER_HOST = (62, 64)
-
-
-def _not_trusted(error: ssl.SSLCertVerificationError) -> str:
-    # The numbers are X509_V_ERR_... of OpenSSL.
-    if error.verify_code == _EXPIRED:
-        return "the server's certificate has expired: renew it, or correct this machine's clock"
-    if error.verify_code == _NOT_YET:
-        return "the server's certificate is not valid yet: is this machine's clock right?"
-    if error.verify_code in _OTHER_HOST:
-        return f"the server's certificate is for other names: {error.verify_message.rstrip('.')}"
-    return (
-        "the server's certificate is not from an authority that this client trusts "
-        f"({error.verify_message}): give its authority.pem"
-    )
-
-
 def _load(context: ssl.SSLContext, pair: Pair) -> None:
     # First: OpenSSL would ask the terminal for a password, and forget the old certificate before it
     # finds fault with the new one.

@@ -60,14 +60,16 @@ class Layout(NamedTuple):
 class Federation(NamedTuple):
     """What a network has to know of a federation to speak with its clients.
 
-    clients: how many numbers there are. trains: what a site has to train. keeps: whether clients
-    keep something between rounds.
+    clients: how many numbers there are. trains: what a site has to train. frozen: the weights that
+    are not trained. threads: with how many a client is to compute.
     """
 
     clients: int
     seed: int
     layout: Layout
     trains: Trains
+    frozen: Mapping[str, Tensor] = {}
+    threads: int = 1
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:

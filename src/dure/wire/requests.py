@@ -17,7 +17,7 @@ every field is checked for its type before anything is done with it.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,11 @@ VERSION = 1
 
 MOST_BODY = 1 << 20
 """Bytes of a JSON body, at most; tensors travel elsewhere."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Of examples, bytes and the like: every number of them is exact as a float, and fits into SQLite.
+"""
 
 
 class RequestError(ValueError):
@@ -52,12 +57,13 @@ class Trains(Said, frozen=True):
     """What a site would train, to be compared with what the server serves.
 
     forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that
-    are not trained, of which the site has its own. buffers: which of the tensors are no weights.
-    loss, optimizer: how they call themselves. metrics, features: names.
+    are not trained, of which the site has its own; frozen_bytes: of their stream. buffers: which of
+    the tensors are no weights. loss, optimizer: how they call themselves. metrics, features: names.
     """
 
     forms: dict[str, tuple[str, list[int]]]
     frozen: str | None = None
+    frozen_bytes: int = 0
     loss: str = ""
     optimizer: str = ""
     buffers: list[str] = []
@@ -75,8 +81,8 @@ class CheckIn(Said, frozen=True):
 
     version: int
     name: str
-    examples: int
-    held_out: int = 0
+    examples: Count
+    held_out: Count = 0
     wants: int | None = None
     trains: Trains | None = None
     machine: Machine | None = None
@@ -149,11 +155,11 @@ class Word(Said, frozen=True):
 class Ready(Said, frozen=True):
     """A client has nothing to do. confirmed: tickets of outcomes that it has written down."""
 
-    confirmed: list[int] = []
+    confirmed: list[Count] = []
 
 
 class Watch(Said, frozen=True):
-    ticket: int
+    ticket: Count
 
 
 class Watched(Said, frozen=True):
@@ -169,11 +175,11 @@ class Reserve(Said, frozen=True):
     bytes, digest: of the stream of tensors. seconds: that the training took.
     """
 
-    ticket: int
-    bytes: int
+    ticket: Count
+    bytes: Count
     digest: str
-    examples: int
-    samples: int
+    examples: Count
+    samples: Count
     loss: float
     counted: float | None = None
     failure: str | None = None
@@ -194,10 +200,10 @@ class Reserved(Said, frozen=True):
 class Failed(Said, frozen=True):
     """The client's own code raised. message: only where the site shares it."""
 
-    ticket: int
+    ticket: Count
     kind: str
     file: str = ""
-    line: int = 0
+    line: Count = 0
     message: str = ""
 
 
@@ -208,9 +214,9 @@ class MeasuredThis(Said, frozen=True):
     metric over the examples of all clients is known. failure: why something is missing.
     """
 
-    round: int
+    round: Count
     values: dict[str, float | None] = {}
-    examples: dict[str, int] = {}
+    examples: dict[str, Count] = {}
     sums: dict[str, list[float | None]] = {}
     forms: dict[str, str] = {}
     failure: str = ""

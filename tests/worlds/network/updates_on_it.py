@@ -25,7 +25,7 @@ def digest(content: bytes) -> str:
 
 
 def lost(acknowledged: dict[int, bytes]) -> None:
-    for luckily in (None, luck, luck, luck):
+    for luckily in (None, luck):
         place = what_it_has(folder, folder.with_name("found"), luckily)
         if acknowledged and not (place / "updates").is_dir():
             print("lost the folder")

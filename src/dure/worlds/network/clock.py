@@ -31,12 +31,10 @@ class Clock:
             return self._now(self._monotonic())
 
     def begin_at(self, at: float) -> None:
-        """Stands at `at`, the last logged time. Raises ValueError if that would be back."""
+        """Stands at `at`, the last logged time, or where it is if that is later."""
         with self._lock:
             here = self._now(self._monotonic())
-            if at < here:
-                raise ValueError(f"the clock shows {here} and cannot go back to {at}")
-            self._at, self._since = at, float("inf")
+            self._at, self._since = max(at, here), float("inf")
 
     def run(self) -> None:
         """From here on time passes, unless it does already or is held."""

@@ -8,10 +8,9 @@ and never runs back. Whatever `next` gives was read from the disk, also while th
 server that comes back goes the same way: it says with `read_from` which rows its checkpoint holds,
 and gets all later ones, those of its earlier life first, with no gap and none twice.
 
-**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log and
-the log is synced, and with it first the names in the folder, before the commit returns. One thread
-writes. It puts all rows that wait into one
-transaction, so that many clients share one sync.
+**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log, and
+the log and its name in the folder are synced, before the commit returns. One thread writes. It puts
+all rows that wait into one transaction, so that many clients share one sync.
 
 **A disk that is full**, or a database that somebody's tool has locked for seconds, fails the rows
 of one transaction, whose futures raise RunFolderWriteError. None of them is delivered, their
@@ -39,7 +38,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -72,6 +71,17 @@ CREATE TABLE events (
     ticket INTEGER NOT NULL, body BLOB NOT NULL, sum INTEGER NOT NULL
 );
 """
+
+_LOG_HEADER = struct.Struct(">II I I 8s 8s")
+"""Of SQLite's log: magic, version, bytes of a page, checkpoints, salts, checksum."""
+
+_LITTLE = 0x377F0682
+"""The magic number of a log whose sums are of little-endian words."""
+
+_FRAME = struct.Struct(">I I 8s 8s")
+"""Before each page in it: the page's number, pages of the database if this ends a transaction, the
+salts, a checksum."""
+
 _COLUMNS = "seq, at, kind, client, ticket, body, sum"
 
 
@@ -121,23 +131,27 @@ class Journal:
         self.path = folder / NAME
         self._clock = clock
         warn_if_remote(folder)
-        self._lock = Lock.take(
-            folder / "journal.lock",
-            f"another process serves the run in {folder}: wait until it has ended, or end it",
-        )
-        try:
+        self._open = ExitStack()
+        with self._open:
+            self._open.callback(
+                Lock.take(
+                    folder / "journal.lock",
+                    f"another process serves the run in {folder}: wait until it has ended, or end "
+                    f"it",
+                ).release
+            )
             with _named(self.path):
                 if _is_missing(self.path):
                     _make(self.path, run)
-                self._writer = _connected(self.path)
-                self._reader = _connected(self.path)
+                _check_log(self.path.with_name(f"{NAME}-wal"))
+                # The last connection that is closed moves the log into the database.
+                self._writer = self._open.enter_context(closing(_connected(self.path)))
+                self._reader = self._open.enter_context(closing(_connected(self.path)))
                 _check(self._writer, self.path, run)
                 newest = self._writer.execute(
                     "SELECT seq, at FROM events ORDER BY seq DESC LIMIT 1"
                 ).fetchone()
-        except BaseException:
-            self._lock.release()
-            raise
+            self._open = self._open.pop_all()
         last, at = newest or (0, 0.0)
         self.last: int = last
         self.resumed = self.last > 0
@@ -178,17 +192,6 @@ class Journal:
         """`append`, and waits for it."""
         return self.append(kind, client, ticket, body).result()
 
-    def forget_before(self, seq: int) -> Future[None]:
-        """Rows before `seq` go: a synced checkpoint holds them. The newest stays, for its number.
-
-        Raises ValueError if some of them were not delivered yet.
-        """
-        if seq > self._position - len(self._read) + 1:
-            raise ValueError(f"rows before {seq} are to go, but not all of them were delivered")
-        forget = _Forget(seq, Future())
-        self._ask(forget)
-        return forget.done
-
     def backup(self, to: Path) -> None:
         """A copy of what is committed, while it runs; see `backup`."""
         backup(self.path.parent, to)
@@ -205,7 +208,7 @@ class Journal:
     def read_from(self, applied: int) -> None:
         """`next` is to go on after the row `applied`, up to which a checkpoint holds everything.
 
-        Before the first `next`. Raises RunFolderError if rows after it are damaged or missing.
+        Raises RunFolderError if rows after it are damaged or missing.
         """
         with self._news:
             last = self.last
@@ -214,6 +217,7 @@ class Journal:
                 f"{self.path} ends with row {last}, but the checkpoint holds what was up to row "
                 f"{applied}: put back the journal that belongs to it"
             )
+        self._read.clear()
         self._position = applied
         # All at once, before anything is done with the first of them.
         while self._position < last:
@@ -226,10 +230,20 @@ class Journal:
         Raises RunFolderWriteError if the disk failed, once everything committed was delivered.
         """
         if not self._read and self._wait(timeout):
-            with _named(self.path):
-                self._read.extend(self._rows_after(self._position))
+            self._read.extend(self._rows_after(self._position))
             self._position = self._read[-1].seq
         return self._read.popleft() if self._read else None
+
+    def forget_before(self, seq: int) -> Future[None]:
+        """Rows before `seq` go: a synced checkpoint holds them. The newest stays, for its number.
+
+        Raises ValueError if some of them were not delivered yet.
+        """
+        if seq > self._position - len(self._read) + 1:
+            raise ValueError(f"rows before {seq} are to go, but not all of them were delivered")
+        forget = _Forget(seq, Future())
+        self._ask(forget)
+        return forget.done
 
     @property
     def behind(self) -> bool:
@@ -251,15 +265,18 @@ class Journal:
 
     def _rows_after(self, seq: int) -> list[Event]:
         """Some rows, at least one. Raises RunFolderError if they are damaged or missing."""
-        rows = self._reader.execute(
-            f"SELECT {_COLUMNS} FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
-            (seq, _MOST_AT_ONCE),
-        ).fetchall()
+        try:
+            rows = self._reader.execute(
+                f"SELECT {_COLUMNS} FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
+                (seq, _MOST_AT_ONCE),
+            ).fetchall()
+        except sqlite3.Error as error:
+            raise RunFolderError(f"cannot read {self.path}: {error}") from error
         events = []
         for *fields, found in rows:
             event = Event(*fields)
             seq += 1
-            if event.seq != seq or found != _sum(event):
+            if event.seq != seq or not _is_whole(event, found):
                 break
             events.append(event)
         if len(events) < max(1, len(rows)):
@@ -276,11 +293,7 @@ class Journal:
                 self._closed = True
                 self._asked.put(None)
         self._thread.join()
-        # The last connection that is closed moves the log into the database.
-        for connection in (self._reader, self._writer):
-            with suppress(sqlite3.Error):
-                connection.close()
-        self._lock.release()
+        self._open.close()
 
     # What the writing thread does.
 
@@ -384,6 +397,8 @@ def _is_missing(path: Path) -> bool:
     log = path.with_name(f"{path.name}-wal")
     if not path.exists() and log.exists():
         raise RunFolderError(f"{path} is missing, but its log {log.name} is there: put it back")
+    if path.exists() and path.stat().st_size == 0:
+        raise RunFolderError(f"{path} is damaged: it is empty: put back a copy of it")
     return not path.exists()
 
 
@@ -415,6 +430,9 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
     """Raises RunFolderError for a journal of another version or run, or one that is damaged."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    if not {"about", "events"} <= tables:
+        raise RunFolderError(f"{path} is no journal of dure's: put back the journal of this run")
     about = dict(connection.execute("SELECT name, value FROM about"))
     if about.get("version") != str(VERSION):
         raise RunFolderError(
@@ -431,6 +449,52 @@ def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise RunFolderError(f"{path} is damaged ({found}): put back a copy of it")
+
+
+def _check_log(log: Path) -> None:
+    """Raises RunFolderError if SQLite's log is damaged before its end. Before SQLite opens it.
+
+    SQLite takes a log up to its first frame that is not whole, and later removes it: so it ends
+    where the power cut a transaction off. But a transaction is begun only when the one before is
+    synced. Where another one follows behind that frame, what is not whole was acknowledged.
+
+    Source: https://sqlite.org/fileformat2.html#the_write_ahead_log.
+    """
+    if not log.exists():
+        return
+    with open(log, "rb") as file:
+        header = file.read(_LOG_HEADER.size)
+        # Nothing, or what is left of a first use that the power cut off.
+        if len(header) < _LOG_HEADER.size or not any(header):
+            return
+        magic, _, page, _, salts, known = _LOG_HEADER.unpack(header)
+        words = struct.Struct("<II" if magic == _LITTLE else ">II")
+        damaged = _log_sum(words, header[:24], bytes(8)) != known
+        whole, ended = True, False
+        while not damaged:
+            frame = file.read(_FRAME.size + page)
+            # What an earlier use of the file has left has other salts.
+            if len(frame) < _FRAME.size + page or frame[8:16] != salts:
+                return
+            damaged = ended
+            _, pages, _, stated = _FRAME.unpack_from(frame)
+            # From the sum that the one before states: each is looked at alone.
+            whole = whole and _log_sum(words, frame[:8] + frame[_FRAME.size :], known) == stated
+            known = stated
+            # A transaction that is not whole, or comes after one, ends here.
+            ended = not whole and pages > 0
+    raise RunFolderError(
+        f"{log} is damaged: it holds rows that are not as they were written: put back a copy of "
+        f"the journal"
+    )
+
+
+def _log_sum(words: struct.Struct, content: bytes, before: bytes) -> bytes:
+    one, two = struct.unpack(">II", before)
+    for first, second in words.iter_unpack(content):
+        one = (one + first + two) & 0xFFFFFFFF
+        two = (two + second + one) & 0xFFFFFFFF
+    return struct.pack(">II", one, two)
 
 
 @contextmanager
@@ -462,6 +526,14 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 def _sum(event: Event) -> int:
     numbers = struct.pack("<qdqq", event.seq, event.at, event.client, event.ticket)
     return zlib.crc32(event.body, zlib.crc32(event.kind.encode(), zlib.crc32(numbers)))
+
+
+def _is_whole(event: Event, found: int) -> bool:
+    """Whether it is as it was written. A column of SQLite holds values of any type."""
+    try:
+        return found == _sum(event)
+    except (AttributeError, TypeError, struct.error):
+        return False
 
 
 def _told(path: Path, error: Exception) -> str:

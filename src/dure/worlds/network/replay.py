@@ -76,7 +76,7 @@ class Replay(World):
             updates=Updates(self.folder / "updates"),
             desk=Desk(clock.now),
             shelf=Shelf(),
-            machine=machine(),
+            machine=machine(federation),
             start_with=federation.clients,
             lasts=self.lasts(place),
             measure_seconds=math.inf,

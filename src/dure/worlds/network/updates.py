@@ -76,7 +76,8 @@ class Updates:
 
         The one that is under way if it was announced the same; else a new one, and what came of
         another is gone: not for tickets whose update was acknowledged. After a restart what is here
-        is read through once. Raises RunFolderWriteError if the disk has no room for the rest.
+        is read through once. Raises RunFolderWriteError if the disk has no room for the rest,
+        PartError if it is removed at the same time.
         """
         announced = _Announced(size, digest)
         with self._lock:
@@ -144,11 +145,11 @@ class Updates:
 
     def _remove(self, tickets: Collection[int]) -> None:
         with self._lock:
-            uploads = [self._uploads.pop(each) for each in tickets if each in self._uploads]
-        for upload in uploads:
-            upload.end()
-        for ticket in tickets:
-            _remove(self.folder, ticket)
+            for ticket in tickets:
+                upload = self._uploads.pop(ticket, None)
+                if upload is not None:
+                    upload.end()
+                _remove(self.folder, ticket)
 
     def _complete(self, ticket: int) -> Path:
         return self.folder / f"{ticket}.safetensors"
@@ -182,8 +183,12 @@ class Upload:
         return self.announced.bytes - self.offset
 
     def begin(self) -> None:
-        """Finds what is here from an earlier life of the server; nothing the second time."""
+        """Finds what is here from an earlier life of the server; nothing the second time.
+
+        Raises PartError if it has ended meanwhile.
+        """
         with self._lock:
+            self._check_open()
             if not self._begun:
                 with told(self._part):
                     self._find()
@@ -267,7 +272,7 @@ class Upload:
                 if here and not self._is_here(offset, memoryview(part)[:here]):
                     raise PartError(f"the bytes from {offset} on are others than those here")
                 if rest:
-                    self._append(rest)
+                    self._append(rest, hashlib.sha256(rest).hexdigest() if here else digest)
             return self.offset
 
     def _is_here(self, offset: int, part: memoryview) -> bool:
@@ -280,9 +285,9 @@ class Upload:
                     return False
         return True
 
-    def _append(self, rest: memoryview) -> None:
+    def _append(self, rest: memoryview, digest: str) -> None:
         end = self.offset + len(rest)
-        line = msgspec.json.encode(_Part(end, hashlib.sha256(rest).hexdigest())) + b"\n"
+        line = msgspec.json.encode(_Part(end, digest)) + b"\n"
         _write_at(self._part, self.offset, rest)
         known = self._parts.stat().st_size
         _write_at(self._parts, known, memoryview(line))
@@ -302,7 +307,8 @@ class Upload:
             if self._whole.exists() and not self._part.exists():
                 return
             with told(self._part):
-                self._part.touch()  # an update of no bytes has no parts
+                # An update of no bytes has no parts.
+                _write_at(self._part, self.offset, memoryview(b""))
             if self._stream.hexdigest() != self.announced.digest:
                 self._empty()
                 raise PartError("the update is not what its digest says: send it again")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
+from dure.errors import warn
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
@@ -28,6 +29,9 @@ Mode = Literal["invited", "open"]
 
 ENGINE: EngineName = "loop"
 """How clients on a network train: one client, step by step."""
+
+RELOAD_SECONDS = 5.0
+"""Seconds between two looks at the files of the certificate."""
 
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
@@ -121,28 +125,49 @@ class Network(World):
             tell=lambda text: place.report({"waiting": text}),
         )
 
-    def context(self) -> ssl.SSLContext | None:
-        """For TLS. Raises ValueError where there is none and other machines could listen."""
+    def context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
+        """(for TLS, what is called now and then to take in renewed certificates).
+
+        Raises ValueError where there is no certificate and other machines could listen.
+        """
         if self.certificate is not None:
-            from dure.wire.certificates import server_context
+            from dure.wire.certificates import Reloading, server_context
 
             certificate = Path(self.certificate)
             key = Path(self.key) if self.key else certificate.with_suffix(".key")
             client_ca = Path(self.client_ca) if self.client_ca else None
-            return server_context(certificate, key, client_ca)
+            context = server_context(certificate, key, client_ca)
+            return context, _seldom(Reloading(context, certificate, key).look)
         if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
                 f"one with dure certificates, or say --insecure"
             )
-        return None
+        return None, lambda: None
 
 
-def machine() -> Machine:
+def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
+    """Looks every few seconds; warns of new certificates that will not do, and goes on."""
+    next_time = time.monotonic() + RELOAD_SECONDS
+
+    def moment() -> None:
+        nonlocal next_time
+        if time.monotonic() < next_time:
+            return
+        next_time = time.monotonic() + RELOAD_SECONDS
+        try:
+            look()
+        except ValueError as error:
+            warn(f"the renewed certificate is not used: {error}")
+
+    return moment
+
+
+def machine(federation: Federation) -> Machine:
     """How clients are to compute, so that they do what the simulation does."""
     from dure.tasks.trained import machine_of
 
-    return machine_of(ENGINE, 1)
+    return machine_of(ENGINE, federation.threads)
 
 
 class _Server:
@@ -164,7 +189,7 @@ class _Server:
         folder = place.folder
         if folder is None:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
-        context = world.context()
+        context, renew = world.context()
         run = str(place.config.get("run", ""))
         self.folder = folder
         self.clock = Clock()
@@ -173,7 +198,10 @@ class _Server:
         self.updates = Updates(folder / "updates")
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
-        self.machine = machine()
+        self.machine = machine(federation)
+        # Sites whose own differ fetch them once.
+        if federation.frozen:
+            self.shelf.keep(federation.frozen)
         register = self.ending.enter_context(Register(folder / "clients.db", federation.clients))
         access = Access(register, world.access)
         served = Served(
@@ -187,7 +215,7 @@ class _Server:
             patience=3 * world.heartbeat,
             compare=differences,
         )
-        app = App(served, self.desk, self.shelf, self.journal, self.updates, access)
+        app = App(served, self.desk, self.shelf, self.journal, self.updates, access, renew)
         self.serving = Serving(app.asgi(), world.host, world.port, context, app.lives_in)
         self.ending.callback(self.serving.stop)
         scheme = "http" if context is None else "https"
@@ -198,6 +226,6 @@ class _Server:
         """Tells clients that the run is over, and ends."""
         self.desk.end("the run is over")
         until = time.monotonic() + FAREWELL
-        while time.monotonic() < until and any(seat.calls for seat in self.desk.seats.values()):
+        while time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
         self.ending.close()

@@ -65,6 +65,13 @@ def test_refusals_in_quarantine_make_it_no_longer(conducts, clock) -> None:
     assert conducts.refused(1) == 0.0
 
 
+def test_after_a_quarantine_the_count_begins_anew(clock) -> None:
+    short = Conducts[int](Limits(refusals=3, within=60, quarantine=10), clock)
+    assert quarantine(short) == 10
+    clock.now += 10
+    assert [short.refused(1) for _ in range(3)] == [0.0, 0.0, 20.0]
+
+
 def quarantine(conducts: Conducts[int]) -> float:
     return [conducts.refused(1) for _ in range(3)][-1]
 

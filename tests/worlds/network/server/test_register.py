@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,24 @@ def test_of_many_that_come_at_once_with_one_token_one_gets_in(register) -> None:
     for thread in threads:
         thread.join()
     assert sorted(got, key=str) == [0, *["used token"] * 7]
+
+
+def test_processes_that_change_it_at_the_same_time_wait_for_each_other(register, tmp_path) -> None:
+    for _ in range(10):
+        register.invite()
+
+    def change(own: Register, who: int) -> None:
+        for _ in range(20):
+            # Reads before it writes.
+            own.invite("ward 3")
+            own.enrol(key(who), wants=who)
+
+    with Register(tmp_path / FILE) as other, ThreadPoolExecutor() as pool:
+        changes = [pool.submit(change, own, who) for who, own in enumerate((register, other))]
+        for one in changes:
+            one.result()
+    assert [client.number for client in register.clients()] == [0, 1]
+    assert len(register.invitations()) == 50
 
 
 def test_it_is_as_it_was_when_it_is_opened_again(tmp_path) -> None:

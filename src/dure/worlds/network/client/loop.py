@@ -76,27 +76,43 @@ class Site(Protocol):
     def settle(self, outcome: Outcome) -> None:
         """What became of an update."""
 
+    def remember(self, memory: Sequence[Tensor] | None) -> None:
+        """What the algorithm has kept is this."""
+
 
 Event = Callable[[str, Mapping[str, object]], None]
 """Hears of what happens: ("training", {"round": 3, …})."""
 
 
 class Loop:
-    """A client at work until the run is over, or it is stopped."""
+    """A client at work until the run is over, or it is stopped.
 
-    def __init__(self, session: Session, site: Site, event: Event) -> None:
+    closed: seconds until the site works again, 0 while it does.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        site: Site,
+        event: Event,
+        closed: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.session = session
         self.site = site
         self.event = event
         self.state = session.state
+        self.closed = closed
         self._confirmed: list[int] = []
         self._failures = 0
+        self._earlier = set(self.state.pending())
+        """Tickets that an earlier process of this client has worked for."""
 
     def run(self) -> str:
         """Until the run is over; why it is. Raises StoppedError and RefusedError."""
         self._check_in()
         self._confirmed = [] if self.state.temporary else self.state.confirmations()
         while True:
+            self._wait_until_open()
             confirmed = list(self._confirmed)
             try:
                 word = self.session.next(confirmed)
@@ -115,6 +131,14 @@ class Loop:
                 self._measure(word.measure)
             if word.train is not None:
                 self._train(word.train)
+
+    def _wait_until_open(self) -> None:
+        """Outside its hours the site does not call, and is away for the server."""
+        seconds = self.closed()
+        if seconds > 0:
+            self.event("closed", {"seconds": seconds})
+            if self.session.stop.wait(seconds):
+                raise StoppedError
 
     def _check_in(self) -> None:
         site = self.site
@@ -137,6 +161,10 @@ class Loop:
         if not self.state.temporary:
             self.state.settle(outcome.ticket, outcome.kept)
         self.site.settle(outcome)
+        # What that process has learned is on the disk alone.
+        if outcome.ticket in self._earlier:
+            self._earlier.remove(outcome.ticket)
+            self.site.remember(self.state.memory())
         self._confirmed.append(outcome.ticket)
         self.event("settled", {"kept": outcome.kept, "reason": outcome.reason})
 

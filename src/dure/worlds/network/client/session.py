@@ -154,6 +154,21 @@ class Session:
             self.state.keep_download(round, digest)
         return tensors
 
+    def fetch_frozen(
+        self, digest: str, size: int, expected: Mapping[str, Form]
+    ) -> dict[str, Tensor]:
+        """The weights that are not trained."""
+        return download(
+            self._link,
+            digest,
+            size,
+            expected,
+            self.stop,
+            self._backoff,
+            tell=self._tells,
+            bytes_per_second=self._pace,
+        )
+
     # What it says
 
     def send(

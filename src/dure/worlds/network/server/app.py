@@ -85,8 +85,10 @@ class App:
     journal: Journal
     updates: Updates
     access: Access
+    every_moment: Callable[[], None] = lambda: None
+    """Called several times a second, in the event loop."""
     reserved: dict[int, Reserve] = field(default_factory=dict)
-    """What was said of updates that are being received, by ticket."""
+    """What each client has said of the update that it is sending."""
 
     def asgi(self) -> Starlette:
         """The application."""
@@ -150,6 +152,7 @@ class App:
         """Notices who has gone."""
         while True:
             await asyncio.sleep(GRACE / 8)
+            self.every_moment()
             for seat in self.desk.silent(time.monotonic()):
                 seat.here = False
                 seat.missing = seat.train is not None
@@ -179,8 +182,6 @@ class App:
                 f"the client speaks version {said.version}, and the server {requests.VERSION}: "
                 f"install the same dure"
             )
-        if said.examples < 0 or said.held_out < 0:
-            raise RequestError("examples and held_out count examples: 0 or more")
         if said.trains is not None:
             different = self.served.compare(said.trains, self.served.trains)
             if different:
@@ -226,6 +227,9 @@ class App:
         with _call(self.desk, seat):
             await self._comes_back(seat)
             word = await _while_connected(request, self.desk.next(seat, self.served.patience))
+        # It may have been revoked while it waited.
+        if not self.access.may(seat.number):
+            self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
         return answer(word) if word is not None else Response(status_code=400)
 
     async def _comes_back(self, seat: Seat) -> None:
@@ -285,48 +289,52 @@ class App:
     async def reserve(self, request: Request, admitted: Admitted) -> Response:
         said = await self._body(request, admitted, Reserve)
         seat = self._known(admitted)
+        with _call(self.desk, seat):
+            async with seat.sending:
+                return await self._reserve(seat, said)
+
+    async def _reserve(self, seat: Seat, said: Reserve) -> Response:
         if not self.desk.wants(seat, said.ticket):
             # A client that did not hear that all has arrived asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
                 return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
             raise _unwanted()
-        if said.failure is None:
-            expected = size_of(seat.forms)
-            if said.bytes != expected:
-                raise RequestError(
-                    f"the update has {said.bytes} bytes, and this model's has {expected}"
-                )
-        with _call(self.desk, seat):
-            if said.failure is not None:
-                await self._complete(seat, said)
-                return answer(Reserved(str(said.ticket), 0, PART, complete=True))
-            upload = await asyncio.to_thread(
-                self.updates.open, said.ticket, said.bytes, said.digest
+        if said.failure is not None:
+            await self._complete(seat, said)
+            return answer(Reserved(str(said.ticket), 0, PART, complete=True))
+        expected = size_of(seat.forms)
+        if said.bytes != expected:
+            raise RequestError(
+                f"the update has {said.bytes} bytes, and this model's has {expected}"
             )
-            self.reserved[said.ticket] = said
-            if upload.offset == said.bytes:
-                return await self._whole(seat, said, upload)
+        upload = await asyncio.to_thread(self.updates.open, said.ticket, said.bytes, said.digest)
+        self.reserved[seat.number] = said
+        if upload.offset == said.bytes:
+            return await self._whole(seat, said, upload)
         return answer(Reserved(str(said.ticket), upload.offset, PART))
 
     async def part(self, request: Request, admitted: Admitted) -> Response:
         name = request.path_params["upload"]
         seat = self._known(admitted)
-        said = self.reserved.get(int(name)) if name.isdecimal() and len(name) < 19 else None
-        if said is None or not self.desk.wants(seat, said.ticket):
-            raise _unwanted()
         with _call(self.desk, seat):
             body = await _read(request, PART)
             offset = _whole_number(request.headers.get("upload-offset", ""))
-            upload = await asyncio.to_thread(
-                self.updates.open, said.ticket, said.bytes, said.digest
-            )
-            if offset > upload.offset:
-                response = answer(Reserved(name, upload.offset, PART))
-                response.status_code = 409
-                return response
-            await asyncio.to_thread(upload.write, offset, body, admitted.digest)
-            if upload.offset == said.bytes:
-                return await self._whole(seat, said, upload)
+            # One after another: what is written down as whole stays as it is.
+            async with seat.sending:
+                return await self._take(seat, name, offset, body, admitted.digest)
+
+    async def _take(self, seat: Seat, name: str, offset: int, body: bytes, digest: str) -> Response:
+        said = self.reserved.get(seat.number)
+        if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
+            raise _unwanted()
+        upload = await asyncio.to_thread(self.updates.open, said.ticket, said.bytes, said.digest)
+        if offset > upload.offset:
+            response = answer(Reserved(name, upload.offset, PART))
+            response.status_code = 409
+            return response
+        await asyncio.to_thread(upload.write, offset, body, digest)
+        if upload.offset == said.bytes:
+            return await self._whole(seat, said, upload)
         return answer(Reserved(name, upload.offset, PART))
 
     async def _whole(self, seat: Seat, said: Reserve, upload: Any) -> Response:
@@ -338,7 +346,7 @@ class App:
     async def _complete(self, seat: Seat, said: Reserve) -> None:
         await self._log("update", seat.number, said.ticket, to_json(said))
         seat.sent.append(said.ticket)
-        self.reserved.pop(said.ticket, None)
+        self.reserved.pop(seat.number, None)
         self.desk.done(seat.number, said.ticket)
 
     async def failed(self, request: Request, admitted: Admitted) -> Response:

@@ -50,6 +50,7 @@ from dure.wire.requests import (
     Train,
     from_json,
 )
+from dure.wire.tensors import TensorsError
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
@@ -61,6 +62,9 @@ COHORT = "cohort.json"
 
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+
+MOST_REPORTED = 50
+"""Numbers of a client's own that are kept."""
 
 LOOK = 0.25
 """Seconds after which a waiting server looks whether its user wants it to stop."""
@@ -155,6 +159,8 @@ class NetworkCarrier:
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._reported: dict[int, dict[str, float]] = {}
+        """What clients have said of their newest training, by client."""
 
     # What the server asks of a carrier
 
@@ -294,6 +300,7 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            **({"reported": sorted(self._reported.items())} if self._reported else {}),
         }
 
     def saved(self) -> None:
@@ -364,6 +371,8 @@ class NetworkCarrier:
         ticket = event.ticket
         said = from_json(event.body, Reserve)
         self.desk.done(event.client, ticket)
+        if said.metrics:
+            self._reported[event.client] = dict(list(said.metrics.items())[:MOST_REPORTED])
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)
@@ -504,10 +513,15 @@ class NetworkCarrier:
         weights: list[Any] = []
         buffers: list[Any] = []
         extra: list[Any] = []
-        if said.failure is None:
+        failure = said.failure
+        if failure is None:
             forms = self._sent(coordinator, asked)[2]
-            tensors = self.files.read(ticket, forms)
-            weights, buffers, extra = self.federation.layout.apart(tensors)
+            try:
+                tensors = self.files.read(ticket, forms)
+                weights, buffers, extra = self.federation.layout.apart(tensors)
+            # Its digest is that of these bytes, so this is what its client has sent.
+            except TensorsError as error:
+                failure = f"it is no update of this model: {error}"
         return Update(
             ticket=ticket,
             client=arrived.client,
@@ -519,7 +533,7 @@ class NetworkCarrier:
             buffers=buffers,
             extra=extra,
             counted=said.counted,
-            failure=msgspec.convert(said.failure, type=Any),
+            failure=msgspec.convert(failure, type=Any),
         )
 
     # Checkpoints

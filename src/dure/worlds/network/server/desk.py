@@ -33,7 +33,7 @@ class Seat:
 
     calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
     work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
-    answered.
+    answered. sending: held while some of an update is taken. heard: that the run is over.
     """
 
     number: int
@@ -45,12 +45,14 @@ class Seat:
     calls: int = 0
     seen: float = 0.0
     missing: bool = False
+    heard: bool = False
     train: Train | None = None
     deadline: float | None = None
     forms: dict[str, Form] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     measure: MeasureThis | None = None
     sent: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     bell: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -123,6 +125,10 @@ class Desk:
         for seat in list(self.seats.values()):
             self._ring(seat)
 
+    def has_to_tell(self) -> bool:
+        """Whether somebody who is there has not heard that the run is over."""
+        return any(seat.calls or not seat.heard for seat in list(self.seats.values()) if seat.here)
+
     def _ring(self, seat: Seat) -> None:
         """Wakes the handlers that wait for something to say to this client."""
         if self._loop is not None and not self._loop.is_closed():
@@ -153,6 +159,7 @@ class Desk:
                     left=left,
                 )
             if self.over is not None:
+                seat.heard = True
                 return Word(outcomes=outcomes, over=self.over, newest=self.newest)
             if not (outcomes or train or seat.measure):
                 return None

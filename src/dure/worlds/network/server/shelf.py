@@ -39,6 +39,13 @@ class Shelf:
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
+        self._always: set[str] = set()
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> Stream:
+        """As `put`, for as long as there is the shelf."""
+        stream = self.put(tensors)
+        self._always.add(stream.digest)
+        return stream
 
     def put(self, tensors: Mapping[str, Tensor]) -> Stream:
         """Makes the tensors' stream available. They must not be changed while it is."""
@@ -55,4 +62,5 @@ class Shelf:
 
     def keep_only(self, digests: set[str]) -> None:
         """Forgets all others."""
-        self._streams = {d: s for d, s in self._streams.items() if d in digests}
+        kept = digests | self._always
+        self._streams = {d: s for d, s in self._streams.items() if d in kept}
