@@ -54,6 +54,7 @@ def dure(size: Size, folder: Path, tls: Path) -> JSON:
         shutil.rmtree(run)
         return {
             "seconds": statistics.median(said["rounds"]),
+            "processor_of_server": statistics.median(said["processor"]),
             "first_round_from_cold": said["first_round"] - server.began,
             "serving_from_cold": serving["at"] - server.began,
         }

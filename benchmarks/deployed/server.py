@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-STARTED = time.time()
-
 import torch
 from torch import nn
 
 import dure
 from dure.worlds.network import updates
+from dure.worlds.network.server import carrier
 
 TENSORS = 8
 
@@ -56,7 +55,8 @@ def task(floats: int) -> dure.Task:
     return dure.Task(
         model=(lambda: Zeros(floats)) if floats else Regression,
         loss=nn.functional.mse_loss,
-        train=(inputs, targets),
+        # A server needs none; only the regression's clients train.
+        train=None if floats else (inputs, targets),
         metrics={},
         name="deployed",
     )
@@ -68,6 +68,24 @@ def strategy(clients: int, cohort: int) -> dure.FedAvg:
 
 def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
+
+
+class Rounds:
+    """When each round was over, and how many seconds of processor this process had taken by then."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.processor: list[float] = []
+
+    def install(self) -> None:
+        settle = carrier.NetworkCarrier.settle
+
+        def noted(self_: carrier.NetworkCarrier, settled: Any) -> None:
+            settle(self_, settled)
+            self.at.append(time.time())
+            self.processor.append(time.process_time())
+
+        carrier.NetworkCarrier.settle = noted  # type: ignore[method-assign]
 
 
 class Taken:
@@ -104,8 +122,9 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    taken = Taken()
+    taken, rounds = Taken(), Rounds()
     taken.install()
+    rounds.install()
 
     def progress(event: dict[str, Any]) -> None:
         if "serving" in event:
@@ -140,16 +159,18 @@ def main() -> None:
     if profile is not None:
         profile.disable()
         profile.dump_stats(asked.profile)
-    ended = time.time()
-    at = [step.seconds for step in run.history.steps]
     if asked.model is not None:
         torch.save(run.model.state_dict(), asked.model)
     say(
-        started=STARTED,
-        first_round=ended - (run.summary["seconds"] - at[0]),
-        rounds=[after - before for before, after in zip(at, at[1:], strict=False)],
+        first_round=rounds.at[0],
+        rounds=differences(rounds.at),
+        processor=differences(rounds.processor),
         taken=taken.bytes,
     )
+
+
+def differences(at: list[float]) -> list[float]:
+    return [after - before for before, after in zip(at, at[1:], strict=False)]
 
 
 if __name__ == "__main__":
