@@ -92,9 +92,7 @@ def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
     }
     skipped = {}
     if can_import(peers, "grpc"):
-        contenders["grpc.aio with TLS"] = lambda size: peer("grpc_aio.py", peers)(
-            size, folder, tls
-        )
+        contenders["grpc.aio with TLS"] = lambda size: peer("grpc_aio.py", peers)(size, folder, tls)
     else:
         skipped["grpc.aio with TLS"] = f"{peers} has no grpc"
     if asked.contenders:

@@ -23,7 +23,11 @@ class Talking:
     """A process of a program of this folder that says what happens in lines of JSON."""
 
     def __init__(
-        self, program: str, arguments: Sequence[object], python: str = sys.executable, before: Any = ()
+        self,
+        program: str,
+        arguments: Sequence[object],
+        python: str = sys.executable,
+        before: Any = (),
     ) -> None:
         command = [*before, python, str(HERE / program), *map(str, arguments)]
         self.began = time.time()

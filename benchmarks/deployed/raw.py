@@ -1,7 +1,7 @@
 """Bare sockets with TLS that do the transfers of a round: the floor of what any protocol takes.
 
-    server    sends each client the model, takes as many bytes back, and begins anew once all came
-    client    takes a model, and sends it back
+server    sends each client the model, takes as many bytes back, and begins anew once all came
+client    takes a model, and sends it back
 """
 
 from __future__ import annotations
