@@ -3,9 +3,9 @@
     rounds   seconds of a round whose clients answer at once, with what they got, beside bare
              sockets, grpc.aio and Flower's SuperLink, which transfer as much
     memory   the server's peak, over that of the same server with a model of nothing
-    idle     5,000 clients that wait by long poll: how long a check-in takes, and the server's memory
+    idle     5,000 clients that wait by long poll: how long a check-in takes, the server's memory
     resume   a server killed at random moments, and a client in mid-work
-    link     an update over 100 Mbit/s and 50 ms that breaks five times: bytes accepted and on the wire
+    link     an update over 100 Mbit/s and 50 ms that breaks five times: bytes accepted, and sent
 
 In `rounds` clients are dure's own (`deployed/site.py`): they check what they fetch, and hash what
 they send, as always. The peers do the transfers only: no averaging, no digests, no disk. `disk`

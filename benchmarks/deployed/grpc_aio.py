@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ async def serve(size: int, clients: int, rounds: int, port: int, tls: Path) -> N
     await server.stop(1)
     # The first call of each client brings nothing: it is no round.
     rounds_at = at[1:]
-    times = [b - a for a, b in zip(rounds_at, rounds_at[1:], strict=False)]
+    times = [b - a for a, b in itertools.pairwise(rounds_at)]
     print(json.dumps({"rounds": times}), flush=True)
 
 

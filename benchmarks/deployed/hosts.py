@@ -2,8 +2,8 @@
 
 Each host is a network namespace of a process that sleeps. Their ends of the link are TUN devices,
 between which a process carries packets: it lets them through at the rate, and delivers each after
-the delay. (Not tc's netem, which not every kernel has.) It takes root, and the commands ip, nsenter,
-setpriv and unshare.
+the delay. (Not tc's netem, which not every kernel has.) It takes root, and the commands ip,
+nsenter, setpriv and unshare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
@@ -133,10 +133,9 @@ class Way:
 
     def deliver(self, now: float) -> None:
         while self.under_way and self.under_way[0][0] <= now:
-            try:
+            # Its host may have gone, or take no more.
+            with suppress(OSError):
                 os.write(self.to, self.under_way.popleft()[1])
-            except OSError:  # its host has gone, or takes no more
-                pass
 
 
 def carry(pids: tuple[int, int], bits_per_second: float, delay: float) -> None:

@@ -1,4 +1,4 @@
-"""Thousands of idle clients in one process, for benchmarks/deployment.py: sockets with TLS, no torch.
+"""Thousands of idle clients in one process: sockets with TLS, no torch.
 
 They check in at `--rate` a second, each on a connection of its own, and wait by long poll. Once all
 are there, some check in again on new connections, while the others wait. Lines of JSON on standard
@@ -41,7 +41,8 @@ class Connection:
     async def post(
         self, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, dict[str, str], bytes]:
-        assert self.reader is not None and self.writer is not None
+        assert self.reader is not None
+        assert self.writer is not None
         lines = [f"POST {path} HTTP/1.1", f"host: {self.host}", f"content-length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)

@@ -35,8 +35,18 @@ def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
         # One more than come: nobody is asked to train.
         server = Talking(
             "server.py",
-            ["--folder", folder / "idle", "--floats", 1000, "--clients", asked.idle + 1]
-            + ["--rounds", 1, "--tls", tls],
+            [
+                "--folder",
+                folder / "idle",
+                "--floats",
+                1000,
+                "--clients",
+                asked.idle + 1,
+                "--rounds",
+                1,
+                "--tls",
+                tls,
+            ],
         )
         started.append(server)
         url = server.hears("serving", PATIENCE)["serving"]

@@ -33,8 +33,20 @@ def once(breaks: int, seed: int, folder: Path, tls: Path) -> JSON:
     with hosts.slow_link(RATE, DELAY) as (there, here), ended() as started:
         server = Talking(
             "server.py",
-            ["--folder", folder / f"link{breaks}", "--floats", UPDATE // 4, "--clients", 1]
-            + ["--rounds", 1, "--port", BEHIND, "--tls", tls],
+            [
+                "--folder",
+                folder / f"link{breaks}",
+                "--floats",
+                UPDATE // 4,
+                "--clients",
+                1,
+                "--rounds",
+                1,
+                "--port",
+                BEHIND,
+                "--tls",
+                tls,
+            ],
             before=hosts.inside(there),
         )
         started.append(server)

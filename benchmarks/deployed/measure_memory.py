@@ -25,8 +25,22 @@ def peak(clients: int, size: int, folder: Path, tls: Path) -> Weighed:
     with ended() as started:
         server = Talking(
             "server.py",
-            ["--folder", run / "run", "--floats", size // 4, "--clients", clients]
-            + ["--rounds", ROUNDS, "--port", port, "--tls", tls, "--checkpoint-every", 1],
+            [
+                "--folder",
+                run / "run",
+                "--floats",
+                size // 4,
+                "--clients",
+                clients,
+                "--rounds",
+                ROUNDS,
+                "--port",
+                port,
+                "--tls",
+                tls,
+                "--checkpoint-every",
+                1,
+            ],
         )
         started.append(server)
         weighed = Weighed(server.process.pid)

@@ -43,8 +43,18 @@ def killed(kills: int, seed: int, folder: Path, tls: Path) -> JSON:
         sites = [
             Talking(
                 "site.py",
-                ["--url", url, "--tls", tls, "--name", f"c{k}", "--part", k]
-                + ["--state", folder / f"site{k}"],
+                [
+                    "--url",
+                    url,
+                    "--tls",
+                    tls,
+                    "--name",
+                    f"c{k}",
+                    "--part",
+                    k,
+                    "--state",
+                    folder / f"site{k}",
+                ],
             )
             for k in range(CLIENTS)
         ]
@@ -109,15 +119,39 @@ def place_filled(folder: Path, tls: Path, number: int) -> float:
     with ended() as started:
         server = Talking(
             "server.py",
-            ["--folder", folder / f"place{number}", "--floats", 1000, "--clients", 3]
-            + ["--cohort", 2, "--rounds", 1, "--port", port, "--tls", tls],
+            [
+                "--folder",
+                folder / f"place{number}",
+                "--floats",
+                1000,
+                "--clients",
+                3,
+                "--cohort",
+                2,
+                "--rounds",
+                1,
+                "--port",
+                port,
+                "--tls",
+                tls,
+            ],
         )
         started.append(server)
         sites = [
             Talking(
                 "site.py",
-                ["--url", f"https://127.0.0.1:{port}", "--tls", tls, "--name", f"c{k}"]
-                + ["--echo", "--work", 8, "--events"],
+                [
+                    "--url",
+                    f"https://127.0.0.1:{port}",
+                    "--tls",
+                    tls,
+                    "--name",
+                    f"c{k}",
+                    "--echo",
+                    "--work",
+                    8,
+                    "--events",
+                ],
             )
             for k in range(3)
         ]

@@ -40,8 +40,20 @@ def dure(size: Size, folder: Path, tls: Path) -> JSON:
     with ended() as started:
         server = Talking(
             "server.py",
-            ["--folder", run / "run", "--floats", size.bytes // 4, "--clients", size.clients]
-            + ["--rounds", size.rounds, "--port", port, "--tls", tls],
+            [
+                "--folder",
+                run / "run",
+                "--floats",
+                size.bytes // 4,
+                "--clients",
+                size.clients,
+                "--rounds",
+                size.rounds,
+                "--port",
+                port,
+                "--tls",
+                tls,
+            ],
         )
         started.append(server)
         url = f"https://127.0.0.1:{port}"

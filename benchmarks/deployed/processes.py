@@ -1,4 +1,4 @@
-"""Processes of benchmarks/deployment.py: started, listened to, weighed, and ended by their number."""
+"""Processes of the benchmark: started, listened to, weighed, and ended by their number."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def memory(pid: int) -> dict[str, int]:
 
 
 class Weighed:
-    """Looks at a process's memory until it has ended. anonymous: the most of it, seen every 10 ms."""
+    """Looks at a process's memory, every 10 ms until it has ended. anonymous: the most of it."""
 
     def __init__(self, pid: int) -> None:
         self.peak = self.anonymous = 0

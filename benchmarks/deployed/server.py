@@ -7,6 +7,7 @@ Lines of JSON on standard output: where it serves, and at the end what happened 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -71,7 +72,7 @@ def say(**line: Any) -> None:
 
 
 class Rounds:
-    """When each round was over, and how many seconds of processor this process had taken by then."""
+    """When each round was over, and how many seconds of processor this process had by then."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -170,7 +171,7 @@ def main() -> None:
 
 
 def differences(at: list[float]) -> list[float]:
-    return [after - before for before, after in zip(at, at[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(at)]
 
 
 if __name__ == "__main__":
