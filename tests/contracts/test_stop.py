@@ -54,6 +54,13 @@ def test_bytes_end_a_run_of_any_unit():
         assert Stop(bytes=100).reached(unit, 1, 1, 10, {}, 100) == "bytes"
 
 
+def test_bytes_alone_end_a_run_that_sends_none_after_ten_epochs():
+    assert Stop(bytes=100).reached("step", 1, 99, 10, {}, 0) is None
+    assert Stop(bytes=100).reached("step", 1, 100, 10, {}, 0) == "epochs"
+    assert Stop(bytes=100).reached("step", 1, 100, 10, {}, 1) is None
+    assert Stop(bytes=100, seconds=9).reached("step", 1, 100, 10, {}, 0) is None
+
+
 @pytest.mark.parametrize("name", ["epochs", "steps", "rounds", "seconds", "bytes"])
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 def test_a_limit_that_is_not_positive_is_refused(name, value):

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import Place, seeded_model
 from dure.errors import RunFolderError, WorkerFailedError
-from dure.federated.client.clients import Clients
 from dure.federated.engines.choose import forks_here
 from dure.federated.server.server import Server
 from dure.federated.strategy import Federated
@@ -128,12 +127,8 @@ def test_engines_that_can_agree_to_the_bit(name: str, engine: str) -> None:
         pytest.skip("no forked processes here")
     mine = train(frozen, SYSTEMS[name], engine=engine)
     assert same_bits(mine, train(frozen, SYSTEMS[name]))
-    # The batched engine has no frozen layers, and gets the same constant by rounding.
-    assert torch.equal(mine.model[0].weight, seeded_model(mine_task(), 0)[0].weight)  # type: ignore[index]
-
-
-def mine_task() -> dure.Task:
-    return small_task(model=frozen)
+    fresh = seeded_model(small_task(model=frozen), 0)
+    assert torch.equal(mine.model[0].weight, fresh[0].weight)  # type: ignore[index]
 
 
 def features(model: nn.Module, examples: dure.Examples) -> dure.Examples:
@@ -438,24 +433,3 @@ def test_what_a_model_freezes_later_travels_on_and_stays() -> None:
             ]
         ),
     )
-
-
-def test_clients_in_another_process_get_no_frozen_weights() -> None:
-    """The clients' half makes them by itself, and an assignment has what is trained."""
-    task = small_task(model=frozen)
-    clients = SYSTEMS["fed-avg"].clients_half(task, seeded_model(task, 0), dure.Simulated(), 0)
-    assert isinstance(clients, Clients)
-    job_sizes: list[int] = []
-
-    def program(place: Place) -> None:
-        server = SYSTEMS["fed-avg"].server_half(
-            task,
-            seeded_model(task, 0),
-            place,
-            place.carrier(clients, 0),
-            0,  # type: ignore[misc]
-        )
-        job_sizes.extend(one.numel() for one in server.coordinator.model.weights)
-
-    dure.Simulated(engine="loop").run(program, lambda event: None)
-    assert job_sizes == [TRAINED]

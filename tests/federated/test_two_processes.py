@@ -45,6 +45,13 @@ def with_batch_norm() -> nn.Module:
     ).double()
 
 
+def with_a_frozen_layer() -> nn.Module:
+    """Which both halves make by themselves, and no message has."""
+    model = with_batch_norm()
+    model[0].requires_grad_(False)  # type: ignore[index,operator]
+    return model
+
+
 SOME: dict[str, Any] = {"clients": 5, "fraction": 0.6, "batch_size": 4}
 
 CASES: dict[str, tuple[Federated, Callable[[], dure.Task]]] = {
@@ -52,6 +59,10 @@ CASES: dict[str, tuple[Federated, Callable[[], dure.Task]]] = {
     "batch-norm": (
         dure.FedAvg(clients=4, batch_size=4),
         lambda: small_task(lr=0.1, model=with_batch_norm),
+    ),
+    "frozen": (
+        dure.Ditto(clients=4, batch_size=4),
+        lambda: small_task(lr=0.1, model=with_a_frozen_layer),
     ),
     "scaffold": (dure.Scaffold(**SOME), small_task),
     "fed-per": (dure.FedPer(**SOME), small_task),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from dure.record.history import reaches
 from dure.settings import parse_fields, read_bytes
 
+SILENT = 10
+"""Epochs after which a run ends that only bytes are to end, and in which none has travelled."""
+
 
 @dataclass(frozen=True)
 class Stop:
@@ -78,6 +81,10 @@ class Stop:
             return "epochs"
         if self.bytes is not None and travelled >= self.bytes:
             return "bytes"
+        # Threads that share their memory send nothing, and bytes alone would never end them.
+        silent = self == Stop(bytes=self.bytes) and not travelled
+        if self.bytes is not None and silent and samples >= SILENT * examples:
+            return "epochs"
         if self.target and all(
             name in metrics and reaches(name, metrics[name], v) for name, v in self.target.items()
         ):

@@ -28,6 +28,9 @@ SILENT_SECONDS = 20
 KEEP_SECONDS = 90
 """Seconds for which an idle connection is kept: longer than clients keep theirs."""
 
+BACKLOG = 4096
+"""Connections that wait until they are accepted."""
+
 GRACEFUL_SECONDS = 5
 """Seconds that answers under way have when the server stops."""
 
@@ -103,6 +106,8 @@ class Serving:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
         try:
             self.socket.bind((host, port))
+            # From here on clients wait for an answer, and are not refused.
+            self.socket.listen(BACKLOG)
         except OSError:
             self.socket.close()
             raise
@@ -117,7 +122,7 @@ class Serving:
             server_header=False,
             timeout_keep_alive=KEEP_SECONDS,
             timeout_graceful_shutdown=GRACEFUL_SECONDS,
-            backlog=4096,
+            backlog=BACKLOG,
         )
         config.load()
         config.ssl = context
