@@ -90,6 +90,13 @@ class Conditions:
                 f"processes is {self.processes}, but somebody has to compute: at least 1"
             )
 
+    @property
+    def bytes_each(self) -> int | None:
+        """The transfer budget as a number."""
+        budget = self.transfer_budget
+        assert not isinstance(budget, str)  # it was read when the conditions were made
+        return budget
+
     def told(self) -> list[str]:
         """In words, what is not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
         ideal = Conditions()

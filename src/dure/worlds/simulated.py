@@ -148,9 +148,7 @@ class Simulation:
         self._made = 0
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
-        limit = conditions.transfer_budget
-        assert not isinstance(limit, str)  # read where the conditions were made
-        self.budget = Budget(limit)
+        self.budget = Budget(conditions.bytes_each)
         self._gone: set[int] = set()
         """Those who were found to be away for good; who is not asked is not looked for."""
         self._seconds = lru_cache(maxsize=MOST_TRIPS)(self._trip)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dure.contracts.strategy import Interrupted, Kind, Place, World
 from dure.errors import RunFolderError
+from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import Measure, Measured
@@ -81,9 +82,14 @@ class Replay(World):
             lasts=self.lasts(place),
             measure_seconds=math.inf,
             record=True,
+            budget=Budget(self._budget(place)),
             interrupted=place.interrupted,
             tell=lambda text: None,
         )
+
+    def _budget(self, place: Place) -> int | None:
+        asked = place.config["world"].get("transfer_budget")
+        return Conditions(engine=ENGINE, transfer_budget=asked).bytes_each
 
     def lasts(self, place: Place) -> float:
         """Seconds of a round, as the run was told."""

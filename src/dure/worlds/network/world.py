@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import warn
+from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
@@ -54,6 +55,7 @@ class Network(World):
         heartbeat: seconds after which a silent connection is taken for lost.
         measure_seconds: that clients may take to measure a model on their own data.
         record: keep everything that came in, so that the run can be replayed.
+        transfer_budget: bytes that a client may receive and send in the run, such as 100MB.
     """
 
     host: str = "127.0.0.1"
@@ -68,12 +70,15 @@ class Network(World):
     heartbeat: float = 10.0
     measure_seconds: float = 60.0
     record: bool = False
+    transfer_budget: int | str | None = None
 
     name: ClassVar[str] = "network"
     kind: ClassVar[Kind] = "clients"
 
     def __post_init__(self) -> None:
         refuse_under_torchrun("a server")
+        # Raises ValueError for a budget that is none.
+        _ = self.conditions
         # A run that goes on may be started in another folder.
         for name in ("certificate", "key", "client_ca"):
             value = getattr(self, name)
@@ -82,7 +87,7 @@ class Network(World):
 
     @property
     def conditions(self) -> Conditions:
-        return Conditions(engine=ENGINE)
+        return Conditions(engine=ENGINE, transfer_budget=self.transfer_budget)
 
     @property
     def serves(self) -> bool:
@@ -121,6 +126,7 @@ class Network(World):
             lasts=self.deadline,
             measure_seconds=self.measure_seconds,
             record=self.record,
+            budget=Budget(self.conditions.bytes_each),
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
         )

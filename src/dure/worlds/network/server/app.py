@@ -154,6 +154,9 @@ class App:
         while True:
             await asyncio.sleep(GRACE / 8)
             self.every_moment()
+            # Before, nobody can call.
+            if not self.desk.open.is_set():
+                continue
             for seat in self.desk.silent(time.monotonic()):
                 seat.here = False
                 seat.missing = seat.train is not None
@@ -174,10 +177,6 @@ class App:
 
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
         said = await self._body(request, admitted, CheckIn)
-        if admitted.client == NEW or said.name or said.wants is not None:
-            admitted = await asyncio.to_thread(
-                self.access.check_in, admitted, said.name, said.wants
-            )
         if said.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
                 f"the client speaks version {said.version}, and the server {requests.VERSION}: "
@@ -188,6 +187,11 @@ class App:
             if different:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 self.access.refuse(admitted.client, 409, "another task", why)
+        # After it is known to fit: whoever is refused takes nobody's place.
+        if admitted.client == NEW or said.name or said.wants is not None:
+            admitted = await asyncio.to_thread(
+                self.access.check_in, admitted, said.name, said.wants
+            )
         seat = self.desk.seat(admitted.client)
         seat.name = admitted.name or f"client {admitted.client}"
         # Without examples it only looks.
@@ -266,7 +270,7 @@ class App:
             why = "there is no such model any more: ask again what to do"
             raise Refused(410, "no such model", why)
         start, end = _range(request.headers, stream.size, digest)
-        seat = self._known(admitted)
+        seat = self.desk.seat(admitted.client)
         headers = {
             "etag": f'"{digest}"',
             "content-length": str(end - start),

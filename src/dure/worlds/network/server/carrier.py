@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dure.contracts.strategy import Interrupted
+from dure.fleet.budget import Budget
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
+from dure.protocol.measured import together
 from dure.protocol.messages import (
     Assignment,
     Join,
@@ -50,7 +52,7 @@ from dure.wire.requests import (
     Train,
     from_json,
 )
-from dure.wire.tensors import TensorsError
+from dure.wire.tensors import TensorsError, size_of
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
@@ -62,6 +64,8 @@ COHORT = "cohort.json"
 
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+
+SPENT = "it has used up what it may transfer"
 
 MOST_REPORTED = 50
 """Numbers of a client's own that are kept."""
@@ -123,6 +127,7 @@ class NetworkCarrier:
         lasts: float,
         measure_seconds: float,
         record: bool,
+        budget: Budget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
     ) -> None:
@@ -138,6 +143,9 @@ class NetworkCarrier:
         self.lasts: float | None = lasts
         self.measure_seconds = measure_seconds
         self.record = record
+        self.budget = budget
+        self._up = 0
+        """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
         self.now = 0.0
@@ -153,12 +161,14 @@ class NetworkCarrier:
         self._arrived: dict[int, Arrived] = {}
         self._unsettled: dict[int, int] = {}
         """The client of each ticket whose outcome is still to be told."""
-        self._combined: list[int] = []
-        """Tickets whose updates are in the model, and whose files a checkpoint makes useless."""
+        self._over: list[int] = []
+        """Tickets of which nothing more is made, and whose files a checkpoint makes useless."""
         self._covered: list[int] = []
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._measure: set[int] = set()
+        """Clients that hold something out, by what the journal says of them."""
         self._reported: dict[int, dict[str, float]] = {}
         """What clients have said of their newest training, by client."""
 
@@ -225,7 +235,7 @@ class NetworkCarrier:
         for ticket in tickets:
             arrived = self._arrived.pop(ticket)
             self._unsettled[ticket] = arrived.client
-            self._combined.append(ticket)
+            self._over.append(ticket)
             yield self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
 
     def settle(self, settled: Settled) -> None:
@@ -241,10 +251,10 @@ class NetworkCarrier:
 
         Other events wait meanwhile.
         """
-        asked = [seat for seat in self.desk.seats.values() if seat.here and seat.held_out]
         # Also where all of them are away: whether anybody is waited for has to follow from the log.
-        if not any(seat.held_out for seat in self.desk.seats.values()):
+        if not self._measure:
             return Measured([], {})
+        asked = [seat for seat in self.desk.everybody() if seat.here and seat.held_out]
         stream = self._put(measure.weights, measure.buffers, ())
         request = MeasureThis(measure.round, stream[0], stream[1])
         self._measuring = stream[0]
@@ -252,13 +262,14 @@ class NetworkCarrier:
         for seat in asked:
             self.desk.ask_measure(seat.number, request)
         until = time.monotonic() + self.measure_seconds
-        ended = False
+        ended = said_so = False
         while not ended:
             waits = [s for s in asked if s.here and s.number not in answers]
             # Only what is logged counts: the end is an event too.
             late = time.monotonic() > until or self.interrupted()
-            if not self.journal.behind and (late or not waits):
+            if not self.journal.behind and (late or not waits) and not said_so:
                 self.journal.write("all_measured")
+                said_so = True  # once: the next measurement would take another for its own
             event = self._next(math.inf)
             if event is None:
                 continue
@@ -274,15 +285,19 @@ class NetworkCarrier:
         for seat in asked:
             self.desk.ask_measure(seat.number, None)
         self._measuring = None
-        return _together(answers)
+        return together([_measured(client, said) for client, said in answers.items()])
 
     def kept(self) -> Kept:
         """Nothing: what belongs to a client never leaves it."""
         return Kept(())
 
     def answers_left(self, different: bool) -> float:
-        """Without end: what a site transfers is bounded by its own policy."""
-        return math.inf
+        if self.budget.limit is None:
+            return math.inf
+        often = [self.budget.left(client) for client in range(self.federation.clients)]
+        if different:
+            return sum(1 for times in often if times)
+        return sum(often) + len(self._underway) + len(self._arrived)
 
     def facts(self) -> Mapping[str, Any]:
         """How clients compute, and whether that is how this machine would."""
@@ -293,6 +308,7 @@ class NetworkCarrier:
                 for difference in differences(machine, self.machine)
             }
         )
+        out = [list(one) for one in self.budget.out.items()]
         return {
             "engine": self.machine.engine,
             "why": "clients on a network train with it",
@@ -300,6 +316,7 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            **({"out_of_transfers": out} if out else {}),
             **({"reported": sorted(self._reported.items())} if self._reported else {}),
         }
 
@@ -321,7 +338,8 @@ class NetworkCarrier:
             if not self.desk.open.is_set():
                 # Deadlines wait until clients have noticed that the server is back.
                 self.clock.hold(BACK_OFF if self.journal.resumed else 0.0)
-                self.desk.open.set()
+                self.desk.begin(BACK_OFF)
+                self._sweep()
             left = wake - self.clock.now()
             if left <= 0:
                 # Logged, since what it brings about can be seen: who is asked.
@@ -332,7 +350,24 @@ class NetworkCarrier:
             return None
         self.now = event.at
         self._applied = event.seq
+        if not self.desk.open.is_set():
+            self._see(event)
         return event
+
+    def _see(self, event: Event) -> None:
+        """Who is there after an event of an earlier life of the server: its handlers knew that."""
+        seat = self.desk.seat(event.client) if event.client >= 0 else None
+        if seat is None:
+            return
+        if event.kind in ("check_in", "back", "update", "measured"):
+            seat.here, seat.missing = True, False
+        elif event.kind in ("leave", "missing", "failed"):
+            seat.here, seat.missing = False, event.kind == "missing"
+
+    def _sweep(self) -> None:
+        """Removes updates of which nothing more is to be made, and which a kill has left here."""
+        if not self.record:
+            self.files.keep_only({*self._arrived, *self._underway, *self._over})
 
     def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
         """Tells the coordinator of an event."""
@@ -357,8 +392,7 @@ class NetworkCarrier:
                 return coordinator.back(ticket, self.now)
             case "failed":
                 reason = event.body.decode(errors="replace") or "it failed"
-                self._land(ticket, reason, 0)
-                self.desk.done(event.client, ticket)
+                self._give_up(ticket, reason)
                 return coordinator.failed(ticket, reason, self.now)
             case "update":
                 return self._arrive(coordinator, event)
@@ -383,11 +417,10 @@ class NetworkCarrier:
     def _expire(self, coordinator: Coordinator) -> list[Action]:
         """Tickets whose time is up, where no round ends them."""
         actions: list[Action] = []
-        for ticket, under in list(self._underway.items()):
+        for ticket in list(self._underway):
             deadline = self._deadline(coordinator, ticket)
             if deadline is not None and self.now >= deadline and not coordinator.synchronous:
-                self._land(ticket, "it took too long", 0)
-                self.desk.done(under.client, ticket)
+                self._give_up(ticket, "it took too long")
                 actions += coordinator.expired(ticket, self.now)
                 # Its client is told so, and is free again.
                 coordinator.failed(ticket, "it took too long", self.now)
@@ -405,11 +438,18 @@ class NetworkCarrier:
 
     def _let_go(self, coordinator: Coordinator) -> None:
         """Those who still work for a round that is over are told so, and are free again."""
-        for ticket, under in list(self._underway.items()):
+        for ticket in list(self._underway):
             if not coordinator.waits_for(ticket):
-                self._land(ticket, "late", 0)
-                self.desk.done(under.client, ticket)
+                self._give_up(ticket, "late")
                 coordinator.failed(ticket, "the round is over", self.now)
+
+    def _give_up(self, ticket: int, outcome: str) -> None:
+        """Nothing more is waited for, and what has come of an update is of no use."""
+        under = self._underway.get(ticket)
+        self._land(ticket, outcome, 0)
+        self._over.append(ticket)
+        if under is not None:
+            self.desk.done(under.client, ticket)
 
     def _land(self, ticket: int, outcome: str, up: int) -> None:
         """What became of an assignment, for the report."""
@@ -417,6 +457,8 @@ class NetworkCarrier:
         if under is None:
             return
         said = self._arrived[ticket].said if ticket in self._arrived else None
+        if not up:
+            self.budget.give_back(under.client, self._up)
         whole = self.now - under.began
         compute = min(said.seconds, whole) if said is not None else 0.0
         self.flown.append(
@@ -438,18 +480,27 @@ class NetworkCarrier:
     def _do(self, coordinator: Coordinator, actions: Sequence[Action]) -> Combine | None:
         """Does what the coordinator wants done."""
         combine = None
-        for action in actions:
+        # Whoever cannot be asked is replaced at once, by more actions.
+        waiting = deque(actions)
+        while waiting:
+            action = waiting.popleft()
             if isinstance(action, Combine):
                 combine = action
             elif isinstance(action, Assign):
-                self._assign(coordinator, action.assignment)
+                waiting.extend(self._assign(coordinator, action.assignment))
             else:
                 self._refuse(action)
         return combine
 
-    def _assign(self, coordinator: Coordinator, asked: Assignment) -> None:
+    def _assign(self, coordinator: Coordinator, asked: Assignment) -> list[Action]:
+        """An assignment goes to its client, if that may transfer it."""
+        _, down, forms = self._sent(coordinator, asked)
+        self._up = size_of(forms)
+        if not self.budget.take(asked.client, down, self._up):
+            return coordinator.failed(asked.ticket, SPENT, self.now)
         size = self._hand(coordinator, asked)
         self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, size)
+        return []
 
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> int:
         """Puts an assignment on the desk; the bytes that it sends."""
@@ -463,7 +514,7 @@ class NetworkCarrier:
         """An update does not count, and lies here for nothing."""
         arrived = self._arrived.pop(refused.ticket, None)
         if arrived is not None:
-            self._combined.append(refused.ticket)
+            self._over.append(refused.ticket)
             self.desk.tell(arrived.client, Outcome(refused.ticket, False, refused.reason))
 
     def _settle(self, ticket: int, outcome: Outcome) -> None:
@@ -473,6 +524,10 @@ class NetworkCarrier:
 
     def _met(self, client: int, here: Here) -> None:
         self._machines[client] = here.machine
+        if here.held_out:
+            self._measure.add(client)
+        else:
+            self._measure.discard(client)
         seat = self.desk.seat(client)
         seat.name = here.name
         seat.examples = here.examples
@@ -498,7 +553,7 @@ class NetworkCarrier:
 
     def _put(self, weights: Any, buffers: Any, extra: Any) -> tuple[str, int]:
         named = self.federation.layout.named(weights, buffers, extra)
-        wanted = {seat.train.tensors for seat in self.desk.seats.values() if seat.train}
+        wanted = {seat.train.tensors for seat in self.desk.everybody() if seat.train}
         if self._measuring is not None:
             wanted.add(self._measuring)
         self.shelf.keep_only(wanted)
@@ -539,12 +594,13 @@ class NetworkCarrier:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        self._covered = list(self._combined)
-        self._combined = []
+        self._covered = list(self._over)
+        self._over = []
         return {
             "now": self.now,
             "applied": self._applied,
             "begun": self._begun,
+            "budget": self.budget.state(),
             "waiting": [list(event) for event in self._waiting],
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
             "arrived": {
@@ -552,13 +608,13 @@ class NetworkCarrier:
                 for ticket, one in self._arrived.items()
             },
             "outcomes": {
-                seat.number: [msgspec.to_builtins(one) for one in seat.outcomes.values()]
-                for seat in self.desk.seats.values()
+                seat.number: [msgspec.to_builtins(one) for one in list(seat.outcomes.values())]
+                for seat in self.desk.everybody()
                 if seat.outcomes
             },
             "clients": [
                 [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
-                for seat in self.desk.seats.values()
+                for seat in self.desk.everybody()
             ],
         }
 
@@ -573,14 +629,15 @@ class NetworkCarrier:
             for ticket, (client, round, said) in state["arrived"].items()
         }
         self._begun = state["begun"]
+        self.budget.restore(state["budget"])
         for number, name, examples, held_out, here in state["clients"]:
             seat = self.desk.seat(number)
             seat.name = name
             seat.examples = examples
             seat.held_out = held_out
             seat.here = here
-            # It has until then to notice that the server is back.
-            seat.seen = time.monotonic() + BACK_OFF
+            if held_out:
+                self._measure.add(number)
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
@@ -600,32 +657,13 @@ def differences(machine: Machine | None, mine: Machine) -> list[str]:
     return found
 
 
-def _together(answers: Mapping[int, MeasuredThis]) -> Measured:
-    """What clients say, in their order."""
-    clients = sorted(answers)
-    said = [answers[client] for client in clients]
-    names = list(dict.fromkeys(name for one in said for name in one.values))
-    # A form is of a metric and not of a client; whoever says another has added up something else.
-    forms: dict[str, str] = {}
-    for one in said:
-        for name, form in one.forms.items():
-            forms.setdefault(name, form)
-    return Measured(
-        clients=clients,
-        values={name: [_number(one.values.get(name)) for one in said] for name in names},
-        examples={name: [one.examples.get(name, 0) for one in said] for name in names},
-        sums={name: [_row(one, name, forms[name]) for one in said] for name in forms},
-        forms=forms,
-        failures={
-            client: one.failure for client, one in zip(clients, said, strict=True) if one.failure
-        },
-    )
-
-
-def _row(said: MeasuredThis, name: str, form: str) -> list[float]:
-    """What a client has added up; nothing that is finite where that is something else."""
-    fits = said.forms.get(name) == form
-    return [_number(one) for one in said.sums.get(name, [])] if fits else [math.nan]
+def _measured(client: int, said: MeasuredThis) -> Measured:
+    """What one client says, as a message of one."""
+    values = {name: [_number(value)] for name, value in said.values.items()}
+    sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}
+    examples = {name: [count] for name, count in said.examples.items()}
+    failures = {client: said.failure} if said.failure else {}
+    return Measured([client], values, examples, sums, dict(said.forms), failures)
 
 
 def _number(value: float | None) -> float:

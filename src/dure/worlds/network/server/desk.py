@@ -87,6 +87,17 @@ class Desk:
                 self.seats[number] = Seat(number, f"client {number}")
             return self.seats[number]
 
+    def everybody(self) -> list[Seat]:
+        """All seats, while others are made."""
+        with self._lock:
+            return list(self.seats.values())
+
+    def begin(self, seconds: float) -> None:
+        """Clients may come. Those who were there before have so long to notice that."""
+        for seat in self.everybody():
+            seat.seen = time.monotonic() + seconds
+        self.open.set()
+
     # The main thread puts things down
 
     def assign(
@@ -127,12 +138,12 @@ class Desk:
     def end(self, reason: str) -> None:
         """The run is over: everybody is told so."""
         self.over = reason
-        for seat in list(self.seats.values()):
+        for seat in self.everybody():
             self._ring(seat)
 
     def has_to_tell(self) -> bool:
         """Whether somebody who is there has not heard that the run is over."""
-        return any(seat.calls or not seat.heard for seat in list(self.seats.values()) if seat.here)
+        return any(seat.calls or not seat.heard for seat in self.everybody() if seat.here)
 
     def _ring(self, seat: Seat) -> None:
         """Wakes the handlers that wait for something to say to this client."""
@@ -212,7 +223,7 @@ class Desk:
 
     def silent(self, now: float) -> Iterator[Seat]:
         """Those who were here and have not called for too long."""
-        for seat in list(self.seats.values()):
+        for seat in self.everybody():
             if seat.here and not seat.calls and now - seat.seen > GRACE:
                 yield seat
 
