@@ -27,6 +27,11 @@ GRACE = 2.0
 """Seconds without an open call after which a client is taken for gone."""
 
 
+MOMENT = 0.05
+"""Seconds for which outcomes alone wait for something to do: the next round often begins at once,
+and then one answer says both."""
+
+
 @dataclass
 class Seat:
     """What is known of a client, and what waits for it.
@@ -193,6 +198,9 @@ class Desk:
             bell = seat.bell
             word = self.word(seat)
             left = 0.0 if self.paused else until - time.monotonic()
+            if word is not None and not (word.train or word.measure or word.over):
+                await _rung(bell, MOMENT)
+                word = self.word(seat)
             if word is not None or left <= 0:
                 return word if word is not None else Word()
             await _rung(bell, left)
