@@ -158,6 +158,10 @@ class Learner(ABC):
         """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
         return None
 
+    def ended(self, reason: str) -> None:
+        """The run has ended by this limit; "interrupt" where it may go on."""
+        return
+
     def saved(self) -> None:
         """The newest `state` is on the disk: what was kept in case it would not be can go."""
         return

@@ -179,6 +179,12 @@ class Carrier(Protocol):
     def settle(self, settled: Settled) -> None:
         """Tells clients what became of their updates."""
 
+    def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """The newest model is this one."""
+
+    def ended(self, reason: str) -> None:
+        """The run has ended by this limit; "interrupt" where it may go on."""
+
     def measure(self, measure: Measure) -> Measured:
         """Has clients measure a model."""
 

@@ -325,6 +325,7 @@ class Driver:
             self.history = self.folder.take_back()
 
     def _finish(self, ended: str) -> Outcome:
+        self.learner.ended(ended)
         workers = self._all_counters()
         lanes = self._lanes()
         summary = summarise(

@@ -335,10 +335,10 @@ class _Server:
             renew()
 
     def close(self) -> None:
-        """Tells clients that the run is over, and ends."""
-        self.watching.ends("the run is over")
-        self.desk.end("the run is over")
+        """Ends. Clients of a run that is over hear of it; those of another one try again later."""
+        self.watching.ends(self.desk.over or "the server stops")
         until = time.monotonic() + FAREWELL
-        while time.monotonic() < until and self.desk.has_to_tell():
+        while self.desk.over and time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
+        self.desk.pause()
         self.ending.close()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from dure.contracts.strategy import Interrupted
 from dure.fleet.budget import Budget
@@ -174,6 +175,7 @@ class NetworkCarrier:
         self._covered: list[int] = []
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
+        self._newest: tuple[int, Sequence[Tensor], Sequence[Tensor]] | None = None
         self._machines: dict[int, Machine | None] = {}
         self._presence = Presence()
         self._measure: set[int] = set()
@@ -262,6 +264,22 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
         if self._live:
             self.watching.round_made()
+
+    def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        self._newest = (number, weights, buffers)
+
+    def ended(self, reason: str) -> None:
+        """Clients hear that the run is over, and where its last model is.
+
+        Not of an interruption: the run may go on later.
+        """
+        if reason == "interrupt":
+            return
+        if self._newest is not None:
+            number, weights, buffers = self._newest
+            digest, size = self._put(weights, buffers, ())
+            self.desk.final = MeasureThis(number, digest, size)
+        self.desk.end("the run is over")
 
     def measure(self, measure: Measure) -> Measured:
         """Asks all who are there and hold something out; who does not answer in time is left out.
