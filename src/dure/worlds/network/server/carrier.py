@@ -473,8 +473,8 @@ class NetworkCarrier:
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)
-        late = any(isinstance(one, Refuse) and one.ticket == ticket for one in actions)
-        self._land(ticket, "late" if late else "accepted", said.bytes)
+        whys = [one.reason for one in actions if isinstance(one, Refuse) and one.ticket == ticket]
+        self._land(ticket, "late" if whys else "accepted", said.bytes, "; ".join(whys))
         return actions
 
     def _expire(self, coordinator: Coordinator) -> list[Action]:
@@ -514,14 +514,14 @@ class NetworkCarrier:
         if under is not None:
             self.desk.done(under.client, ticket)
 
-    def _land(self, ticket: int, outcome: str, up: int) -> None:
+    def _land(self, ticket: int, outcome: str, up: int, why: str = "") -> None:
         """What became of an assignment, for the report."""
         under = self._underway.pop(ticket, None)
         if under is None:
             return
         # What came in time is accepted or refused only where it is folded.
         if self._live and outcome != "accepted":
-            self.watching.came_of(under.client, ticket, *_in_short(outcome))
+            self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         if not up:
             self.budget.give_back(under.client, self._up)
@@ -727,10 +727,10 @@ class NetworkCarrier:
         self.journal.read_from(self._applied)
 
 
-def _in_short(outcome: str) -> tuple[str, str]:
+def _in_short(outcome: str, why: str) -> tuple[str, str]:
     """(what became of an assignment in a word, and why), where there is no update that counts."""
     if outcome == "late":
-        return "late", ""
+        return "late", why
     return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
 
 
