@@ -161,6 +161,12 @@ class Pipe:
     def settle(self, settled: Settled) -> None:
         self.send(settled)
 
+    def made(self, number: int, weights: Sequence[Any], buffers: Sequence[Any]) -> None:
+        pass
+
+    def ended(self, reason: str) -> None:
+        pass
+
     def measure(self, measure: Measure) -> Measured:
         self.send(measure)
         measured: Measured = self.receive(Measured)

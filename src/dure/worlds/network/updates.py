@@ -264,7 +264,8 @@ class Upload:
                     f"a part up to byte {offset + len(part)}, and {self.announced.bytes} bytes "
                     f"were announced"
                 )
-            if hashlib.sha256(part).hexdigest() != digest:
+            hashed = hashlib.sha256(part)
+            if hashed.hexdigest() != digest:
                 raise PartError(f"the part from byte {offset} on is not what its digest says")
             here = min(len(part), self.offset - offset)
             rest = memoryview(part)[here:]
@@ -272,7 +273,7 @@ class Upload:
                 if here and not self._is_here(offset, memoryview(part)[:here]):
                     raise PartError(f"the bytes from {offset} on are others than those here")
                 if rest:
-                    self._append(rest, hashlib.sha256(rest).hexdigest() if here else digest)
+                    self._append(rest, hashlib.sha256(rest) if here else hashed)
             return self.offset
 
     def _is_here(self, offset: int, part: memoryview) -> bool:
@@ -285,13 +286,17 @@ class Upload:
                     return False
         return True
 
-    def _append(self, rest: memoryview, digest: str) -> None:
+    def _append(self, rest: memoryview, hashed: hashlib._Hash) -> None:
         end = self.offset + len(rest)
-        line = msgspec.json.encode(_Part(end, digest)) + b"\n"
+        line = msgspec.json.encode(_Part(end, hashed.hexdigest())) + b"\n"
         _write_at(self._part, self.offset, rest)
         known = self._parts.stat().st_size
         _write_at(self._parts, known, memoryview(line))
-        self._stream.update(rest)
+        if self.offset:
+            self._stream.update(rest)
+        else:
+            # The first part is all of the stream so far: nothing is hashed twice.
+            self._stream = hashed
         self.offset = end
 
     def complete(self) -> None:

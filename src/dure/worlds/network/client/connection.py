@@ -303,7 +303,7 @@ def lost(
 
 
 def _untrusted(error: ssl.SSLCertVerificationError, place: Place) -> str:
-    hint = "give the certificate of the authority that signed it"
+    hint = "give the certificate of the authority that signed it (--authority)"
     if "not yet valid" in error.verify_message or "expired" in error.verify_message:
         hint = "look at the clock of this machine, and at the certificate's dates"
     elif "mismatch" in error.verify_message:
@@ -325,6 +325,8 @@ def _reason(error: Exception, place: Place, seconds: float) -> str:
         return f"{place} did not answer within {seconds:g} s"
     if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return f"{place} does not speak TLS: is it a server of http://?"
+    if isinstance(error, http.client.RemoteDisconnected) and not place.secure:
+        return f"{place} hangs up without an answer: is it a server of https://?"
     if isinstance(error, ConnectionError | http.client.IncompleteRead | ssl.SSLEOFError):
         return f"the connection to {place} broke"
     return f"the connection to {place} failed: {error}"

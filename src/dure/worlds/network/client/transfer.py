@@ -384,10 +384,7 @@ class _Going:
         self._take(self._link.understood(answer, Reserved))
 
     def _patch(self, upload: str, at: int, count: int) -> Answer:
-        sha = hashlib.sha256()
-        for piece in self._stream.part(at, count):
-            sha.update(piece)
-        digest = sha.hexdigest()
+        digest = self._digest(at, count)
         headers = {
             "content-type": "application/octet-stream",
             "upload-offset": str(at),
@@ -396,6 +393,15 @@ class _Going:
         path = f"/v1/uploads/{urllib.parse.quote(upload, safe='')}"
         body = Outgoing(count, digest, lambda: self._pieces(at, count))
         return self._link.send("PATCH", path, body, headers)
+
+    def _digest(self, at: int, count: int) -> str:
+        """SHA-256 of a part. That of all of it is known."""
+        if count == self._reserve.bytes:
+            return self._reserve.digest
+        sha = hashlib.sha256()
+        for piece in self._stream.part(at, count):
+            sha.update(piece)
+        return sha.hexdigest()
 
     def _pieces(self, at: int, count: int) -> Iterator[memoryview]:
         for piece in _joined(self._stream.part(at, count), self._pace.at_once(SENT_AT_ONCE)):

@@ -10,14 +10,15 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dure.errors import RunFolderWriteError
 from dure.wire import requests
@@ -45,7 +46,8 @@ from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.server.desk import GRACE, Desk, Seat
 from dure.worlds.network.server.shelf import Shelf
-from dure.worlds.network.updates import PartError, Updates
+from dure.worlds.network.server.watching import Metered, Watching
+from dure.worlds.network.updates import PartError, Updates, Upload
 
 Body = TypeVar("Body", bound=Said)
 
@@ -87,12 +89,13 @@ class App:
     access: Access
     every_moment: Callable[[], None] = lambda: None
     """Called several times a second, in the event loop."""
+    watching: Watching = field(default_factory=Watching)
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
 
-    def asgi(self) -> Starlette:
+    def asgi(self) -> Metered:
         """The application."""
-        return Starlette(
+        routed = Starlette(
             routes=[
                 self._route("/v1/enrol", "POST", self.enrol, known=False),
                 self._route("/v1/check-in", "POST", self.check_in),
@@ -105,6 +108,7 @@ class App:
                 self._route("/v1/measured", "POST", self.measured),
             ]
         )
+        return Metered(routed, self.watching)
 
     def _route(self, path: str, method: str, handler: Handler, known: bool = True) -> Route:
         """The handler behind the checks that all share: is it open, and who calls?"""
@@ -112,24 +116,35 @@ class App:
         async def endpoint(request: Request) -> Response:
             if not self.desk.open.is_set():
                 return refusal(503, "the server is starting", {"retry-after": "1"})
+            client = None
+
+            def note(kind: str, reason: str) -> None:
+                what = f"{method} {path}"
+                self.watching.refused(client, _address(request), what, kind, reason)
+
             try:
                 if not known:
                     return await handler(request)
                 admitted = self.access.admit(
                     request.headers, request.method, _target(request), _address(request)
                 )
+                client = admitted.client if admitted.client != NEW else None
                 return await self._checked(handler, request, admitted)
             except Refused as refused:
+                note(refused.kind, refused.reason)
                 return refusal(refused.status, refused.reason, refused.headers)
             except RequestError as error:
+                note("malformed", str(error))
                 return refusal(400, str(error))
             except RunFolderWriteError as error:
+                note("not written", str(error))
                 return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
             except ClientDisconnect:
                 return Response(status_code=400)
             # A mistake of ours: said in the log, and nothing of it to strangers.
             except Exception:
                 LOG.exception("%s %s", request.method, request.url.path)
+                self.watching.mistake()
                 return refusal(500, "the server has made a mistake; its log says where")
 
         return Route(path, endpoint, methods=[method])
@@ -164,6 +179,7 @@ class App:
                         await self._log("missing", seat.number, seat.train.ticket)
                     else:
                         await self._log("leave", seat.number)
+                    self.watching.left(seat)
                 # The disk is full: it is noticed again at the next look.
                 except RunFolderWriteError:
                     seat.here = True
@@ -187,14 +203,14 @@ class App:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 self.access.refuse(admitted.client, 409, "another task", why)
         # After it is known to fit: whoever is refused takes nobody's place.
-        if admitted.client == NEW or said.name or said.wants is not None:
+        if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
                 self.access.check_in, admitted, said.name, said.wants
             )
-        seat = self.desk.seat(admitted.client)
-        seat.name = admitted.name or f"client {admitted.client}"
-        # Without examples it only looks.
-        if said.examples:
+        # Without examples it has its number, and is not there yet.
+        if said.examples and not said.looks:
+            seat = self.desk.seat(admitted.client)
+            seat.name = admitted.name or f"client {admitted.client}"
             with _call(self.desk, seat):
                 await self._arrives(
                     seat, Here(seat.name, said.examples, said.held_out, said.machine)
@@ -223,6 +239,7 @@ class App:
         seat.held_out = here.held_out
         seat.machine = here.machine
         await self._log("check_in", seat.number, body=to_json(here))
+        self.watching.arrived(seat)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
         ready = await self._body(request, admitted, Ready)
@@ -241,6 +258,7 @@ class App:
         if seat.missing and seat.train is not None:
             seat.missing = False
             await self._log("back", seat.number, seat.train.ticket)
+            self.watching.back(seat)
         if not seat.here:
             await self._arrives(seat, Here(seat.name, seat.examples, seat.held_out, seat.machine))
 
@@ -280,13 +298,7 @@ class App:
             status = 206
             headers["content-range"] = f"bytes {start}-{end - 1}/{stream.size}"
 
-        async def chunks() -> Any:
-            with _call(self.desk, seat):
-                for chunk in stream.chunks(start, end):
-                    yield chunk
-
-        media = "application/octet-stream"
-        return StreamingResponse(chunks(), status, headers, media_type=media)
+        return _Pieces(stream.chunks(start, end), status, headers, _call(self.desk, seat))
 
     # What they send
 
@@ -311,11 +323,16 @@ class App:
             raise RequestError(
                 f"the update has {said.bytes} bytes, and this model's has {expected}"
             )
-        upload = await asyncio.to_thread(self.updates.open, said.ticket, said.bytes, said.digest)
+        upload = await asyncio.to_thread(self._opened, said)
         self.reserved[seat.number] = said
-        if upload.offset == said.bytes:
-            return await self._whole(seat, said, upload)
-        return answer(Reserved(str(said.ticket), upload.offset, PART))
+        return await self._received(seat, said, upload)
+
+    def _opened(self, said: Reserve) -> Upload:
+        """What lies here of an update; on the disk, where that is all of it."""
+        upload = self.updates.open(said.ticket, said.bytes, said.digest)
+        if not upload.left:
+            upload.complete()
+        return upload
 
     async def part(self, request: Request, admitted: Admitted) -> Response:
         name = request.path_params["upload"]
@@ -331,19 +348,26 @@ class App:
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
             raise _unwanted()
-        upload = await asyncio.to_thread(self.updates.open, said.ticket, said.bytes, said.digest)
+        upload = await asyncio.to_thread(self._written, said, offset, body, digest)
         if offset > upload.offset:
             response = answer(Reserved(name, upload.offset, PART))
             response.status_code = 409
             return response
-        await asyncio.to_thread(upload.write, offset, body, digest)
-        if upload.offset == said.bytes:
-            return await self._whole(seat, said, upload)
-        return answer(Reserved(name, upload.offset, PART))
+        return await self._received(seat, said, upload)
 
-    async def _whole(self, seat: Seat, said: Reserve, upload: Any) -> Response:
-        """All bytes are here: the file is synced, then the journal, then the client is told."""
-        await asyncio.to_thread(upload.complete)
+    def _written(self, said: Reserve, offset: int, body: bytes, digest: str) -> Upload:
+        """The update with this part, unless some is missing before it."""
+        upload = self.updates.open(said.ticket, said.bytes, said.digest)
+        if offset <= upload.offset:
+            upload.write(offset, body, digest)
+            if not upload.left:
+                upload.complete()
+        return upload
+
+    async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
+        """Once all bytes are here, and synced: the journal, then the client is told."""
+        if upload.left:
+            return answer(Reserved(str(said.ticket), upload.offset, PART))
         await self._complete(seat, said)
         return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
 
@@ -396,6 +420,27 @@ def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) 
     """An answer that says why nothing was done."""
     body = to_json(Refusal(reason))
     return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+class _Pieces(Response):
+    """Pieces of a stream that is there: sent by the task that answers, while `call` is open."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(
+        self, pieces: Iterator[memoryview], status: int, headers: Mapping[str, str], call: _call
+    ) -> None:
+        super().__init__(None, status, headers)
+        self._pieces = pieces
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        with self._call:
+            await send({"type": "http.response.start", **start})
+            for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 def _unwanted() -> Refused:

@@ -1,0 +1,142 @@
+"""Seconds of a round whose clients answer at once; see benchmarks/deployment.py."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from processes import Talking, ended, free_port
+
+JSON = dict[str, Any]
+
+
+class Size(NamedTuple):
+    """clients, and bytes of the model; rounds: of a turn."""
+
+    clients: int
+    bytes: int
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.clients} x {self.bytes / 1e6:g} MB"
+
+
+SIZES = [Size(2, 800_000, 30), Size(10, 800_000, 15), Size(2, 40_000_000, 8)]
+LARGE = Size(2, 400_000_000, 4)
+PATIENCE = 300.0
+
+
+def dure(size: Size, folder: Path, tls: Path) -> JSON:
+    """A turn of dure: all processes begin at the same moment."""
+    run = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
+    port = free_port()
+    with ended() as started:
+        server = Talking(
+            "server.py",
+            [
+                "--folder",
+                run / "run",
+                "--floats",
+                size.bytes // 4,
+                "--clients",
+                size.clients,
+                "--rounds",
+                size.rounds,
+                "--port",
+                port,
+                "--tls",
+                tls,
+            ],
+        )
+        started.append(server)
+        url = f"https://127.0.0.1:{port}"
+        for k in range(size.clients):
+            started.append(
+                Talking("site.py", ["--url", url, "--tls", tls, "--name", f"c{k}", "--echo"])
+            )
+        serving = server.hears("serving", PATIENCE)
+        said = server.hears("rounds", PATIENCE)
+        shutil.rmtree(run)
+        return {
+            "seconds": statistics.median(said["rounds"]),
+            "processor_of_server": statistics.median(said["processor"]),
+            "first_round_from_cold": said["first_round"] - server.began,
+            "serving_from_cold": serving["at"] - server.began,
+        }
+
+
+def peer(program: str, python: str) -> Callable[[Size, Path, Path], JSON]:
+    """raw.py, grpc_aio.py: the same arguments."""
+
+    def turn(size: Size, folder: Path, tls: Path) -> JSON:
+        about = ["--bytes", size.bytes, "--clients", size.clients, "--rounds", size.rounds]
+        about += ["--port", free_port(), "--tls", tls]
+        with ended() as started:
+            server = Talking(program, ["server", *about], python)
+            started.append(server)
+            for _ in range(size.clients):
+                started.append(Talking(program, ["client", *about], python))
+            said = server.hears("rounds", PATIENCE)
+        return {"seconds": statistics.median(said["rounds"])}
+
+    return turn
+
+
+def can_import(python: str, module: str) -> bool:
+    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True)
+    return done.returncode == 0
+
+
+def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
+    peers = asked.peers or sys.executable
+    memory = Path(tempfile.mkdtemp(prefix="dure-", dir="/dev/shm"))
+    contenders: dict[str, Callable[[Size], JSON]] = {
+        "dure, disk": lambda size: dure(size, folder, tls),
+        "dure, memory": lambda size: dure(size, memory, tls),
+        "sockets with TLS": lambda size: peer("raw.py", sys.executable)(size, folder, tls),
+    }
+    skipped = {}
+    if can_import(peers, "grpc"):
+        contenders["grpc.aio with TLS"] = lambda size: peer("grpc_aio.py", peers)(size, folder, tls)
+    else:
+        skipped["grpc.aio with TLS"] = f"{peers} has no grpc"
+    if asked.contenders:
+        contenders = {name: one for name, one in contenders.items() if name in asked.contenders}
+    rows: JSON = {}
+    try:
+        for size in [*SIZES, *([LARGE] if asked.large else [])]:
+            rows[str(size)] = _turns(size, contenders, asked.turns)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    return {"rows": rows, "skipped": skipped}
+
+
+def _turns(size: Size, contenders: dict[str, Callable[[Size], JSON]], turns: int) -> JSON:
+    samples: dict[str, list[JSON]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for number in range(turns):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            try:
+                samples[name].append(contenders[name](size))
+            except RuntimeError as error:
+                print(f"{size}: {name}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"{size}: {name}: {samples[name][-1]}", file=sys.stderr, flush=True)
+    return {
+        name: {
+            what: {
+                "median": statistics.median(one[what] for one in own),
+                "samples": [one[what] for one in own],
+            }
+            for what in own[0]
+        }
+        for name, own in samples.items()
+        if own
+    }

@@ -1,0 +1,131 @@
+"""A client of dure as a process of its own, for benchmarks/deployment.py.
+
+`--echo` sends back what it got, after `--work` seconds; else it really trains, as simulated client
+`--part`. Everything between is dure's own client: its link, transfers, digests and state. Lines of
+JSON on standard output: what happened when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dure.run.join import context_for, join
+from dure.wire.requests import (
+    VERSION,
+    CheckIn,
+    Machine,
+    MeasuredThis,
+    MeasureThis,
+    Outcome,
+    Reserve,
+    Train,
+    Trains,
+    Welcome,
+)
+from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.worlds.network.client.loop import Answered, Loop
+from dure.worlds.network.client.session import Session
+from dure.worlds.network.client.state import ClientState
+
+
+def say(what: str, about: Mapping[str, object]) -> None:
+    print(json.dumps({"event": what, "at": time.time(), **about}), flush=True)
+
+
+class Echo:
+    """A site that has nothing to compute."""
+
+    examples = 10
+    held_out = 0
+    share_errors = False
+    folder = None
+
+    def __init__(self, name: str, wants: int | None, work: float) -> None:
+        self.name = name
+        self.wants = wants
+        self.work = work
+
+    def trains(self) -> Trains | None:
+        return None
+
+    def machine(self) -> Machine | None:
+        return None
+
+    def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
+        pass
+
+    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+        time.sleep(self.work)
+        reserve = Reserve(
+            ticket=train.ticket,
+            bytes=size_of(forms_of(tensors)),
+            digest=digest_of(tensors),
+            examples=self.examples,
+            samples=self.examples,
+            loss=1.0,
+            seconds=self.work,
+        )
+        return Answered(reserve, tensors, None)
+
+    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+        return MeasuredThis(measure.round)
+
+    def settle(self, outcome: Outcome) -> None:
+        pass
+
+
+def echo(asked: argparse.Namespace) -> str:
+    site = Echo(asked.name, asked.part, asked.work)
+    with ClientState(asked.state) as kept:
+        session = Session(
+            asked.url,
+            context=context_for(asked.url, asked.tls / "authority.pem", None),
+            state=kept,
+            audit=None,
+            stop=threading.Event(),
+            tell=lambda text: say("waiting", {"why": text}),
+        )
+        look = CheckIn(version=VERSION, name=site.name, examples=0, wants=site.wants)
+        session.belongs(session.check_in(look), site.name)
+        return Loop(session, site, say if asked.events else lambda what, about: None).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--tls", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--part", type=int)
+    parser.add_argument("--state", type=Path)
+    parser.add_argument("--echo", action="store_true")
+    parser.add_argument("--work", type=float, default=0.0)
+    parser.add_argument("--events", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.echo:
+        why = echo(asked)
+    else:
+        from server import task
+
+        why = join(
+            asked.url,
+            task(0),
+            name=asked.name,
+            part=asked.part,
+            state=asked.state,
+            authority=asked.tls / "authority.pem",
+            on_progress=say,
+        )
+    say("over", {"why": why})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A federation over a real network on this machine: real processes, real sockets, TLS on.
+
+    rounds   seconds of a round whose clients answer at once, with what they got, beside bare
+             sockets, grpc.aio and Flower's SuperLink, which transfer as much
+    memory   the server's peak, over that of the same server with a model of nothing
+    idle     5,000 clients that wait by long poll: how long a check-in takes, the server's memory
+    resume   a server killed at random moments, and a client in mid-work
+    link     an update over 100 Mbit/s and 50 ms that breaks five times: bytes accepted, and sent
+
+In `rounds` clients are dure's own (`deployed/site.py`): they check what they fetch, and hash what
+they send, as always. The peers do the transfers only: no averaging, no digests, no disk. `disk`
+has the run folder on the disk, with every sync; `memory` has it on /dev/shm, where a sync is
+nothing: the difference is what syncing takes. Contenders take turns, each turn a run of processes
+of its own; a turn's figure is the median over its rounds after the first, and that of a contender
+the median over its turns.
+
+    python benchmarks/deployment.py --only rounds memory idle resume link \\
+        > benchmarks/results/deployment.json
+
+Peers need a Python with grpcio and flwr (`--peers`, the interpreter); who is missing is skipped.
+`link` needs root. Progress goes to standard error, the result as JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "deployed"))
+
+import measure_idle
+import measure_link
+import measure_memory
+import measure_resume
+import measure_rounds
+
+JSON = dict[str, Any]
+MEASURES = {
+    "rounds": measure_rounds.measure,
+    "memory": measure_memory.measure,
+    "idle": measure_idle.measure,
+    "resume": measure_resume.measure,
+    "link": measure_link.measure,
+}
+
+
+def certificates(folder: Path) -> Path:
+    """An authority and a server's certificate for this machine."""
+    from dure.wire.certificates import issue_server, make_authority
+
+    make_authority(folder)
+    issue_server(folder, ["10.78.0.1"])
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
+    parser.add_argument("--turns", type=int, default=5, help="of each contender (rounds)")
+    parser.add_argument("--large", action="store_true", help="2 x 400 MB, too (rounds)")
+    parser.add_argument("--peers", help="the Python that has grpcio and flwr (rounds)")
+    parser.add_argument("--contenders", nargs="+", help="of rounds; all by default")
+    parser.add_argument("--idle", type=int, default=5000, help="clients (idle)")
+    parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 50], help="(memory)")
+    parser.add_argument("--kills", type=int, default=50, help="of the server (resume)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (resume)")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; ./ by default")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="deployment-", dir=asked.folder or Path.cwd()))
+    found: JSON = {
+        "benchmark": "deployment",
+        "machine": {"cores": os.cpu_count(), "processor": platform.processor()},
+    }
+    try:
+        tls = certificates(folder / "tls")
+        for name in asked.only:
+            print(f"{name}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+            began = time.time()
+            load = os.getloadavg()
+            found[name] = MEASURES[name](asked, folder, tls)
+            found[name] |= {
+                "seconds": time.time() - began,
+                "load_average": [round(load[0], 2), round(os.getloadavg()[0], 2)],
+            }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
