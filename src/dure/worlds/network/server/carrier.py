@@ -28,6 +28,7 @@ import msgspec
 
 from dure.contracts.strategy import Interrupted
 from dure.fleet.budget import Budget
+from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
 from dure.protocol.measured import together
 from dure.protocol.messages import (
@@ -205,6 +206,8 @@ class NetworkCarrier:
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
         # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
         write_atomically(cohort, msgspec.json.encode(sizes))
+        # What making the model took.
+        give_back()
         return Join(sizes)
 
     def carry(self, coordinator: Coordinator) -> Combine:
@@ -245,6 +248,8 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, True))
         for ticket in settled.dropped:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
+        # Before there is memory for the next checkpoint and the next round.
+        self._forget_unwanted()
 
     def measure(self, measure: Measure) -> Measured:
         """Asks all who are there and hold something out; who does not answer in time is left out.
@@ -326,6 +331,8 @@ class NetworkCarrier:
             self.files.delete(self._covered)
             self.journal.forget_before(self._applied - len(self._waiting))
         self._covered = []
+        # What writing it took.
+        give_back()
 
     # Events
 
@@ -545,21 +552,27 @@ class NetworkCarrier:
         known = self._digests.get(key)
         if known is None or known[0] is not asked.weights:
             digest, size = self._put(asked.weights, asked.buffers, asked.extra)
-            extra = coordinator.expects(asked)
-            forms = self.federation.layout.forms(asked.weights, asked.buffers, extra)
-            known = (asked.weights, digest, size, forms)
+            known = (asked.weights, digest, size, self._expected(coordinator, asked))
             self._digests[key] = known
         return known[1], known[2], known[3]
 
+    def _expected(self, coordinator: Coordinator, asked: Assignment) -> dict[str, Any]:
+        """What the tensors of an assignment's update are like."""
+        extra = coordinator.expects(asked)
+        return self.federation.layout.forms(asked.weights, asked.buffers, extra)
+
     def _put(self, weights: Any, buffers: Any, extra: Any) -> tuple[str, int]:
-        named = self.federation.layout.named(weights, buffers, extra)
+        self._forget_unwanted()
+        stream = self.shelf.put(self.federation.layout.named(weights, buffers, extra))
+        return stream.digest, stream.size
+
+    def _forget_unwanted(self) -> None:
+        """Models that nobody trains from or measures any more are not kept for clients."""
         wanted = {seat.train.tensors for seat in self.desk.everybody() if seat.train}
         if self._measuring is not None:
             wanted.add(self._measuring)
         self.shelf.keep_only(wanted)
         self._digests = {key: one for key, one in self._digests.items() if one[1] in wanted}
-        stream = self.shelf.put(named)
-        return stream.digest, stream.size
 
     def _update(
         self, ticket: int, arrived: Arrived, asked: Assignment, coordinator: Coordinator
@@ -570,7 +583,7 @@ class NetworkCarrier:
         extra: list[Any] = []
         failure = said.failure
         if failure is None:
-            forms = self._sent(coordinator, asked)[2]
+            forms = self._expected(coordinator, asked)
             try:
                 tensors = self.files.read(ticket, forms)
                 weights, buffers, extra = self.federation.layout.apart(tensors)
