@@ -137,7 +137,7 @@ class Loop:
         """A client that keeps the newest model gets the last one of the run."""
         if final is not None and not self.state.temporary:
             self.event("fetching", {"round": final.round, "bytes": final.bytes})
-            self._fetched(final.round, final.tensors, final.bytes)
+            self.session.fetch_last(final.round, final.tensors, final.bytes)
 
     def _wait_until_open(self) -> None:
         """Outside its hours the site does not call, and is away for the server."""

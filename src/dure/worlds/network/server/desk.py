@@ -32,6 +32,10 @@ MOMENT = 0.05
 and then one answer says both."""
 
 
+LINGER = 0.5
+"""Seconds between two calls of a client that has heard that the run is over."""
+
+
 @dataclass
 class Seat:
     """What is known of a client, and what waits for it.
@@ -151,9 +155,18 @@ class Desk:
         for seat in self.everybody():
             self._ring(seat)
 
-    def has_to_tell(self) -> bool:
-        """Whether somebody who is there has not heard that the run is over."""
-        return any(seat.calls or not seat.heard for seat in self.everybody() if seat.here)
+    def has_to_tell(self, all: bool = True) -> bool:
+        """Whether somebody who is there is still calling, or has not heard that the run is over.
+
+        Whoever has heard may come once more, for the last model. all: also those who have not heard
+        are waited for.
+        """
+        now = time.monotonic()
+        return any(
+            seat.calls or now - seat.seen < LINGER or (all and not seat.heard)
+            for seat in self.everybody()
+            if seat.here
+        )
 
     def _ring(self, seat: Seat) -> None:
         """Wakes the handlers that wait for something to say to this client."""
