@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fuzzed import DIGEST, STREAM, Request, Target
 
+from dure.errors import ServeError
 from dure.worlds.network.server import serving
 from dure.worlds.network.server.app import PART
 from dure.worlds.network.server.serving import Serving
@@ -107,5 +108,5 @@ def test_a_body_that_is_too_long(chunked: bool, target: Target) -> None:
 
 
 def test_a_port_is_taken(target: Target) -> None:
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(ServeError, match="in use"):
         Serving(target.app.asgi(), "127.0.0.1", target.serving.port, None)

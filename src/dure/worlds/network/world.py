@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import warn
+from dure.errors import ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
@@ -134,11 +134,18 @@ class Network(World):
         return run_here(here, report, "server", self.kind, is_worker=False)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
-        """Begins to serve, and returns what joins the coordinator with the clients."""
+        """Begins to serve, and returns what joins the coordinator with the clients.
+
+        Raises ServeError where it cannot.
+        """
         # Here, since the rest of dure does without these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
-        server = _Server(self, federation, place)
+        try:
+            server = _Server(self, federation, place)
+        # A certificate that is none, say, or a key that others may read.
+        except ValueError as error:
+            raise ServeError(str(error)) from error
         place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
