@@ -46,6 +46,9 @@ SIGNING_KEY = "signing.key"
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
 
+LAST = 60.0
+"""Seconds in which those who have heard it may fetch the last model."""
+
 
 @dataclass(frozen=True)
 class Network(World):
@@ -337,8 +340,9 @@ class _Server:
     def close(self) -> None:
         """Ends. Clients of a run that is over hear of it; those of another one try again later."""
         self.watching.ends(self.desk.over or "the server stops")
-        until = time.monotonic() + FAREWELL
-        while self.desk.over and time.monotonic() < until and self.desk.has_to_tell():
+        now = time.monotonic
+        began = now()
+        while self.desk.over and now() < began + LAST and self.desk.has_to_tell(began + FAREWELL):
             time.sleep(0.05)
         self.desk.pause()
         self.ending.close()

@@ -55,6 +55,9 @@ LOG = logging.getLogger("dure.server")
 
 Handler = Callable[..., Awaitable[Response]]
 
+ROOM_SECONDS = 5
+"""Seconds until a client comes again for which the disk had no room."""
+
 PART = 4 << 20
 """Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
 
@@ -138,7 +141,9 @@ class App:
                 return refusal(400, str(error))
             except RunFolderWriteError as error:
                 note("not written", str(error))
-                return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
+                return refusal(
+                    507, f"the server cannot write: {error}", {"retry-after": str(ROOM_SECONDS)}
+                )
             except ClientDisconnect:
                 return Response(status_code=400)
             # A mistake of ours: said in the log, and nothing of it to strangers.
