@@ -1,4 +1,5 @@
-"""Two requests of one client at the same time, since it has given up the first one."""
+"""What is written to the journal: of two requests of one client at the same time, since it has
+given up the first one, and of what a client says in words."""
 
 from __future__ import annotations
 
@@ -56,9 +57,35 @@ def test_an_update_whose_bytes_come_twice_is_written_down_once(
         assert (status, b'"complete":true' in body) == (200, True)
         # Of other bytes, but nothing is waited for any more.
         assert other.result()[0] == 200
+    assert len(written(target, "update")) == 1
+    assert target.updates.digest(TICKET) == DIGEST
+
+
+def written(target: Target, kind: str) -> list[str]:
+    """What the rows of this kind say."""
     rows = []
     target.journal.read_from(0)
     while event := target.journal.next(0.1):
-        rows.append(event.kind)
-    assert rows.count("update") == 1
-    assert target.updates.digest(TICKET) == DIGEST
+        if event.kind == kind:
+            rows.append(event.body.decode())
+    return rows
+
+
+WORDS = "\x1b[2J\nall is well " * 1000
+
+
+def test_what_a_client_says_of_its_failure_is_a_line(target: Target) -> None:
+    failed = {"ticket": TICKET, "kind": "ValueError", "message": WORDS}
+    assert target.said("client", "/v1/failures", failed)[0] == 204
+    [reason] = written(target, "failed")
+    assert reason.isprintable()
+    assert len(reason) == 500
+
+
+def test_and_so_is_why_there_is_no_update(target: Target) -> None:
+    reserve = {**reservation(), "failure": WORDS}
+    assert target.said("client", "/v1/uploads", reserve)[0] == 200
+    [update] = written(target, "update")
+    assert "\\u001b" not in update
+    assert "\\n" not in update
+    assert len(update) < 1000
