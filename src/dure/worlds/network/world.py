@@ -46,8 +46,8 @@ SIGNING_KEY = "signing.key"
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
 
-LAST_CALLS = 120.0
-"""Seconds in which those who have heard may fetch the last model."""
+LAST = 60.0
+"""Seconds in which those who have heard it may fetch the last model."""
 
 
 @dataclass(frozen=True)
@@ -347,11 +347,9 @@ class _Server:
     def close(self) -> None:
         """Ends. Clients of a run that is over hear of it; those of another one try again later."""
         self.watching.ends(self.desk.over or "the server stops")
-        began = time.monotonic()
-        while self.desk.over and self.desk.has_to_tell(time.monotonic() - began < FAREWELL):
+        now = time.monotonic
+        began = now()
+        while self.desk.over and now() < began + LAST and self.desk.has_to_tell(began + FAREWELL):
             time.sleep(0.05)
-            # Nobody keeps a server from ending by a call that does not.
-            if time.monotonic() - began > LAST_CALLS:
-                break
         self.desk.pause()
         self.ending.close()

@@ -46,9 +46,6 @@ QUICK = 0.5
 MOMENT = 0.1
 """Seconds between two words on how far a transfer is."""
 
-LAST_SECONDS = 10.0
-"""Seconds in which a server that has ended its run may be away while its last model is fetched."""
-
 Tell = Callable[[str], None]
 """Hears of what goes wrong with the link, in a line."""
 
@@ -158,11 +155,11 @@ class Session:
         digest: str,
         size: int,
         expected: Mapping[str, Form] | None = None,
-        stop: threading.Event | None = None,
+        limit: float | None = None,
     ) -> dict[str, Tensor]:
         """The tensors of a model; kept as the newest one where the client keeps anything.
 
-        stop: ends the wait for a server that is away; by default what ends the client.
+        limit: seconds after which a link that broke is given up; None tries on.
         """
         kept = self.state.model_file()
         if kept is not None and kept[1] == digest:
@@ -175,28 +172,17 @@ class Session:
             digest,
             size,
             expected,
-            stop or self.stop,
+            self.stop,
             self._backoff,
             into,
             tell=self._tells,
             progress=self._moved,
             bytes_per_second=self._pace,
+            limit=limit,
         )
         if into is not None:
             self.state.keep_download(round, digest)
         return tensors
-
-    def fetch_last(self, round: int, digest: str, size: int) -> None:
-        """Keeps the last model of a run, if it can be had before the server ends."""
-        stop = threading.Event()
-        timer = threading.Timer(LAST_SECONDS, stop.set)
-        timer.start()
-        try:
-            self.fetch(round, digest, size, stop=stop)
-        except (OSError, StoppedError, DureError) as error:
-            self.tell(f"the last model could not be fetched: {error or 'the server is gone'}")
-        finally:
-            timer.cancel()
 
     def fetch_frozen(
         self, digest: str, size: int, expected: Mapping[str, Form]

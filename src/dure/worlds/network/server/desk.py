@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from dure.wire.requests import Machine, MeasureThis, Outcome, Train, Watched, Word
 from dure.wire.tensors import Form
 
+LAST_CALL = 0.3
+"""Seconds within which a client that has heard that the run is over begins to fetch the model."""
+
 GRACE = 2.0
 """Seconds without an open call after which a client is taken for gone."""
 
@@ -30,10 +33,6 @@ GRACE = 2.0
 MOMENT = 0.05
 """Seconds for which outcomes alone wait for something to do: the next round often begins at once,
 and then one answer says both."""
-
-
-LINGER = 0.5
-"""Seconds between two calls of a client that has heard that the run is over."""
 
 
 @dataclass
@@ -155,15 +154,12 @@ class Desk:
         for seat in self.everybody():
             self._ring(seat)
 
-    def has_to_tell(self, all: bool = True) -> bool:
-        """Whether somebody who is there is still calling, or has not heard that the run is over.
-
-        Whoever has heard may come once more, for the last model. all: also those who have not heard
-        are waited for.
-        """
+    def has_to_tell(self, until: float) -> bool:
+        """Whether somebody who is there has not heard that the run is over, which is waited for
+        until then; or fetches the last model, or has not had the time to begin with that."""
         now = time.monotonic()
         return any(
-            seat.calls or now - seat.seen < LINGER or (all and not seat.heard)
+            seat.calls or (now - seat.seen < LAST_CALL if seat.heard else now < until)
             for seat in self.everybody()
             if seat.here
         )

@@ -86,6 +86,15 @@ class Hurried(HttpToolsProtocol):
             self._timer = None
 
 
+class _Loop(uvloop.Loop):
+    """uvloop's, with a deadline for the handshake of TLS too, which is a minute elsewhere."""
+
+    async def create_server(self, *arguments: Any, **named: Any) -> Any:
+        if named.get("ssl") is not None:
+            named.setdefault("ssl_handshake_timeout", HEADER_SECONDS)
+        return await super().create_server(*arguments, **named)
+
+
 class Serving:
     """An application that is being served. app: ASGI. began: called in the event loop, with it.
 
@@ -141,7 +150,7 @@ class Serving:
         self._thread.start()
 
     def _serve(self) -> None:
-        loop = uvloop.new_event_loop()
+        loop = _Loop()
         try:
             self._began(loop)
             loop.run_until_complete(self._server.serve(sockets=[self.socket]))
