@@ -145,5 +145,13 @@ def test_commands_on_a_page_name_what_there_is(
             assert [
                 word for word in command if word.startswith("--") and word not in listed
             ] == [], shlex.join(command)
+        elif command[0] in ("serve", "join", "verify"):
+            names = [word for word in command if not word.startswith("-")]
+            with contextlib.suppress(SystemExit):
+                main([*names[: 2 if command[0] == "verify" else 3], "--help"])
+            listed = capsys.readouterr().out
+            assert [
+                word for word in command if word.startswith("--") and word not in listed
+            ] == [], shlex.join(command)
         else:
             assert command[0] in ("train", "report", "--help", "--version"), shlex.join(command)

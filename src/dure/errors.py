@@ -63,6 +63,12 @@ class AuditError(DureError):
     exit_code = 2
 
 
+class LineageError(DureError):
+    """A model is not the one that was signed, or not as it was."""
+
+    exit_code = 1
+
+
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 

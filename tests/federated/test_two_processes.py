@@ -114,6 +114,7 @@ class Pipe:
         self.now = 0.0
         self.flown: list[Flight] = []
         self.checked = False
+        self.clock_is = "virtual_seconds"
         self.lasts: float | None = None
         self.patient = False
         self.early: list[Update] = []
@@ -160,6 +161,12 @@ class Pipe:
 
     def settle(self, settled: Settled) -> None:
         self.send(settled)
+
+    def made(self, number: int, weights: Sequence[Any], buffers: Sequence[Any]) -> None:
+        pass
+
+    def ended(self, reason: str) -> None:
+        pass
 
     def measure(self, measure: Measure) -> Measured:
         self.send(measure)

@@ -142,7 +142,7 @@ def test_rounds_and_steps_meet_on_the_axis_of_virtual_time(ditto: Path, fed_asyn
             if line["kind"] == "step"
         }
         evaluations = [line for line in lines if line["kind"] == "evaluation"]
-        assert series["x"]["virtual_seconds"] == pytest.approx(
+        assert series["x"]["clock"] == pytest.approx(
             [{0: 0, **clock}[e["step"]] for e in evaluations], rel=1e-5
         )
         accuracy = [line["metrics"]["test_accuracy"] for line in evaluations]
@@ -157,7 +157,7 @@ def test_other_runs_have_no_clock_and_no_such_sections(tmp_path: Path, report: R
     folder = write_run(tmp_path / "run", "data-parallel")
     curves = charts.curves([read_run(folder)])
     assert curves is not None
-    assert "virtual_seconds" not in [axis["key"] for axis in curves["axes"]]
+    assert "clock" not in [axis["key"] for axis in curves["axes"]]
     page = report(folder)
     assert '<h2 id="federations">' not in page
     assert '<h2 id="fairness">' not in page

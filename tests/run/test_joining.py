@@ -272,10 +272,11 @@ def test_a_model_of_ones_own_is_trained_without_a_server(tmp_path: Path) -> None
     with pytest.raises(DureError, match="no model yet"):
         dure.personalise(tmp_path / "nobody", tasks[0])
     before = dure.personal_model(states[0], tasks[0])
-    # The newest model that a client gets is that of its last assignment.
-    assert before.state_dict().keys() == run.model.state_dict().keys()
+    # What it keeps is the last model of the run.
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(before.state_dict()[name], value)
     found = dure.personalise(states[0], tasks[0], epochs=3, batch_size=5)
-    assert found.round == 2
+    assert found.round == 3
     after = dure.personal_model(states[0], tasks[0])
     for name, value in found.model.state_dict().items():
         assert torch.equal(after.state_dict()[name], value)
@@ -302,11 +303,9 @@ def test_a_policy_that_asks_waits_for_its_user_and_says_what_of(tmp_path: Path) 
             told.append(str(error.value))
         return dure.join(url, task, name="a", part=0, state=asking, approve=True)
 
-    with pytest.raises(DureError):
-        dure.join("http://127.0.0.1:1", task, state=strict / "policy.toml")
-    # The folders have keys of their own, so the first one has to leave its place free.
+    # Folders have keys of their own: whoever declines takes nobody's place.
     run, (began,) = served(task, strategy, site, out=tmp_path / "run", rounds=1)
-    assert began.error is None or "taken" in str(began.error), began.error
+    assert began.error is None
     assert "at most 1 local epoch" in told[0]
     assert "--approve" in told[1]
     assert run.summary["ended"] == "rounds"

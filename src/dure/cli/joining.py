@@ -1,5 +1,8 @@
-"""What the terminal of a client shows: a live line on a terminal, elsewhere a line for each thing
-that happens. Everything goes to standard error, but for the lines of `--json`."""
+"""What the terminal of a client shows.
+
+On a terminal a live picture, elsewhere a line for each thing that happens. Everything goes to
+standard error, but for the lines of `--json`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,19 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-from rich.status import Status
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from dure.cli.show import error_console, human_bytes
+from dure.report.words import duration
+
+About = Mapping[str, object]
 
 
 class Joining:
@@ -20,29 +32,37 @@ class Joining:
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.console = error_console()
-        self._status: Status | None = None
+        self.picture = Picture()
+        self._live: Live | None = None
         self._said = ""
 
     def __enter__(self) -> Joining:
         if not self.as_json and self.console.is_terminal:
-            self._status = self.console.status("reaching the server")
-            self._status.start()
+            self._live = Live(
+                get_renderable=self.picture.drawn,
+                console=self.console,
+                refresh_per_second=8,
+                transient=True,
+            )
+            self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._status is not None:
+        if self._live is not None:
             with suppress(OSError):
-                self._status.stop()
+                self._live.stop()
 
-    def __call__(self, what: str, about: Mapping[str, object]) -> None:
+    def __call__(self, what: str, about: About) -> None:
         """Something has happened, such as ("training", {"round": 3})."""
         with suppress(OSError):  # nobody listens any more
+            self.picture.hears(what, about)
+            if what == "moved":
+                return
             if self.as_json:
                 print(json.dumps({"time": time.time(), "event": what, **about}), flush=True)
                 return
             text = in_words(what, about)
-            if self._status is not None:
-                self._status.update(text)
+            if self._live is not None:
                 if what in _LASTING:
                     self.console.print(text, markup=False, highlight=False)
             # A server that is away is told once, and not at each attempt.
@@ -55,7 +75,72 @@ _LASTING = ("checked in", "failed", "over", "refused")
 """What stays to be read on a terminal."""
 
 
-def in_words(what: str, about: Mapping[str, object]) -> str:
+@dataclass
+class Picture:
+    """What a client is at, for its terminal.
+
+    moved, whole: bytes of the transfer that goes on, where one does. outcomes: how many updates
+    counted, and how many did not.
+    """
+
+    doing: str = "reaching the server"
+    round: int | None = None
+    moved: float = 0.0
+    whole: float = 0.0
+    last: str = ""
+    outcomes: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    began: float = field(default_factory=time.monotonic)
+    spinner: Spinner = field(default_factory=lambda: Spinner("dots"))
+
+    def hears(self, what: str, about: About) -> None:
+        """Something has happened."""
+        if what == "moved":
+            self.moved = float(str(about["bytes"]))
+            return
+        if "round" in about:
+            self.round = _round(about)
+        self.moved = 0.0
+        self.whole = float(str(about["bytes"])) if what in ("fetching", "sending") else 0.0
+        match what:
+            case "settled":
+                self.outcomes[bool(about["kept"])] += 1
+                self.last = in_words(what, about)
+            case "sent" | "not wanted" | "checked in":
+                self.doing = "waiting for what is next"
+                if what == "not wanted":
+                    self.last = in_words(what, about)
+            case "failed":
+                self.doing, self.last = "waiting a little", in_words(what, about)
+            case "waiting":
+                self.doing = in_words(what, about)
+            case _:
+                self.doing = what
+
+    def drawn(self) -> RenderableType:
+        """As rich has it."""
+        words = self.doing if self.round is None else f"round {self.round} · {self.doing}"
+        row = Table.grid(padding=(0, 1))
+        cells: list[RenderableType] = [self.spinner, Text(words)]
+        if self.whole:
+            moved = min(self.moved, self.whole)
+            cells += [
+                ProgressBar(total=self.whole, completed=moved, width=24),
+                Text(f"{human_bytes(moved)} of {human_bytes(self.whole)}", style="dim"),
+            ]
+        row.add_row(*cells)
+        return Group(row, Text(f"  {self._record()}", style="dim"))
+
+    def _record(self) -> str:
+        """1 h 05 min · 12 updates counted, 1 did not · the update counts."""
+        counted, did_not = self.outcomes[True], self.outcomes[False]
+        updates = f"{counted} {'update' if counted == 1 else 'updates'} counted"
+        if did_not:
+            updates += f", {did_not} did not"
+        said = [duration(round(time.monotonic() - self.began)), updates]
+        return " · ".join([*said, *([f"last: {self.last}"] if self.last else [])])
+
+
+def in_words(what: str, about: About) -> str:
     """An event in a line."""
     match what:
         case "checked in":
@@ -68,6 +153,8 @@ def in_words(what: str, about: Mapping[str, object]) -> str:
             return f"round {_round(about)}: fetching {human_bytes(float(str(about['bytes'])))}"
         case "sending":
             return f"round {_round(about)}: sending {human_bytes(float(str(about['bytes'])))}"
+        case "not wanted":
+            return f"round {_round(about)}: the update is not wanted any more"
         case "settled":
             return "the update counts" if about["kept"] else f"the update: {about['reason']}"
         case "failed":
@@ -78,6 +165,6 @@ def in_words(what: str, about: Mapping[str, object]) -> str:
             return f"round {_round(about)}: {what}" if "round" in about else what
 
 
-def _round(about: Mapping[str, object]) -> int:
+def _round(about: About) -> int:
     """As people count, from 1."""
     return int(str(about["round"])) + 1

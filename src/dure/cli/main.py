@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import audit, certificates, clients, network, served
+from dure.cli import audit, certificates, clients, network, served, verify
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -51,6 +51,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure replay RUN                    make a recorded federation's models again, to the same bits
   dure backup RUN TO                 copy a run folder, also while it is served
   dure audit FILE                    check the log of what has left a client
+  dure verify RUN|MODEL              check a model's signature, and say where it comes from
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
@@ -165,6 +166,7 @@ def _dispatch(given: list[str]) -> int:
         "backup": served.backup,
         "personalise": served.personalise,
         "audit": audit.main,
+        "verify": verify.main,
         "compare": _compare,
         "report": _report,
         "bench": _bench,

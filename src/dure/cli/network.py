@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,16 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
-from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
+from dure.cli.running import Hears, check_names, file_name, resumed, run_folder, show_run
 
 if TYPE_CHECKING:
     from dure.contracts.task import Task
+
+HEARD = 1.0
+"""Seconds for which a client of --local may take to end by itself, once its server has ended."""
+
+ENDS = 5.0
+"""Seconds that it may take to end where it is told to."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def serve(given: list[str]) -> int:
     """`dure serve TASK SYSTEM …`, or `dure serve --resume RUN`."""
     names, flags = names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
-        return resumed(flags)
+        return _resumed(flags)
     if len(names) != 2:
         raise ValueError("dure serve TASK SYSTEM [options]: name a task and a federated system")
     reference, system = names
@@ -112,7 +119,7 @@ def serve(given: list[str]) -> int:
     strategy = asked["strategy"]
     stop = asked["limits"].stop()
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:
-        hears: Callable[[Mapping[str, Any]], None] = _nothing
+        hears: Hears = Invites(reference, world.access == "invited", out, how.json)
         if local:
             hears = Local(ending, strategy.clients, reference, options, out)
         return show_run(
@@ -133,12 +140,50 @@ def serve(given: list[str]) -> int:
             quiet=how.json,
             as_json=how.json,
             folder=out,
+            command="dure serve --local" if local else "dure serve",
             hears=hears,
         )
 
 
-def _nothing(event: Mapping[str, Any]) -> None:
-    pass
+def _resumed(flags: list[str]) -> int:
+    """`dure serve --resume RUN`; with --local its clients are started again, as they were."""
+    with _ending() as ending:
+
+        def hears(asked: Mapping[str, Any]) -> Hears:
+            if not asked["where"].local:
+                return lambda event: None
+            from dure.run.config import asked_of
+
+            folder: Path = asked["how"].resume
+            was = asked_of(folder)
+            task = was.task.name or asked["how"].task
+            if task is None:
+                raise ValueError("the task was made in Python: start its clients from there")
+            return Local(ending, was.strategy.get("clients"), task, was.task.options, folder)
+
+        command = "dure serve --local" if "--local" in flags else "dure serve"
+        return resumed(flags, command, {"where": LocalOptions}, hears)
+
+
+class Invites:
+    """Says how clients get to the server, as soon as that is where it is."""
+
+    def __init__(self, task: str, invited: bool, folder: Path, quiet: bool) -> None:
+        self._task = task
+        self._invited = invited
+        self._folder = folder
+        self._quiet = quiet
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if "serving" not in event or self._quiet:
+            return
+        url = event["serving"].replace("//0.0.0.0:", f"//{os.uname().nodename}:")
+        tls = " --authority authority.pem" if url.startswith("https:") else ""
+        token = " --token TOKEN" if self._invited else ""
+        if self._invited:
+            print(f"  invite a client: dure clients invite {self._folder}", file=sys.stderr)
+        command = f"dure join {url} {self._task} --state DIR{tls}{token}"
+        print(f"  a client joins:  {command}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -174,35 +219,35 @@ class Local:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if "serving" not in event:
             return
-        for client in range(self._clients):
-            command = [sys.executable, "-m", "dure", "join", event["serving"], self._task]
-            state = self._folder / "clients" / f"{client}"
-            state.mkdir(parents=True, exist_ok=True)
-            command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
-            command += ["--state", str(state)]
-            with open(state / "output.txt", "wb") as output:
-                # A group of its own: Ctrl-C goes to the server, which tells its clients.
-                process = subprocess.Popen(
-                    command, stdout=output, stderr=output, start_new_session=True
-                )
-            self._ending.callback(_end, process)
+        processes = [self._start(client, event["serving"]) for client in range(self._clients)]
+        self._ending.callback(_end, processes)
+
+    def _start(self, client: int, url: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dure", "join", url, self._task]
+        state = self._folder / "clients" / f"{client}"
+        state.mkdir(parents=True, exist_ok=True)
+        command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
+        command += ["--state", str(state)]
+        with open(state / "output.txt", "ab") as output:
+            # A group of its own: Ctrl-C goes to the server, and it ends its clients.
+            return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a client that has heard of the end; one that has not is ended."""
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits for clients that have heard of the end; those that have not are ended."""
+    for seconds, end in ((HEARD, None), (ENDS, signal.SIGTERM), (ENDS, signal.SIGKILL)):
+        alive = [process for process in processes if process.poll() is None]
+        if end is not None:
+            for process in alive:
+                process.send_signal(end)
+        until = time.monotonic() + seconds
+        for process in alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
 
 
 def join(given: list[str]) -> int:
@@ -242,7 +287,7 @@ def join(given: list[str]) -> int:
                 url, task, **arguments, approve=how.approve, stop=stop, on_progress=display
             )
         except joins.stopped() as ended:
-            print(f"dure: {ended or 'stopped'}", file=sys.stderr)
+            print(f"dure: {str(ended) or 'stopped'}", file=sys.stderr)
             return 130
         display("over", {"why": over})
     return 0

@@ -21,9 +21,29 @@ if TYPE_CHECKING:
     from dure.contracts.task import Task
 
 
-def resumed(flags: list[str]) -> int:
+Hears = Callable[[Mapping[str, Any]], None]
+"""Is told of each event of a run."""
+
+
+def _nothing(event: Mapping[str, Any]) -> None:
+    pass
+
+
+def resumed(
+    flags: list[str],
+    command: str = "dure train",
+    parts: Mapping[str, Any] | None = None,
+    hears: Callable[[Mapping[str, Any]], Hears] = lambda asked: _nothing,
+) -> int:
+    """Goes on with a run.
+
+    command: that was typed. parts: of more flags; hears: who is told, made of all flags.
+    """
     asked = parse_flags(
-        "dure train", {"limits": Limits, "how": ResumeOptions}, flags, "Go on with a run."
+        command,
+        {"limits": Limits, "how": ResumeOptions, **(parts or {})},
+        flags,
+        "Go on with a run.",
     )
     how: ResumeOptions = asked["how"]
     folder = how.resume
@@ -47,6 +67,8 @@ def resumed(flags: list[str]) -> int:
         quiet=how.json or not leads_here(),
         as_json=how.json and leads_here(),
         folder=folder,
+        command=command,
+        hears=hears(asked),
     )
 
 
@@ -57,11 +79,12 @@ def show_run(
     quiet: bool,
     as_json: bool,
     folder: Path,
-    hears: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    command: str = "dure train",
+    hears: Hears = _nothing,
 ) -> int:
     """Runs with a display, then says what came out and where it lies.
 
-    hears: who else is told of each event.
+    command: that goes on with what was interrupted. hears: who else is told of each event.
     """
     from dure.cli.show import Display, error_console, table
 
@@ -69,15 +92,15 @@ def show_run(
         with Display(stop, quiet) as display:
 
             def told(event: dict[str, Any]) -> None:
-                hears(event)
                 display("training", event)
+                hears(event)
 
             done = run(on_progress=told)
     except DureError as error:
         # Where the input has to change (2), going on would fail in the same way.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
-                f"dure: kept until its last checkpoint; go on with dure train --resume {folder}",
+                f"dure: kept until its last checkpoint; go on with {command} --resume {folder}",
                 file=sys.stderr,
             )
         raise
@@ -92,7 +115,7 @@ def show_run(
     if done.summary["ended"] != "interrupt":
         return 0
     if not quiet:
-        print(f"interrupted; go on with: dure train --resume {folder}", file=sys.stderr)
+        print(f"interrupted; go on with: {command} --resume {folder}", file=sys.stderr)
     return 130
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dure.cli.federation import FederationView
 from dure.contracts.stop import Stop
 from dure.record.history import is_spread, lower_is_better
 from dure.report.words import duration
@@ -66,6 +67,20 @@ def error_console() -> Console:
     return console if console.is_terminal else Console(stderr=True, width=160)
 
 
+class _Bars(Progress):
+    """Bars of progress, and what is `below` them."""
+
+    def __init__(self, below: Callable[[], RenderableType | None], *columns: Any, **more: Any):
+        self._below = below
+        super().__init__(*columns, **more)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        below = self._below()
+        if below is not None:
+            yield below
+
+
 class Display:
     """Shows the progress of one run after another. quiet: shows nothing."""
 
@@ -73,7 +88,9 @@ class Display:
         self.stop = stop
         self.quiet = quiet
         self.console = error_console()
-        self.live = Progress(
+        self.federation = FederationView()
+        self.live = _Bars(
+            self.federation.drawn,
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f}%"),
@@ -92,6 +109,7 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.live.live.is_started:
+            self.federation.ended = True
             # The terminal may be gone; the run has ended well all the same.
             with suppress(OSError):
                 self.live.stop()
@@ -109,12 +127,12 @@ class Display:
             self.quiet = True
 
     def _show(self, label: str, event: dict[str, Any]) -> None:
-        # Before the first round: where the server is, and for whom it waits.
-        for what in ("serving", "waiting"):
-            if what in event:
-                words = f"serving at {event[what]}" if what == "serving" else event[what]
-                self.console.print(words, markup=False, highlight=False, soft_wrap=True)
-                return
+        # What a server tells of its clients, and no progress of the run.
+        if "unit" not in event:
+            line = self.federation.hears(event)
+            if line is not None and not self.console.is_terminal:
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
         if label not in self._proven:
             self._proven.add(label)
             for what, seconds in event["proofs"]:
@@ -129,7 +147,11 @@ class Display:
             self.tasks[label] = self.live.add_task(
                 escape(label), total=None if done is None else 1.0, facts=""
             )
-        self.live.update(self.tasks[label], completed=done or 0.0, facts=facts(event))
+        said = facts(event)
+        if self.federation.serves:
+            # It has many metrics, which have a line of their own there.
+            said, _, self.federation.model = said.partition(" · ")
+        self.live.update(self.tasks[label], completed=done or 0.0, facts=said)
 
     def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
         ended = done is not None and done >= 1.0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,15 @@ class Progress(NamedTuple):
     """The wish that rank 0 gave to this step."""
     numbers: Mapping[str, float] | None = None
     """What else the strategy says about the step, by name, for the history: such as residuals."""
+
+
+class Sign(Protocol):
+    """A private key. public: the text by which others know it."""
+
+    public: str
+
+    def sign(self, message: bytes) -> bytes:
+        """The signature of a message."""
 
 
 class Proof(NamedTuple):
@@ -149,6 +158,10 @@ class Learner(ABC):
         """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
         return None
 
+    def ended(self, reason: str) -> None:
+        """The run has ended by this limit; "interrupt" where it may go on."""
+        return
+
     def saved(self) -> None:
         """The newest `state` is on the disk: what was kept in case it would not be can go."""
         return
@@ -184,6 +197,8 @@ class Place:
         it is made; it raises ValueError where the two differ.
     network: what, given a federation whose clients are elsewhere, makes the carrier to them.
     folder: of the run, where this process writes it. config: what config.json says was asked.
+    report_seconds: between two reports of steps at the least: nobody reads faster. signs: whose key
+        signs the model at the end; None where nobody does.
     """
 
     group: Group
@@ -201,6 +216,8 @@ class Place:
     network: Callable[[Federation], Carrier] | None = None
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    report_seconds: float = 0.1
+    signs: Sign | None = None
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.

@@ -156,12 +156,14 @@ class Carrier(Protocol):
     but for buffers; never true of what comes over a network. lasts: seconds that a round or a
     ticket takes at the most, where the pacing names no deadline; None for no end, where no client
     is ever away without a word. patient: whether the server tells of attempts in vain and goes on,
-    rather than to give up: clients may come tomorrow.
+    rather than to give up: clients may come tomorrow. clock_is: what the history calls `now`:
+    virtual_seconds of a simulation, wall_seconds of a network.
     """
 
     now: float
     lasts: float | None
     patient: bool
+    clock_is: str
     flown: list[Flight]
     checked: bool
 
@@ -176,6 +178,12 @@ class Carrier(Protocol):
 
     def settle(self, settled: Settled) -> None:
         """Tells clients what became of their updates."""
+
+    def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """The newest model is this one."""
+
+    def ended(self, reason: str) -> None:
+        """The run has ended by this limit; "interrupt" where it may go on."""
 
     def measure(self, measure: Measure) -> Measured:
         """Has clients measure a model."""

@@ -368,15 +368,23 @@ class RunFolder:
         return newest.parts
 
     def finish(
-        self, weights: Mapping[str, Tensor], summary: Mapping[str, Any], lanes: list[Lane]
+        self,
+        weights: Mapping[str, Tensor],
+        summary: Mapping[str, Any],
+        lanes: list[Lane],
+        metadata: Mapping[str, str] | None = None,
+        beside: Mapping[str, Callable[[bytes], Mapping[str, Any]]] | None = None,
     ) -> dict[str, Any]:
         """Writes what an ended run leaves: weights, summary, timeline. Returns the summary.
 
-        To it is added the checksum of the weights. Raises RunFolderWriteError.
+        To it is added the checksum of the weights. metadata: of the file of the weights. beside:
+        other files of JSON, each made of the bytes of that file. Raises RunFolderWriteError.
         """
         self.flush()
-        model = weights_to_bytes(weights)
+        model = weights_to_bytes(weights, metadata)
         write_atomically(self.path / "model.safetensors", model)
+        for name, made in (beside or {}).items():
+            self.write_json(name, made(model))
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
         # Last: where there is a summary, everything else is there too.
         written = {**summary, "model_checksum": checksum(model)}
@@ -450,6 +458,11 @@ class Run:
     def label(self) -> str:
         """What tables call the run."""
         return str(self.summary["label"])
+
+    @property
+    def lineage(self) -> dict[str, Any] | None:
+        """Where the model comes from, of a run over a network (`dure.run.lineage`); else None."""
+        return self.summary.get("lineage")
 
 
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dure.record.history import is_spread
-from dure.report.runs import Line, Partition, Run, Span, Trace
+from dure.report.runs import CLOCKS, Line, Partition, Run, Span, Trace, clock_of, time_of
 from dure.report.words import count, duration, higher_is_better, is_share, listed, metric_name
 
 JSON = dict[str, Any]
@@ -40,8 +40,8 @@ POINTS: of a curve. LANES: of a timeline. SPANS: of a timeline, SPANS_OF_ALL_RUN
 of the page. CELLS: of a partition.
 """
 
-CLOCK = "virtual_seconds"
-"""What a federation says of its clock: an axis, and no curve."""
+CLOCK = "clock"
+"""The axis of a federation's clock."""
 
 
 def style(index: int) -> JSON:
@@ -76,8 +76,8 @@ def curves(runs: Sequence[Run]) -> JSON | None:
     """The curves of the runs; None if there is nothing to draw.
 
     Every metric, the training loss and what strategies say of their rounds, against epochs,
-    seconds, steps or rounds, bytes, and, where a federation has a clock of its own, virtual
-    seconds. What a strategy says is left out where it is 0 in all runs.
+    seconds, steps or rounds, bytes, and, where a federation has a clock of its own, the seconds
+    of it. What a strategy says is left out where it is 0 in all runs.
     """
     series = []
     for index, run in enumerate(runs):
@@ -134,7 +134,10 @@ def _axes(runs: Sequence[Run], series: Sequence[JSON]) -> list[JSON]:
     for one in series:
         times += one["x"][CLOCK]
     if any(now is not None for now in times):
-        axes.append(_axis(CLOCK, "virtual seconds", "seconds on the federation’s clock"))
+        kinds = {clock_of(run) for run in runs} - {None}
+        # A simulated run and the one that was deployed share the axis.
+        name = f"{kinds.pop()} seconds" if len(kinds) == 1 else "seconds of the federation"
+        axes.append(_axis(CLOCK, name, "seconds on the federation’s clock"))
     return axes
 
 
@@ -206,7 +209,7 @@ def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], cloc
         CLOCK: [short(clock(line.step)) for line in last],
     }
     columns = {"train_loss": [line.loss for line in lines]}
-    columns |= {key: _column(lines, key) for key in _said(lines) if key != CLOCK}
+    columns |= {key: _column(lines, key) for key in _said(lines) if key not in CLOCKS}
     y = {key: _means(column, stretches) for key, column in columns.items()}
     return {"run": run, "x": x, "y": y}
 
@@ -236,7 +239,7 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
 
 def _clock(run: Run) -> Clock:
     """The federation's clock at a step, which begins at 0; None in a run that has none."""
-    told = [(line.step, line.metrics.get(CLOCK)) for line in run.steps]
+    told = [(line.step, time_of(line)) for line in run.steps]
     if all(now is None for _, now in told):
         return lambda step: None
     return _interpolated([(0.0, 0.0), *told])

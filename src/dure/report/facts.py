@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dure.report.runs import Assignment, Federation, Rank, Sent, Stage
+from dure.report.runs import Assignment, Federation, Member, Presence, Rank, Sent, Stage
 from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole, whole_number
 
 
@@ -79,7 +79,43 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
         clients=[whole(client) for client in listing(facts.get("measured_clients"))],
         not_measured=dict(rows(facts.get("not_measured"), _client_and_reason)),
         out=[client for client, _ in rows(facts.get("out_of_transfers"), _pair)],
+        there=rows(facts.get("there"), _presence),
+        cohort=[_member(mapping(one)) for one in listing(facts.get("cohort"))],
+        bits=text_of(facts.get("bits")),
+        differs=_texts(facts.get("differs")),
+        refused=_by_number(facts.get("refused_clients")),
     )
+
+
+def _presence(raw: Sequence[Any]) -> Presence:
+    client, began, ended = raw
+    first = number(began)
+    last = number(ended)
+    if first is None or last is None:
+        raise ValueError("who was there came and went")
+    return Presence(whole_number(client), first, last)
+
+
+def _member(raw: Mapping[str, Any]) -> Member:
+    machine = mapping(raw.get("machine"))
+    said = [
+        f"torch {machine['torch']}" if "torch" in machine else "",
+        str(machine.get("capability", "")),
+        f"{whole(machine.get('threads'))} threads" if "threads" in machine else "",
+    ]
+    client = whole(raw.get("client"))
+    return Member(
+        client=client,
+        name=text_of(raw.get("name")) or str(client),
+        examples=whole(raw.get("examples")),
+        held_out=whole(raw.get("held_out")),
+        machine=", ".join(filter(None, said)) or None,
+        differs=_texts(raw.get("differs")),
+    )
+
+
+def _texts(raw: object) -> list[str]:
+    return [str(one) for one in listing(raw)]
 
 
 def _assignment(raw: Sequence[Any]) -> Assignment:

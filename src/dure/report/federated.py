@@ -12,10 +12,11 @@ server's own account.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dure.report.charts import CLOCK, JSON
+from dure.report.charts import JSON
 from dure.report.document import section
 from dure.report.federated_figures import (
     ATTACKER,
@@ -27,11 +28,12 @@ from dure.report.federated_figures import (
     federations_of,
     metrics_of,
     models_of,
+    name_of,
     pairs_of,
     quantile,
 )
 from dure.report.parts import swatch
-from dure.report.runs import Federation, Run
+from dure.report.runs import Federation, Member, Run, clock_of, time_of
 from dure.report.words import (
     UNKNOWN,
     count,
@@ -74,10 +76,21 @@ def in_a_line(run: Run) -> str | None:
         return None
     why = f" ({run.federation.why})" if run.federation.why else ""
     engine = f"{run.federation.engine} engine{why}" if run.federation.engine else None
-    # Virtual seconds, where the federation had a clock.
-    now = _last(run, CLOCK)
-    clock = None if now is None else f"{duration(now)} of virtual time"
-    return "; ".join(filter(None, [engine, clock, _came(run, run.federation)]))
+    # Where the federation had a clock.
+    now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
+    clock = None if now is None else f"{duration(now)} of {clock_of(run)} time"
+    told = [engine, clock, _bits(run.federation), _came(run, run.federation)]
+    return "; ".join(filter(None, told))
+
+
+def _bits(federation: Federation) -> str | None:
+    """Whether clients on a network compute the bits that a simulation computes of the same."""
+    if federation.bits is None:
+        return None
+    if federation.bits == "same":
+        return "clients compute the bits of a simulation"
+    why = f" ({listed(federation.differs)})" if federation.differs else ""
+    return f"clients compute close to a simulation, not the same bits{why}"
 
 
 def _came(run: Run, federation: Federation) -> str:
@@ -85,7 +98,9 @@ def _came(run: Run, federation: Federation) -> str:
     said = [plural(sum(federation.turns.values()), "update")]
     for outcome, number in _outcomes(run, federation).items():
         if outcome != "accepted":
-            said.append(f"{count(number)} {outcome}")
+            # Of a network, an outcome may be a sentence of why there was no update.
+            known = outcome in COLOURS or outcome == "refused"
+            said.append(f"{count(number)} {outcome if known else f'failed ({outcome})'}")
     most = max(federation.refusals, key=federation.refusals.__getitem__, default=None)
     return ", ".join(said) + ("" if most is None else f"; refused most often: {most}")
 
@@ -107,11 +122,6 @@ def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
     return {outcome: number for outcome, number in counts.items() if number > 0}
 
 
-def _last(run: Run, key: str) -> float | None:
-    said = (line.metrics.get(key) for line in reversed(run.steps))
-    return next((value for value in said if value is not None), None)
-
-
 # Who took part when.
 
 
@@ -127,6 +137,8 @@ def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
         "Who took part when: a bar is what a client was asked once, from the moment at which it "
         "was handed out to its end, on the federation’s clock."
     )
+    if any(run.federation.there for run in runs if run.federation is not None):
+        lead += " The pale bar behind it is the time in which the client was there."
     if any(name.startswith("staleness") for name in drawn):
         lead += (
             " The staleness of an update is how many models the server made since it handed out "
@@ -159,7 +171,7 @@ def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
     return (
         f'<div class="pipeline"><h3>{swatch(place)}<span>{escape(run.label)}</span></h3>'
         f"<p>{escape(_facts(run, federation))}</p>{asked}{_outcome_table(run, federation)}"
-        f"{_grid(small)}</div>"
+        f"{_cohort(federation)}{_grid(small)}</div>"
     )
 
 
@@ -167,8 +179,10 @@ def _facts(run: Run, federation: Federation) -> str:
     said = [in_a_line(run)]
     turns = federation.turns.values()
     if turns:
-        # How many clients there are is only known from the partition.
-        known = f" of {count(len(run.partition.counts))}" if run.partition is not None else ""
+        # How many clients there are is only known from the partition, or a network's cohort.
+        clients = len(run.partition.counts) if run.partition is not None else None
+        clients = clients or len(federation.cohort) or None
+        known = f" of {count(clients)}" if clients else ""
         each = _between(min(turns), max(turns))
         said.append(f"{count(len(turns))}{known} clients gave updates, {each} each")
     if federation.out:
@@ -183,12 +197,7 @@ def _facts(run: Run, federation: Federation) -> str:
 
 def _some(run: Run, clients: Sequence[int]) -> str:
     """Clients by their names, not too many of them."""
-    return listed([_called(run, client) for client in clients])
-
-
-def _called(run: Run, client: int) -> str:
-    known = run.partition is not None and 0 <= client < len(run.partition.counts)
-    return run.partition.called(client) if known and run.partition is not None else str(client)
+    return listed([name_of(run, client) for client in clients])
 
 
 def _between(low: int, high: int) -> str:
@@ -234,6 +243,54 @@ def _outcome_table(run: Run, federation: Federation) -> str:
         numbers = f"<td>{count(number)}</td><td>{100 * number / asked:.1f} %</td>"
         rows += f'<tr><th scope="row">{key}</th>{numbers}</tr>'
     return _table("Outcomes", "narrow", ("outcome", "assignments", "share"), rows)
+
+
+def _cohort(federation: Federation) -> str:
+    """Who the clients on a network are, and why updates of theirs did not count."""
+    if not federation.cohort:
+        return ""
+    failed = _failed(federation)
+    # Those with most to tell first, where there are too many for a table.
+    trouble = {client: sum(why.values()) for client, why in failed.items()}
+    order = sorted(federation.cohort, key=lambda one: (-trouble.get(one.client, 0), one.client))
+    shown = sorted(order[:MOST_MEMBERS], key=lambda one: one.client)
+    left = len(order) - len(shown)
+    note = f"<p>{count(left)} more clients, of which less is to be told.</p>" if left else ""
+    rows = "".join(_member_row(one, federation, failed.get(one.client, {})) for one in shown)
+    head = ("client", "examples", "held out", "counted", "did not count", "there", "machine")
+    return _table("Clients", "long", head, rows) + note
+
+
+MOST_MEMBERS = 100
+"""Clients in the table of a network's."""
+
+
+def _failed(federation: Federation) -> dict[int, Counter[str]]:
+    """client -> reason -> assignments that came to nothing."""
+    failed: dict[int, Counter[str]] = {}
+    for one in federation.assignments:
+        if one.outcome != "accepted":
+            failed.setdefault(one.client, Counter())[one.outcome] += 1
+    for client, number in federation.refused.items():
+        failed.setdefault(client, Counter())["refused"] += number
+    return failed
+
+
+def _member_row(one: Member, federation: Federation, failed: Mapping[str, int]) -> str:
+    why = "; ".join(
+        reason if number == 1 else f"{reason} ({count(number)} times)"
+        for reason, number in sorted(failed.items(), key=lambda item: -item[1])
+    )
+    there = sum(span.ended - span.began for span in federation.there if span.client == one.client)
+    machine = one.machine or "a training loop of its own"
+    if one.differs and one.machine is not None:
+        machine += f" (differs: {'; '.join(one.differs)})"
+    return (
+        f'<tr><th scope="row">{escape(one.name)}</th><td>{count(one.examples)}</td>'
+        f"<td>{count(one.held_out)}</td><td>{count(federation.turns.get(one.client, 0))}</td>"
+        f'<td class="text">{escape(why) or UNKNOWN}</td><td>{duration(there)}</td>'
+        f'<td class="text">{escape(machine)}</td></tr>'
+    )
 
 
 # How fair the models are.
@@ -333,7 +390,7 @@ def _worst(one: Told, key: str) -> str:
     if not known:
         return UNKNOWN
     value, client = (min if higher_is_better(key) else max)(known)
-    return f"{metric_value(key, value)} ({escape(_called(one.run, client))})"
+    return f"{metric_value(key, value)} ({escape(name_of(one.run, client))})"
 
 
 def _curve_names(figure: JSON) -> str:

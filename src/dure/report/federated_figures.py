@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dure.report.charts import JSON, POINTS, SPANS, SPANS_OF_ALL_RUNS, short, style
-from dure.report.runs import Assignment, Federation, Run, Sent
+from dure.report.runs import Assignment, Federation, Presence, Run, Sent, clock_of
 from dure.report.words import is_share, metric_name
 
 ROWS = 60
@@ -84,7 +84,8 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     for place, run, federation in told:
         updates = _thinned(federation.updates)
         called = _called(run)
-        drawn[f"flights-{place}"] = _flights(federation.assignments, most, called)
+        seconds = f"{clock_of(run) or 'virtual'} seconds"
+        drawn[f"flights-{place}"] = _flights(federation, most, called, seconds)
         drawn[f"staleness-{place}"] = _staleness(federation.staleness)
         drawn[f"norms-{place}"] = _points(updates, "norm", lambda sent: sent.norm, called, log=True)
         drawn[f"cosines-{place}"] = _points(updates, "cosine", lambda sent: sent.cosine, called)
@@ -144,20 +145,29 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def _called(run: Run) -> Callable[[int], str]:
     """The name of each client, safe in a page."""
-    partition = run.partition
 
     def called(client: int) -> str:
-        if partition is None or client >= len(partition.counts):
-            return str(client)
-        return html.escape(partition.called(client), quote=False)
+        return html.escape(name_of(run, client), quote=False)
 
     return called
 
 
+def name_of(run: Run, client: int) -> str:
+    """What a client is called: by itself where it is on a network, else by the data."""
+    said = None if run.federation is None else run.federation.name_of(client)
+    if said is not None:
+        return said
+    known = run.partition is not None and 0 <= client < len(run.partition.counts)
+    return run.partition.called(client) if known and run.partition is not None else str(client)
+
+
 def _flights(
-    assignments: Sequence[Assignment], most: int, called: Callable[[int], str]
+    federation: Federation, most: int, called: Callable[[int], str], seconds: str
 ) -> JSON | None:
+    assignments = federation.assignments
     asked = Counter(one.client for one in assignments)
+    # Who was there and never asked has a row too.
+    asked.update({one.client: 0 for one in federation.there})
     if not asked:
         return None
     # Of many clients those that were asked most often, drawn in the order of their numbers.
@@ -168,18 +178,27 @@ def _flights(
     there = {one.outcome for one in kept}
     outcomes = [outcome for outcome in COLOURS if outcome in there]
     outcomes += sorted(there - set(COLOURS))
-    series = []
+    series = _there([one for one in federation.there if one.client in row][:most], row)
     for outcome in outcomes:
         bars_of_it = [_bar(one, row) for one in kept if one.outcome == outcome]
         name = html.escape(outcome, quote=False)
         series.append({"name": name, "color": f"var(--{colour(outcome)})", "spans": bars_of_it})
     return {
         "kind": "lanes",
+        "x": seconds,
         "rows": [called(client) for client in shown],
         "series": series,
         "clients": len(asked),
         "left": len(bars) - len(kept),
     }
+
+
+def _there(there: Sequence[Presence], row: Mapping[int, int]) -> list[JSON]:
+    """A wide bar behind the others, while a client on a network was there."""
+    spans = [
+        [row[one.client], short(one.began, 8), short(one.ended - one.began), None] for one in there
+    ]
+    return [{"name": "there", "color": "var(--line)", "wide": True, "spans": spans}] * bool(spans)
 
 
 def _bar(one: Assignment, row: Mapping[int, int]) -> list[float | None]:

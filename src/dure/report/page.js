@@ -196,20 +196,20 @@
   }
 
   const many = (series) => series.reduce((sum, one) => sum + one.spans.length, 0);
-  const lanes = (element, { rows, series }) => {
+  const lanes = (element, { rows, series, x }) => {
     const height = Math.min(22, Math.max(12, 760 / rows.length));
     // Bars that touch are told apart by a gap, where there is room for one.
     const line = { color: "var(--page)", width: many(series) > 25 * rows.length ? 0 : 1 };
     const steps = Math.ceil(14 / height);
     const ticks = rows.map((_, i) => i).filter((i) => i % steps === 0);
-    draw(element, series.map(({ name, color, spans }) => ({
-      type: "bar", orientation: "h", name, width: 0.8, marker: { color, line }, textposition: "none",
+    draw(element, series.map(({ name, color, wide, spans }) => ({
+      type: "bar", orientation: "h", name, width: wide ? 1 : 0.8, marker: { color, line }, textposition: "none",
       y: spans.map((span) => span[0]), base: spans.map((span) => span[1]), x: spans.map((span) => span[2]),
       customdata: spans.map((span) => [rows[span[0]], span[3]]),
-      hovertemplate: `<b>client %{customdata[0]}</b>, round %{customdata[1]:,}<br>${name}<br>%{x:.4~r} s, from %{base:.6~r} s<extra></extra>`,
+      hovertemplate: `<b>client %{customdata[0]}</b>${wide ? "" : ", round %{customdata[1]:,}"}<br>${name}<br>%{x:.4~r} s, from %{base:.6~r} s<extra></extra>`,
     })), {
       barmode: "overlay", height: height * rows.length + 70,
-      xaxis: axis({ title: "virtual seconds", rangemode: "tozero", nticks: narrow() ? 5 : 12 }),
+      xaxis: axis({ title: x, rangemode: "tozero", nticks: narrow() ? 5 : 12 }),
       yaxis: axis({ title: "client", tickvals: ticks, ticktext: ticks.map((i) => rows[i]), range: [rows.length - 0.5, -0.5], fixedrange: true, showgrid: false }),
     });
   };

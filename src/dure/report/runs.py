@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+CLOCKS = {"virtual_seconds": "virtual", "wall_seconds": "wall"}
+"""What a history calls the time on a federation's clock, and which time that is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -125,9 +128,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a client of a federation was asked in a round; began and ended in virtual seconds.
+    """What a client of a federation was asked in a round.
 
-    outcome: "accepted", "late", or why there was no update.
+    began, ended: on the federation's clock. outcome: "accepted", "late", or why there was no
+    update.
     """
 
     client: int
@@ -152,6 +156,30 @@ class Sent:
     cosine: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """A client was there; from and to on the federation's clock."""
+
+    client: int
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client on a network.
+
+    machine: how it computes, in words. differs: in what it computes otherwise than the server.
+    """
+
+    client: int
+    name: str
+    examples: int
+    held_out: int
+    machine: str | None
+    differs: Sequence[str]
+
+
 @dataclass(frozen=True)
 class Federation:
     """What a federation told of itself.
@@ -162,6 +190,9 @@ class Federation:
     not_measured: client -> why it could not measure. out: clients that were not asked any more,
         since they had used up what they might transfer.
     why: it was this engine. refusals: reason -> updates that the server left out.
+    Of clients on a network: there: who was there when. cohort: who they are. bits: "same" or
+        "close" to those of a simulation, and differs: by what close. refused: client -> its updates
+        that the server left out.
     """
 
     engine: str | None
@@ -176,6 +207,15 @@ class Federation:
     clients: Sequence[int] = ()
     not_measured: Mapping[int, str] = field(default_factory=dict)
     out: Sequence[int] = ()
+    there: Sequence[Presence] = ()
+    cohort: Sequence[Member] = ()
+    bits: str | None = None
+    differs: Sequence[str] = ()
+    refused: Mapping[int, int] = field(default_factory=dict)
+
+    def name_of(self, client: int) -> str | None:
+        """What a client on a network calls itself."""
+        return next((one.name for one in self.cohort if one.client == client), None)
 
 
 @dataclass(frozen=True)
@@ -233,3 +273,15 @@ class Runs:
 
     runs: Sequence[Run]
     failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def time_of(line: Line) -> float | None:
+    """The time on the federation's clock at a step; None where there is no such clock."""
+    told = (line.metrics.get(key) for key in CLOCKS)
+    return next((now for now in told if now is not None), None)
+
+
+def clock_of(run: Run) -> str | None:
+    """Whose time the federation's clock shows: "virtual" or "wall"; None without such a clock."""
+    keys = {key for line in run.steps[-1:] for key in line.metrics}
+    return next((words for key, words in CLOCKS.items() if key in keys), None)

@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.run.join import context_for
+from dure.run.join import agree, closed, context_for
 from dure.wire.requests import VERSION, CheckIn, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.audit import Audit
@@ -39,9 +39,11 @@ class Client:
     """One client of the federation at `url`: iterating over it gives what there is to train.
 
     examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
-    certificate: as in `dure.join`.
+    certificate, approve: as in `dure.join`. What policy.toml in `state` says holds here too, but
+    for how long the loop trains, which is its own business.
 
-    Raises dure.errors.DureError for a server that does not take this client.
+    Raises dure.errors.DureError for a server that does not take this client, or a run that the
+    site does not take part in.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Client:
         token: str = "",
         authority: str | Path | None = None,
         certificate: str | Path | None = None,
+        approve: bool = False,
     ) -> None:
         if examples < 1:
             raise ValueError(f"examples is {examples}, but a client trains on at least one")
@@ -85,11 +88,22 @@ class Client:
             self._ending.callback(self.session.close)
             if token and kept.about is None:
                 self.session.enrol(token, self._name, part)
+            self._policy.hold()
+            self.welcome = self._looks()
+            if approve:
+                kept.approve(self.welcome.run)
+            agree(self._policy, self.welcome, kept)
             self.welcome = self._check_in()
             self.session.belongs(self.welcome, self._name)
         except BaseException:
             self._ending.close()
             raise
+
+    def _looks(self) -> Welcome:
+        """What is served; nobody is there yet."""
+        return self.session.check_in(
+            CheckIn(version=VERSION, name=self._name, examples=0, wants=self._part)
+        )
 
     def _check_in(self) -> Welcome:
         said = CheckIn(version=VERSION, name=self._name, examples=self.examples, wants=self._part)
@@ -110,6 +124,9 @@ class Client:
         """What there is to train, one after another, until the run is over."""
         confirmed: list[int] = []
         while True:
+            # Outside its hours the site does not call.
+            if self._stop.wait(closed(self._policy)):
+                return
             try:
                 word = self.session.next(confirmed)
             except StoppedError:

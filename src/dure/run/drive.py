@@ -7,8 +7,11 @@ message; so no rank ever waits for one that went another way. Only rank 0 writes
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -34,10 +37,8 @@ from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
 from dure.run.checkpoints import Checkpoints
 from dure.run.job import Job, Outcome, Position
+from dure.run.lineage import FILE, METADATA, lineage_of, signed
 from dure.run.summary import summarise
-
-REPORT_SECONDS = 0.1
-"""Between two reports of progress: nobody reads faster."""
 
 
 def drive(job: Job, place: Place) -> Outcome:
@@ -240,7 +241,7 @@ class Driver:
         self.history.append(record)
         if self.folder is not None:
             self.folder.append(record)
-        if self.leads and time.monotonic() - self._reported > REPORT_SECONDS:
+        if self.leads and time.monotonic() - self._reported > self.place.report_seconds:
             self._report()
 
     def _report(self) -> None:
@@ -324,6 +325,7 @@ class Driver:
             self.history = self.folder.take_back()
 
     def _finish(self, ended: str) -> Outcome:
+        self.learner.ended(ended)
         workers = self._all_counters()
         lanes = self._lanes()
         summary = summarise(
@@ -346,9 +348,22 @@ class Driver:
             name: tensor.detach().clone()
             for name, tensor in self.learner.state()["buffers"].items()
         }
+        summary, metadata, beside = self._signed(summary)
         if self.folder is not None:
-            summary = self.folder.finish(weights, summary, lanes)
+            summary = self.folder.finish(weights, summary, lanes, metadata, beside)
         return Outcome(weights, buffers, self.history, summary)
+
+    def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+        """(the summary, metadata of the model, what lies beside it), where a server signs it."""
+        sign = self.place.signs
+        if sign is None:
+            return summary, None, None
+        lineage = lineage_of(self.job.config, summary)
+        return (
+            {**summary, "lineage": lineage},
+            {METADATA: json.dumps(lineage, default=str)},
+            {FILE: partial(signed, lineage, sign=sign)},
+        )
 
     def _lanes(self) -> list[Lane]:
         """The timelines of all ranks, on rank 0."""

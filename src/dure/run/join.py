@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from dure.contracts.strategy import examples_for, seeded_model
@@ -28,6 +29,7 @@ from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
+from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
@@ -108,6 +110,7 @@ def join(
             audit=audit,
             stop=stop or threading.Event(),
             tell=lambda text: on_progress("waiting", {"why": text}),
+            moved=lambda count: on_progress("moved", {"bytes": count}),
             bytes_per_second=policy.bandwidth,
         )
         ending.callback(session.close)
@@ -118,20 +121,21 @@ def join(
         welcome = session.check_in(site.look())
         if approve:
             kept.approve(welcome.run)
-        _agree(policy, welcome, kept)
+        agree(policy, welcome, kept)
+        welcome = session.check_in(site.enter())
         session.belongs(welcome, name)
         site.begin(welcome, None if kept.temporary else kept.memory())
         site.take_frozen(session, welcome)
-        with threads(site.threads):
-            return Loop(session, site, on_progress, partial(_closed, policy)).run()
+        with threads(site.threads), left_out():
+            return Loop(session, site, on_progress, partial(closed, policy)).run()
 
 
-def _closed(policy: Policy) -> float:
+def closed(policy: Policy) -> float:
     """Seconds until the site works again; 0 while it does."""
     return policy.seconds_until_open(datetime.now().astimezone())
 
 
-def _agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
+def agree(policy: Policy, welcome: Welcome, kept: ClientState) -> None:
     """Raises PolicyError where the site does not take part in what is served."""
     reasons = policy.check(welcome)
     if policy.asks and not kept.approved(welcome.run):
@@ -177,14 +181,16 @@ def check(
         site = Training(task, name, part)
         welcome = session.check_in(site.look())
         yield f"network: {url} answers, run {welcome.run}" + ("" if context else ", without TLS")
-        yield f"identity: client {welcome.client} of {welcome.clients}"
+        who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
+        yield f"identity: {who}, of {welcome.clients}"
         reasons = policy.check(welcome)
         yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
         site.begin(welcome, None)
         sent = site.would_send()
         free = shutil.disk_usage(kept.folder).free
         yield f"disk: {free:,} bytes are free, and {8 * sent:,} are needed at most"
-        seconds = site.one_step()
+        with left_out():
+            seconds = site.one_step()
         yield f"training: one step took {seconds:.3f} s on {site.examples:,} examples"
         yield (
             f"would be sent: {sent:,} bytes an update, with the number of examples, samples and "
@@ -230,6 +236,10 @@ class Training:
 
     def look(self) -> CheckIn:
         """A check-in that only looks at what is served."""
+        return replace(self.enter(), looks=True)
+
+    def enter(self) -> CheckIn:
+        """A check-in that takes a place, and is not there yet."""
         return CheckIn(
             version=VERSION, name=self.name, examples=0, wants=self.wants, trains=self.trains()
         )
@@ -244,7 +254,8 @@ class Training:
         strategy = decode_strategy(welcome.strategy)
         if not isinstance(strategy, Federated):
             raise ValueError(f"{strategy.name} is no federated system")
-        self.client = welcome.client
+        # Who only looks has no number yet.
+        self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
         self.model = seeded_model(self.task, welcome.seed)
         self.clients: Clients = strategy.one_client(

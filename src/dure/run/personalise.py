@@ -16,6 +16,7 @@ from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import batches_per_epoch
 from dure.errors import RunFolderError
+from dure.machine.compiler import left_out
 from dure.randomness.seeds import generator
 from dure.tasks.evaluation import evaluate
 from dure.tensors.flat import trained_of
@@ -44,7 +45,7 @@ def personalise(
     """
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}, but a model of one's own is trained at least once")
-    with ClientState(Path(state)) as kept:
+    with ClientState(Path(state)) as kept, left_out():
         round, model = _newest(kept, task)
         before = _measured(task, model)
         _train(task, model, epochs, batch_size, seed)

@@ -77,6 +77,7 @@ class CheckIn(Said, frozen=True):
     name: how it calls itself. examples: how many it trains on. held_out: how many it measures with.
     wants: the number that it would have among the clients, where it cares. trains: None for a
     client with a training loop of its own.
+    looks: it only wants to know what is served, and takes no place.
     """
 
     version: int
@@ -86,6 +87,7 @@ class CheckIn(Said, frozen=True):
     wants: int | None = None
     trains: Trains | None = None
     machine: Machine | None = None
+    looks: bool = False
 
 
 class Welcome(Said, frozen=True):
@@ -130,7 +132,7 @@ class Train(Said, frozen=True):
 
 
 class MeasureThis(Said, frozen=True):
-    """A model is to be measured on what the client holds out."""
+    """A model: to be measured on what the client holds out, or to be kept."""
 
     round: int
     tensors: str
@@ -140,16 +142,14 @@ class MeasureThis(Said, frozen=True):
 class Word(Said, frozen=True):
     """What a client is told: outcomes first, then something to do.
 
-    over: the run has ended, for this reason. wait: seconds until it may ask again, where there was
-    nothing to say.
+    over: the run has ended, for this reason. final: its last model, for whoever keeps the newest.
     """
 
     outcomes: list[Outcome] = []
     train: Train | None = None
     measure: MeasureThis | None = None
     over: str | None = None
-    newest: str | None = None
-    wait: float = 0.0
+    final: MeasureThis | None = None
 
 
 class Ready(Said, frozen=True):

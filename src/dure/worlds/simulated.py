@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import TooFewClientsError
 from dure.fleet.budget import Budget
@@ -140,6 +142,7 @@ class Simulation:
         # Who is away is known here, and comes back by the clock or never.
         self.lasts: float | None = None
         self.patient = False
+        self.clock_is = "virtual_seconds"
         self.now = 0.0
         self.flown: list[Flight] = []
         self._count = len(clients.join().sizes)
@@ -199,6 +202,12 @@ class Simulation:
 
     def settle(self, settled: Settled) -> None:
         self.clients.settle(settled)
+
+    def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Nobody here keeps models."""
+
+    def ended(self, reason: str) -> None:
+        """Nobody here has to be told."""
 
     def measure(self, measure: Measure) -> Measured:
         return self.clients.measure(measure)

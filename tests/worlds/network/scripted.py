@@ -56,6 +56,11 @@ class Scripted:
             assert word.over is None, word.over
         raise AssertionError("nothing to do")
 
+    def hears_the_end(self) -> None:
+        """Waits until the run is over: the server then waits for nobody."""
+        while self.session.next([]).over is None:
+            pass
+
     def update(self, train: Train, **changed: Any) -> tuple[Reserve, dict[str, torch.Tensor]]:
         """A small step. changed: what the reservation says otherwise."""
         model = self.session.fetch(train.round, train.tensors, train.bytes)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from deployed import Deployment, Plan
 from scripted import Scripted
+from torch import nn
 
 import dure
+from dure.run.join import join
+from dure.wire.certificates import issue_client, make_authority
+from dure.worlds.network.client.link import NotTrustedError, RefusedError, StoppedError
+from dure.worlds.network.server.register import FILE, Register
+from small import network, small_task
 
 TWO = Plan(dure.FedAvg(clients=2, batch_size=4), rounds=2)
 
@@ -79,3 +88,174 @@ def test_an_update_that_comes_twice_at_once_counts_once(served: Deployment) -> N
         twice.answer(twice.work())
         assert served.ended().facts["outcomes"] == {"accepted": 4}
         assert all(one.kept for one in twice.outcomes)
+
+
+def test_a_client_that_answers_a_round_that_is_over_hears_so(tmp_path: Path) -> None:
+    plan = Plan(TWO.strategy, rounds=2, options={"deadline": 3.0})
+    with Deployment(tmp_path, plan, tls=False) as deployment:
+        deployment.serve()
+        with Scripted(deployment.url, 0) as good, Scripted(deployment.url, 1) as late:
+            train = late.work()
+            reserve, tensors = late.update(train)
+            good.answer(good.work())
+            assert good.work().round == 1, "the deadline has passed"
+            with pytest.raises(RefusedError, match="nobody waits"):
+                late.send(reserve, tensors)
+            late.answer(late.work())
+
+
+# What is refused before anything is done
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*network(), nn.Linear(3, 3).double())
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"model": wide}, "5.weight"),
+        ({"loss": nn.MSELoss()}, "MSELoss"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.9)}, "lr=0.9"),
+        ({"optimizer": torch.optim.Adam}, "Adam"),
+    ],
+)
+def test_a_client_of_another_task_hears_in_what_it_differs(
+    other: dict[str, Any], reason: str, served: Deployment
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        join(served.url, small_task(**other), name="other", part=0)
+    assert reason in str(refused.value)
+    assert "the task is another" in str(refused.value)
+
+
+def test_two_clients_of_one_name(served: Deployment) -> None:
+    with Scripted(served.url, 0):
+        with pytest.raises(RefusedError, match="is called 'player 0' already"):
+            Scripted(served.url, 1, name="player 0")
+        with pytest.raises(RefusedError, match="the number 0 is taken"):
+            Scripted(served.url, 0, name="another")
+        Scripted(served.url, 1).__exit__(None, None, None)
+
+
+def test_a_client_that_is_revoked_is_told_so_and_its_place_is_filled(tmp_path: Path) -> None:
+    plan = Plan(dure.FedAvg(clients=3, fraction=0.7, batch_size=4), rounds=2)
+    with Deployment(tmp_path, plan, tls=False) as deployment:
+        deployment.serve()
+        players = [Scripted(deployment.url, number) for number in range(3)]
+        revoked = next(one for one in players if one.welcome.client == 0)
+        with Register(deployment.run / FILE) as register:
+            register.revoke("0")
+        with pytest.raises(RefusedError, match="revoked"):
+            revoked.work()
+        for _ in range(2):
+            for player in players[1:]:
+                player.answer(player.work())
+        assert deployment.ended().summary["steps"] == 2
+        for player in players:
+            player.__exit__(None, None, None)
+
+
+def test_invited_clients_alone_take_part(tmp_path: Path) -> None:
+    plan = Plan(dure.FedAvg(clients=1, batch_size=4), rounds=1, options={"access": "invited"})
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve()
+        ask = partial(join, deployment.url, small_task(), part=0, authority=deployment.authority)
+        with pytest.raises(RefusedError, match="enrol with the token"):
+            ask(name="uninvited")
+        with pytest.raises(RefusedError, match="not one of this server's invitations"):
+            ask(name="guesses", token="made up")
+        with Register(deployment.run / FILE) as register:
+            token = register.invite()
+        assert ask(name="invited", token=token) == "the run is over"
+        assert deployment.ended().summary["steps"] == 1
+
+
+def test_certificates_of_others(tmp_path: Path) -> None:
+    clients, others = tmp_path / "clients", tmp_path / "others"
+    clients_authority = make_authority(clients).certificate
+    mine = issue_client(clients, "site").certificate
+    expired = issue_client(clients, "old", days=1e-9).certificate
+    unknown_authority = make_authority(others).certificate
+    forged = issue_client(others, "site").certificate
+    plan = Plan(
+        dure.FedAvg(clients=1, batch_size=4),
+        rounds=1,
+        options={"client_ca": str(clients_authority)},
+    )
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve()
+        ask = partial(join, deployment.url, small_task(), part=0, name="site")
+        with pytest.raises(NotTrustedError, match="is not trusted"):
+            ask(authority=unknown_authority, certificate=mine)
+        with pytest.raises(ValueError, match="expired"):
+            ask(authority=deployment.authority, certificate=expired)
+        # The server closes the connection and says no more: so might one that is restarted.
+        for certificate in (None, forged):
+            assert "does it ask for a certificate" in first_wait(
+                partial(ask, authority=deployment.authority, certificate=certificate)
+            )
+        assert ask(authority=deployment.authority, certificate=mine) == "the run is over"
+
+
+def first_wait(ask: Callable[..., Any]) -> str:
+    """Why a client waits for the first time, at which it is stopped."""
+    stop = threading.Event()
+    heard: list[str] = []
+
+    def told(what: str, about: Mapping[str, object]) -> None:
+        heard.append(str(about))
+        stop.set()
+
+    with pytest.raises(StoppedError):
+        ask(stop=stop, on_progress=told)
+    return heard[0]
+
+
+# A site's own code
+
+
+class Fussy(nn.Module):
+    """Raises in the third step of training, with a secret."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.steps = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        if self.steps == 3:
+            raise LookupError("no patient called Miller")
+        return self.inner(inputs)
+
+
+def fussy_task() -> dure.Task:
+    return small_task(model=Fussy)
+
+
+def test_what_a_client_raises_is_told_without_its_message(tmp_path: Path) -> None:
+    plan = Plan(dure.FedAvg(clients=2, batch_size=4), rounds=2, task=fussy_task)
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve()
+        deployment.join_all(2)
+        ended = deployment.ended()
+        told = repr(ended.summary)
+        assert "LookupError" in told
+        assert "test_wrong_clients.py" in told
+        assert "Miller" not in told
+        assert "Miller" in repr(deployment.clients[0].said("failed"))
+
+
+def explosive() -> dure.Task:
+    return small_task(optimizer=partial(torch.optim.SGD, lr=1e308))
+
+
+def test_a_client_whose_training_is_not_finite_is_told_and_goes_on(tmp_path: Path) -> None:
+    plan = Plan(dure.FedAvg(clients=2, batch_size=4), rounds=2, task=explosive)
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve()
+        deployment.join_all(2)
+        settled = deployment.clients[0].wait_for("settled")
+        assert not settled["kept"]
+        assert "finite" in settled["reason"]

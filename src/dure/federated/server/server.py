@@ -160,6 +160,8 @@ class Server(Learner):
         refused = result.refused
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
         self.carrier.settle(Settled(kept, list(refused), list(refused.values())))
+        model = coordinator.model
+        self.carrier.made(model.number, model.weights, model.buffers)
         self.meter.compute("aggregate", trained, time.perf_counter(), number + 1)
         # Also what was late or failed since the model before: it cost bytes and time.
         flown = self.carrier.flown
@@ -269,7 +271,7 @@ class Server(Learner):
         late = outcomes.count("late")
         staleness = result.staleness
         return {
-            "virtual_seconds": self.carrier.now,
+            self.carrier.clock_is: self.carrier.now,
             "updates": float(len(result.clients)),
             "late": float(late),
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
@@ -395,6 +397,11 @@ class Server(Learner):
         frozen = server.get("frozen")
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
         self.carrier.restore(state["carrier"])
+        model = self.coordinator.model
+        self.carrier.made(model.number, model.weights, model.buffers)
+
+    def ended(self, reason: str) -> None:
+        self.carrier.ended(reason)
 
     def saved(self) -> None:
         self.carrier.saved()

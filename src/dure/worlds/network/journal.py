@@ -36,7 +36,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -164,6 +164,8 @@ class Journal:
         clock.begin_at(at)
         self._closed = False
         self._broken: str | None = None
+        self.synced: Callable[[float], object] = lambda seconds: None
+        """Hears how long rows took until they were on the disk."""
         self._asked: queue.SimpleQueue[_Row | _Forget | None] = queue.SimpleQueue()
         self._news = threading.Condition()
         """Guards `last`, `_closed` and `_broken`."""
@@ -246,6 +248,11 @@ class Journal:
         return forget.done
 
     @property
+    def broken(self) -> str | None:
+        """Why nothing can be written any more; None while it can."""
+        return self._broken
+
+    @property
     def behind(self) -> bool:
         """Whether rows that were there when it was opened are still to be delivered."""
         return self._position - len(self._read) < self._there
@@ -315,6 +322,7 @@ class Journal:
     def _write_all(self, rows: list[_Row]) -> None:
         if not rows:
             return
+        began = time.perf_counter()
         try:
             events = self._committed(rows)
         except Exception as error:
@@ -325,6 +333,7 @@ class Journal:
         with self._news:
             self.last = events[-1].seq
             self._news.notify_all()
+        self.synced(time.perf_counter() - began)
         for row, event in zip(rows, events, strict=True):
             row.done.set_result(event)
 

@@ -11,9 +11,9 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import warn
@@ -24,6 +24,9 @@ from dure.wire.layout import Federation
 from dure.wire.requests import Machine
 from dure.worlds.here import refuse_under_torchrun, run_here
 
+if TYPE_CHECKING:
+    from dure.worlds.network.server.access import Access
+
 Value = TypeVar("Value")
 
 Mode = Literal["invited", "open"]
@@ -31,8 +34,14 @@ Mode = Literal["invited", "open"]
 ENGINE: EngineName = "loop"
 """How clients on a network train: one client, step by step."""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Addresses at which only this machine is reached."""
+
 RELOAD_SECONDS = 5.0
 """Seconds between two looks at the files of the certificate."""
+
+SIGNING_KEY = "signing.key"
+"""In a run folder: the private key by which the server signs its models."""
 
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
@@ -55,6 +64,11 @@ class Network(World):
         heartbeat: seconds after which a silent connection is taken for lost.
         measure_seconds: that clients may take to measure a model on their own data.
         record: keep everything that came in, so that the run can be replayed.
+        log: a file for JSON lines of what happens, - for standard error; it may be moved away at
+            any time, and goes on in a new one.
+        status_port: where /status, /metrics and /health are; 0 takes any that is free, and by
+            default there is no such listener. The token for it is kept in RUN/status.token.
+        status_host: the address of that listener.
         transfer_budget: bytes that a client may receive and send in the run, such as 100MB.
     """
 
@@ -70,6 +84,9 @@ class Network(World):
     heartbeat: float = 10.0
     measure_seconds: float = 60.0
     record: bool = False
+    log: str | None = None
+    status_port: int | None = None
+    status_host: str = "127.0.0.1"
     transfer_budget: int | str | None = None
 
     name: ClassVar[str] = "network"
@@ -80,10 +97,17 @@ class Network(World):
         # Raises ValueError for a budget that is none.
         _ = self.conditions
         # A run that goes on may be started in another folder.
-        for name in ("certificate", "key", "client_ca"):
+        for name in ("certificate", "key", "client_ca", "log"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and value != "-":
                 object.__setattr__(self, name, str(Path(value).expanduser().resolve()))
+        unsafe = self.status_host not in LOOPBACK and self.certificate is None
+        if self.status_port is not None and unsafe and not self.insecure:
+            raise ValueError(
+                f"{self.status_host} can be reached by other machines, and the token of /status "
+                f"would be read on its way: make a certificate with dure certificates, or say "
+                f"--insecure"
+            )
 
     @property
     def conditions(self) -> Conditions:
@@ -129,7 +153,14 @@ class Network(World):
             budget=Budget(self.conditions.bytes_each),
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
+            watching=server.watching,
         )
+
+    def status_context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
+        """The same for /status: by the same certificate, where other machines can reach it."""
+        if self.status_host in LOOPBACK or self.certificate is None:
+            return None, lambda: None
+        return replace(self, client_ca=None).context()
 
     def context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
         """(for TLS, what is called now and then to take in renewed certificates).
@@ -144,7 +175,7 @@ class Network(World):
             client_ca = Path(self.client_ca) if self.client_ca else None
             context = server_context(certificate, key, client_ca)
             return context, _seldom(Reloading(context, certificate, key).look)
-        if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
+        if not self.insecure and self.host not in LOOPBACK:
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
                 f"one with dure certificates, or say --insecure"
@@ -176,31 +207,58 @@ def machine(federation: Federation) -> Machine:
     return machine_of(ENGINE, federation.threads)
 
 
+def _both(*hear: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
+    """Several hear of each event."""
+
+    def told(event: dict[str, Any]) -> None:
+        for one in hear:
+            one(event)
+
+    return told
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 class _Server:
     """All that lives while a server serves."""
 
     def __init__(self, world: Network, federation: Federation, place: Place) -> None:
         from dure.tasks.trained import differences
+        from dure.wire.signatures import Key
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.access import Access
         from dure.worlds.network.server.app import App, Served
         from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.log_lines import logged_to
         from dure.worlds.network.server.register import Register
         from dure.worlds.network.server.serving import Serving
         from dure.worlds.network.server.shelf import Shelf
+        from dure.worlds.network.server.watching import Watching
         from dure.worlds.network.updates import Updates
 
-        self.ending = contextlib.ExitStack()
+        # What has begun ends with the run, also where the rest cannot begin.
+        self.ending = place.ending.enter_context(contextlib.ExitStack())
         folder = place.folder
         if folder is None:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         context, renew = world.context()
+        if world.log is not None:
+            self.ending.enter_context(logged_to(Path(world.log)))
         run = str(place.config.get("run", ""))
         self.folder = folder
+        self.key = Key.kept_in(folder / SIGNING_KEY)
+        place.signs = self.key
         self.clock = Clock()
         self.journal = Journal(folder, self.clock, run)
         self.ending.callback(self.journal.close)
+        self.watching = Watching(place.report)
+        self.journal.synced = self.watching.sync_seconds.observe
+        place.report = _both(self.watching.hears, place.report)
+        # All rounds are to be in the log.
+        place.report_seconds = 0.0
         self.updates = Updates(folder / "updates")
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
@@ -221,17 +279,66 @@ class _Server:
             patience=3 * world.heartbeat,
             compare=differences,
         )
-        app = App(served, self.desk, self.shelf, self.journal, self.updates, access, renew)
+        self._renew = [renew]
+        app = App(
+            served,
+            self.desk,
+            self.shelf,
+            self.journal,
+            self.updates,
+            access,
+            watching=self.watching,
+            every_moment=self._every_moment,
+        )
+        if world.status_port is not None:
+            self._shows_status(world, access, place)
         self.serving = Serving(app.asgi(), world.host, world.port, context, app.lives_in)
         self.ending.callback(self.serving.stop)
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://{world.host}:{self.serving.port}"
+        self.watching.serves(run, self.url, self.journal.resumed)
         place.report({"serving": self.url, "run": run})
 
+    def _shows_status(self, world: Network, access: Access, place: Place) -> None:
+        """Begins to serve what an operator sees, on a listener of its own."""
+        from dure.worlds.network.server.carrier import differences
+        from dure.worlds.network.server.serving import Serving
+        from dure.worlds.network.server.status import TOKEN, Status, kept_token
+
+        assert world.status_port is not None
+        context, renew = world.status_context()
+        self._renew.append(renew)
+        status = Status(
+            about={
+                "run": place.config.get("run", ""),
+                "task": place.config.get("task", {}),
+                "system": place.config.get("strategy", {}),
+                "versions": place.config.get("versions", {}),
+                "signing_key": self.key.public,
+            },
+            watching=self.watching,
+            desk=self.desk,
+            access=access,
+            journal=self.journal,
+            clock=self.clock,
+            differs=lambda seat: differences(seat.machine, self.machine),
+            token=kept_token(self.folder),
+        )
+        serving = Serving(status.asgi(), world.status_host, world.status_port, context)
+        self.ending.callback(serving.stop)
+        scheme = "http" if context is None else "https"
+        url = f"{scheme}://{_in_url(world.status_host)}:{serving.port}/status"
+        place.report({"status": url, "token": str(self.folder / TOKEN)})
+
+    def _every_moment(self) -> None:
+        for renew in self._renew:
+            renew()
+
     def close(self) -> None:
-        """Tells clients that the run is over, and ends."""
-        self.desk.end("the run is over")
+        """Ends. Clients of a run that is over hear of it; those of another one try again later."""
+        self.watching.ends(self.desk.over or "the server stops")
         until = time.monotonic() + FAREWELL
-        while time.monotonic() < until and self.desk.has_to_tell():
+        while self.desk.over and time.monotonic() < until and self.desk.has_to_tell():
             time.sleep(0.05)
+        self.desk.pause()
         self.ending.close()

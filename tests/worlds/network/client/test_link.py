@@ -317,6 +317,16 @@ def test_a_page_that_signs_one_on_to_a_network_is_no_server() -> None:
         (503, email.utils.formatdate(0), 0.0, 0.0),
         (503, email.utils.formatdate(time.time() + 1e6), LONGEST_WAIT, LONGEST_WAIT),
     ],
+    # Without the time in their names: those who run them at the same time call them alike.
+    ids=[
+        "seconds",
+        "nothing",
+        "words",
+        "below zero",
+        "for ever",
+        "a date long ago",
+        "a date to come",
+    ],
 )
 def test_a_busy_server_says_for_how_long(status, after, least, most) -> None:
     error = error_of(replies(status, bytes(2 << 20), **({"retry_after": after} if after else {})))

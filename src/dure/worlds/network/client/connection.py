@@ -127,13 +127,14 @@ class Limits:
     """What a connection waits for and takes.
 
     silent: seconds without a byte. until: of `time.monotonic`, when everything has to be there;
-    None without. left: bytes that may still come. ended: no more will.
+    None without. left: bytes that may still come. ended: no more will. heard: some have come.
     """
 
     silent: float
     until: float | None = None
     left: int = 0
     ended: bool = False
+    heard: bool = False
 
     def seconds(self) -> float:
         """How long is waited for the next bytes. Raises TimeoutError where it is too late."""
@@ -147,6 +148,7 @@ class Limits:
     def took(self, count: int) -> None:
         self.left -= count
         self.ended = count == 0
+        self.heard = self.heard or not self.ended
         if self.left < 0:
             raise http.client.HTTPException("the answer does not end")
 
@@ -278,10 +280,13 @@ def _arrange(sock: socket.socket) -> None:
                 raise
 
 
-def lost(error: Exception, place: Place, seconds: float) -> LinkLostError | NotTrustedError:
+def lost(
+    error: Exception, place: Place, seconds: float, heard: bool = True
+) -> LinkLostError | NotTrustedError:
     """What became of a connection, in one line.
 
-    seconds: how long was waited, where that is what went wrong.
+    seconds: how long was waited, where that is what went wrong. heard: whether it was any good: a
+    server that does not take a client's certificate closes the connection, and often says no more.
     """
     if isinstance(error, LinkLostError | NotTrustedError):
         return error
@@ -291,11 +296,14 @@ def lost(error: Exception, place: Place, seconds: float) -> LinkLostError | NotT
         return NotTrustedError(
             f"{place} does not accept this client's certificate, or asks for one: {error.reason}"
         )
-    return LinkLostError(" ".join(_reason(error, place, seconds).split()))
+    reason = " ".join(_reason(error, place, seconds).split())
+    if place.secure and not heard and isinstance(error, ConnectionError | ssl.SSLEOFError):
+        reason += " before it answered: does it ask for a certificate, or another one, of yours?"
+    return LinkLostError(reason)
 
 
 def _untrusted(error: ssl.SSLCertVerificationError, place: Place) -> str:
-    hint = "give the certificate of the authority that signed it"
+    hint = "give the certificate of the authority that signed it (--authority)"
     if "not yet valid" in error.verify_message or "expired" in error.verify_message:
         hint = "look at the clock of this machine, and at the certificate's dates"
     elif "mismatch" in error.verify_message:
@@ -317,6 +325,8 @@ def _reason(error: Exception, place: Place, seconds: float) -> str:
         return f"{place} did not answer within {seconds:g} s"
     if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return f"{place} does not speak TLS: is it a server of http://?"
+    if isinstance(error, http.client.RemoteDisconnected) and not place.secure:
+        return f"{place} hangs up without an answer: is it a server of https://?"
     if isinstance(error, ConnectionError | http.client.IncompleteRead | ssl.SSLEOFError):
         return f"the connection to {place} broke"
     return f"the connection to {place} failed: {error}"

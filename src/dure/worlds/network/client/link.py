@@ -296,7 +296,7 @@ class Link:
             self._hang_up()
             if self._closed:
                 raise StoppedError("the link is closed") from error
-            raise lost(error, self.place, seconds) from error
+            raise lost(error, self.place, seconds, self._limits.heard) from error
         except BaseException:
             # A request that was ended in its midst leaves a connection that nobody can use.
             self._hang_up()

@@ -126,11 +126,18 @@ class Loop:
             for outcome in word.outcomes:
                 self._settle(outcome)
             if word.over is not None:
+                self._keep_final(word.final)
                 return word.over
             if word.measure is not None:
                 self._measure(word.measure)
             if word.train is not None:
                 self._train(word.train)
+
+    def _keep_final(self, final: MeasureThis | None) -> None:
+        """A client that keeps the newest model gets the last one of the run."""
+        if final is not None and not self.state.temporary:
+            self.event("fetching", {"round": final.round, "bytes": final.bytes})
+            self._fetched(final.round, final.tensors, final.bytes)
 
     def _wait_until_open(self) -> None:
         """Outside its hours the site does not call, and is away for the server."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +43,24 @@ from dure.worlds.network.client.transfer import download, upload
 QUICK = 0.5
 """Seconds of work after which a client begins to ask whether it is still wanted."""
 
+MOMENT = 0.1
+"""Seconds between two words on how far a transfer is."""
+
 Tell = Callable[[str], None]
 """Hears of what goes wrong with the link, in a line."""
+
+
+def _seldom(moved: Callable[[int], None]) -> Callable[[int], None]:
+    """Tells it no more often than anybody reads."""
+    told = 0.0
+
+    def tells(count: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > MOMENT:
+            told = time.monotonic()
+            moved(count)
+
+    return tells
 
 
 class Signed:
@@ -66,7 +83,8 @@ class Session:
 
     context: of TLS, None over plain HTTP. state: where the client keeps what it has to keep. audit:
     None notes nothing. stop: set when the client is to end, which ends every wait.
-    bytes_per_second: of transfers, None without a bound.
+    bytes_per_second: of transfers, None without a bound. moved: hears now and then how many bytes
+    of a transfer are through.
     """
 
     def __init__(
@@ -79,6 +97,7 @@ class Session:
         stop: threading.Event,
         tell: Tell = lambda text: None,
         bytes_per_second: float | None = None,
+        moved: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.url = url
         self.state = state
@@ -87,6 +106,7 @@ class Session:
         self._context = context
         self._audit = audit
         self._pace = bytes_per_second
+        self._moved = _seldom(moved)
         self._key = Key.kept_in(state.key)
         self._signer = Signer(self._key)
         self._backoff = Backoff()
@@ -126,7 +146,7 @@ class Session:
         """What there is to do; waits until there is something, or the server says that there is
         not."""
         ready = Ready(confirmed=list(confirmed))
-        word: Word = self._ask("/v1/next", ready, Word, timeout=self.patience + 30)
+        word: Word = self._ask("/v1/next", ready, Word, timeout=self.patience + self.heartbeat)
         return word
 
     def fetch(
@@ -148,6 +168,7 @@ class Session:
             self._backoff,
             into,
             tell=self._tells,
+            progress=self._moved,
             bytes_per_second=self._pace,
         )
         if into is not None:
@@ -166,6 +187,7 @@ class Session:
             self.stop,
             self._backoff,
             tell=self._tells,
+            progress=self._moved,
             bytes_per_second=self._pace,
         )
 
@@ -186,6 +208,7 @@ class Session:
             self._backoff,
             wanted,
             tell=self._tells,
+            progress=self._moved,
             bytes_per_second=self._pace,
         )
 
@@ -249,7 +272,7 @@ class Session:
 
     def watch(self, ticket: int, link: Link) -> Watched:
         """Asks once whether the work is wanted."""
-        return link.ask("POST", "/v1/watch", Watch(ticket), Watched, self.heartbeat + 30)
+        return link.ask("POST", "/v1/watch", Watch(ticket), Watched, 2 * self.heartbeat)
 
     def another_link(self) -> Link:
         """One more to the server, signed as this client's."""

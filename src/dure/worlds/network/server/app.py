@@ -46,6 +46,7 @@ from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.server.desk import GRACE, Desk, Seat
 from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.watching import Metered, Watching
 from dure.worlds.network.updates import PartError, Updates, Upload
 
 Body = TypeVar("Body", bound=Said)
@@ -88,12 +89,13 @@ class App:
     access: Access
     every_moment: Callable[[], None] = lambda: None
     """Called several times a second, in the event loop."""
+    watching: Watching = field(default_factory=Watching)
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
 
-    def asgi(self) -> Starlette:
+    def asgi(self) -> Metered:
         """The application."""
-        return Starlette(
+        routed = Starlette(
             routes=[
                 self._route("/v1/enrol", "POST", self.enrol, known=False),
                 self._route("/v1/check-in", "POST", self.check_in),
@@ -106,6 +108,7 @@ class App:
                 self._route("/v1/measured", "POST", self.measured),
             ]
         )
+        return Metered(routed, self.watching)
 
     def _route(self, path: str, method: str, handler: Handler, known: bool = True) -> Route:
         """The handler behind the checks that all share: is it open, and who calls?"""
@@ -113,24 +116,35 @@ class App:
         async def endpoint(request: Request) -> Response:
             if not self.desk.open.is_set():
                 return refusal(503, "the server is starting", {"retry-after": "1"})
+            client = None
+
+            def note(kind: str, reason: str) -> None:
+                what = f"{method} {path}"
+                self.watching.refused(client, _address(request), what, kind, reason)
+
             try:
                 if not known:
                     return await handler(request)
                 admitted = self.access.admit(
                     request.headers, request.method, _target(request), _address(request)
                 )
+                client = admitted.client if admitted.client != NEW else None
                 return await self._checked(handler, request, admitted)
             except Refused as refused:
+                note(refused.kind, refused.reason)
                 return refusal(refused.status, refused.reason, refused.headers)
             except RequestError as error:
+                note("malformed", str(error))
                 return refusal(400, str(error))
             except RunFolderWriteError as error:
+                note("not written", str(error))
                 return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
             except ClientDisconnect:
                 return Response(status_code=400)
             # A mistake of ours: said in the log, and nothing of it to strangers.
             except Exception:
                 LOG.exception("%s %s", request.method, request.url.path)
+                self.watching.mistake()
                 return refusal(500, "the server has made a mistake; its log says where")
 
         return Route(path, endpoint, methods=[method])
@@ -165,6 +179,7 @@ class App:
                         await self._log("missing", seat.number, seat.train.ticket)
                     else:
                         await self._log("leave", seat.number)
+                    self.watching.left(seat)
                 # The disk is full: it is noticed again at the next look.
                 except RunFolderWriteError:
                     seat.here = True
@@ -188,14 +203,14 @@ class App:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 self.access.refuse(admitted.client, 409, "another task", why)
         # After it is known to fit: whoever is refused takes nobody's place.
-        if admitted.client == NEW or said.name or said.wants is not None:
+        if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
                 self.access.check_in, admitted, said.name, said.wants
             )
-        seat = self.desk.seat(admitted.client)
-        seat.name = admitted.name or f"client {admitted.client}"
-        # Without examples it only looks.
-        if said.examples:
+        # Without examples it has its number, and is not there yet.
+        if said.examples and not said.looks:
+            seat = self.desk.seat(admitted.client)
+            seat.name = admitted.name or f"client {admitted.client}"
             with _call(self.desk, seat):
                 await self._arrives(
                     seat, Here(seat.name, said.examples, said.held_out, said.machine)
@@ -224,6 +239,7 @@ class App:
         seat.held_out = here.held_out
         seat.machine = here.machine
         await self._log("check_in", seat.number, body=to_json(here))
+        self.watching.arrived(seat)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
         ready = await self._body(request, admitted, Ready)
@@ -242,6 +258,7 @@ class App:
         if seat.missing and seat.train is not None:
             seat.missing = False
             await self._log("back", seat.number, seat.train.ticket)
+            self.watching.back(seat)
         if not seat.here:
             await self._arrives(seat, Here(seat.name, seat.examples, seat.held_out, seat.machine))
 

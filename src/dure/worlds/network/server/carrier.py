@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from dure.contracts.strategy import Interrupted
 from dure.fleet.budget import Budget
@@ -57,7 +58,9 @@ from dure.wire.tensors import TensorsError, size_of
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.presence import Presence
 from dure.worlds.network.server.shelf import Shelf
+from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.updates import Updates
 
 COHORT = "cohort.json"
@@ -65,6 +68,9 @@ COHORT = "cohort.json"
 
 BACK_OFF = 5.0
 """Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+
+TOO_LONG = "it took too long"
+"""What becomes of a ticket whose time is up, where there are no rounds."""
 
 SPENT = "it has used up what it may transfer"
 
@@ -112,6 +118,7 @@ class NetworkCarrier:
 
     checked = False
     patient = True
+    clock_is = "wall_seconds"
 
     def __init__(
         self,
@@ -131,6 +138,7 @@ class NetworkCarrier:
         budget: Budget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
+        watching: Watching | None = None,
     ) -> None:
         self.federation = federation
         self.folder = folder
@@ -149,6 +157,7 @@ class NetworkCarrier:
         """Bytes of an update."""
         self.interrupted = interrupted
         self.tell = tell
+        self.watching = watching or Watching()
         self.now = 0.0
         self.flown: list[Flight] = []
         self._applied = 0
@@ -167,7 +176,9 @@ class NetworkCarrier:
         self._covered: list[int] = []
         self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
         self._measuring: str | None = None
+        self._newest: tuple[int, Sequence[Tensor], Sequence[Tensor]] | None = None
         self._machines: dict[int, Machine | None] = {}
+        self._presence = Presence()
         self._measure: set[int] = set()
         """Clients that hold something out, by what the journal says of them."""
         self._reported: dict[int, dict[str, float]] = {}
@@ -214,7 +225,9 @@ class NetworkCarrier:
         """Applies events until the coordinator can make a new model. Raises Interrupted."""
         self._lay_again(coordinator)
         self._let_go(coordinator)
+        self.watching.round_begins()
         while True:
+            self.watching.pulse(self.desk, "training")
             event = (
                 self._waiting.popleft() if self._waiting else self._next(self._wake(coordinator))
             )
@@ -239,7 +252,11 @@ class NetworkCarrier:
             arrived = self._arrived.pop(ticket)
             self._unsettled[ticket] = arrived.client
             self._over.append(ticket)
-            yield self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
+            update = self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
+            began = time.perf_counter()
+            yield update
+            # It has been taken when the next one is asked for.
+            self.watching.fold_seconds.observe(time.perf_counter() - began)
 
     def settle(self, settled: Settled) -> None:
         """Clients hear what became of their updates, until they have confirmed it."""
@@ -250,6 +267,24 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
         # Before there is memory for the next checkpoint and the next round.
         self._forget_unwanted()
+        if self._live:
+            self.watching.round_made()
+
+    def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        self._newest = (number, weights, buffers)
+
+    def ended(self, reason: str) -> None:
+        """Clients hear that the run is over, and where its last model is.
+
+        Not of an interruption: the run may go on later.
+        """
+        if reason == "interrupt":
+            return
+        if self._newest is not None:
+            number, weights, buffers = self._newest
+            digest, size = self._put(weights, buffers, ())
+            self.desk.final = MeasureThis(number, digest, size)
+        self.desk.end("the run is over")
 
     def measure(self, measure: Measure) -> Measured:
         """Asks all who are there and hold something out; who does not answer in time is left out.
@@ -272,6 +307,7 @@ class NetworkCarrier:
             waits = [s for s in asked if s.here and s.number not in answers]
             # Only what is logged counts: the end is an event too.
             late = time.monotonic() > until or self.interrupted()
+            self.watching.pulse(self.desk, "measuring")
             if not self.journal.behind and (late or not waits) and not said_so:
                 self.journal.write("all_measured")
                 said_so = True  # once: the next measurement would take another for its own
@@ -321,8 +357,23 @@ class NetworkCarrier:
             "threads": self.machine.threads,
             "bits": "close" if others else "same",
             "differs": others,
+            "there": self._presence.spans(self.now),
+            "cohort": [self._who(client) for client in sorted(self._machines)],
             **({"out_of_transfers": out} if out else {}),
             **({"reported": sorted(self._reported.items())} if self._reported else {}),
+        }
+
+    def _who(self, client: int) -> dict[str, Any]:
+        """What is known of a client, for the report."""
+        seat = self.desk.seat(client)
+        machine = self._machines[client]
+        return {
+            "client": client,
+            "name": seat.name,
+            "examples": seat.examples,
+            "held_out": seat.held_out,
+            "machine": None if machine is None else msgspec.to_builtins(machine),
+            "differs": differences(machine, self.machine),
         }
 
     def saved(self) -> None:
@@ -333,6 +384,12 @@ class NetworkCarrier:
         self._covered = []
         # What writing it took.
         give_back()
+        self.watching.saved()
+
+    @property
+    def _live(self) -> bool:
+        """Whether this happens now, and was not gone through before a restart."""
+        return not self.journal.behind
 
     # Events
 
@@ -383,6 +440,7 @@ class NetworkCarrier:
             case "check_in":
                 here = from_json(event.body, Here)
                 self._met(event.client, here)
+                self._presence.came(event.client, event.at)
                 coordinator.arrive(event.client, here.examples)
                 return coordinator.tick(self.now) if self._begun else []
             case "begin":
@@ -390,12 +448,15 @@ class NetworkCarrier:
                 return coordinator.tick(self.now)
             case "leave":
                 coordinator.leave(event.client)
+                self._presence.went(event.client, event.at)
                 return []
             case "tick":
                 return [*self._expire(coordinator), *coordinator.tick(self.now)]
             case "missing":
+                self._presence.went(event.client, event.at)
                 return coordinator.missing(ticket, self.now)
             case "back":
+                self._presence.came(event.client, event.at)
                 return coordinator.back(ticket, self.now)
             case "failed":
                 reason = event.body.decode(errors="replace") or "it failed"
@@ -411,14 +472,16 @@ class NetworkCarrier:
         """An update lies here."""
         ticket = event.ticket
         said = from_json(event.body, Reserve)
+        if self._live:
+            self.watching.came(event.client, said)
         self.desk.done(event.client, ticket)
         if said.metrics:
             self._reported[event.client] = dict(list(said.metrics.items())[:MOST_REPORTED])
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)
-        late = any(isinstance(one, Refuse) and one.ticket == ticket for one in actions)
-        self._land(ticket, "late" if late else "accepted", said.bytes)
+        whys = [one.reason for one in actions if isinstance(one, Refuse) and one.ticket == ticket]
+        self._land(ticket, "late" if whys else "accepted", said.bytes, "; ".join(whys))
         return actions
 
     def _expire(self, coordinator: Coordinator) -> list[Action]:
@@ -427,10 +490,10 @@ class NetworkCarrier:
         for ticket in list(self._underway):
             deadline = self._deadline(coordinator, ticket)
             if deadline is not None and self.now >= deadline and not coordinator.synchronous:
-                self._give_up(ticket, "it took too long")
+                self._give_up(ticket, TOO_LONG)
                 actions += coordinator.expired(ticket, self.now)
                 # Its client is told so, and is free again.
-                coordinator.failed(ticket, "it took too long", self.now)
+                coordinator.failed(ticket, TOO_LONG, self.now)
         return actions
 
     def _wake(self, coordinator: Coordinator) -> float:
@@ -458,11 +521,14 @@ class NetworkCarrier:
         if under is not None:
             self.desk.done(under.client, ticket)
 
-    def _land(self, ticket: int, outcome: str, up: int) -> None:
+    def _land(self, ticket: int, outcome: str, up: int, why: str = "") -> None:
         """What became of an assignment, for the report."""
         under = self._underway.pop(ticket, None)
         if under is None:
             return
+        # What came in time is accepted or refused only where it is folded.
+        if self._live and outcome != "accepted":
+            self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         if not up:
             self.budget.give_back(under.client, self._up)
@@ -507,6 +573,8 @@ class NetworkCarrier:
             return coordinator.failed(asked.ticket, SPENT, self.now)
         size = self._hand(coordinator, asked)
         self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, size)
+        if self._live:
+            self.watching.assigned(asked.client, asked.ticket, asked.round, size)
         return []
 
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> int:
@@ -526,8 +594,12 @@ class NetworkCarrier:
 
     def _settle(self, ticket: int, outcome: Outcome) -> None:
         client = self._unsettled.pop(ticket, None)
-        if client is not None:
-            self.desk.tell(client, outcome)
+        if client is None:
+            return
+        self.desk.tell(client, outcome)
+        if self._live:
+            became = "accepted" if outcome.kept else "refused"
+            self.watching.came_of(client, ticket, became, outcome.reason)
 
     def _met(self, client: int, here: Here) -> None:
         self._machines[client] = here.machine
@@ -629,6 +701,11 @@ class NetworkCarrier:
                 [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
                 for seat in self.desk.everybody()
             ],
+            "machines": [
+                [client, None if machine is None else msgspec.to_builtins(machine)]
+                for client, machine in self._machines.items()
+            ],
+            "presence": self._presence.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -651,11 +728,23 @@ class NetworkCarrier:
             seat.here = here
             if held_out:
                 self._measure.add(number)
+        for client, machine in state.get("machines", ()):
+            self._machines[client] = msgspec.convert(machine, Machine | None)
+            self.desk.seat(client).machine = self._machines[client]
+        if "presence" in state:
+            self._presence.restore(state["presence"])
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
         self._again = list(self._underway)
         self.journal.read_from(self._applied)
+
+
+def _in_short(outcome: str, why: str) -> tuple[str, str]:
+    """(what became of an assignment in a word, and why), where there is no update that counts."""
+    if outcome == "late":
+        return "late", why
+    return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
 
 
 def differences(machine: Machine | None, mine: Machine) -> list[str]:

@@ -69,10 +69,14 @@ class Desk:
         self.seats: dict[int, Seat] = {}
         self.over: str | None = None
         """Why the run has ended, once it has."""
+        self.paused = False
+        """Whether the server goes away for a while."""
         self.open = threading.Event()
         """Set once all that was logged before a restart has been gone through."""
         self.newest: str | None = None
-        """The digest of the newest model."""
+        """The digest of the model that was handed out last."""
+        self.final: MeasureThis | None = None
+        """The last model, once the run has ended."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -141,6 +145,12 @@ class Desk:
         for seat in self.everybody():
             self._ring(seat)
 
+    def pause(self) -> None:
+        """The server stops, and may go on later: calls that wait are answered with nothing."""
+        self.paused = True
+        for seat in self.everybody():
+            self._ring(seat)
+
     def has_to_tell(self) -> bool:
         """Whether somebody who is there has not heard that the run is over."""
         return any(seat.calls or not seat.heard for seat in self.everybody() if seat.here)
@@ -176,10 +186,10 @@ class Desk:
                 )
             if self.over is not None:
                 seat.heard = True
-                return Word(outcomes=outcomes, over=self.over, newest=self.newest)
+                return Word(outcomes=outcomes, over=self.over, final=self.final)
             if not (outcomes or train or seat.measure):
                 return None
-            return Word(outcomes=outcomes, train=train, measure=seat.measure, newest=self.newest)
+            return Word(outcomes=outcomes, train=train, measure=seat.measure)
 
     async def next(self, seat: Seat, seconds: float) -> Word:
         """What there is to say to the client, at the latest after so many seconds nothing."""
@@ -187,12 +197,12 @@ class Desk:
         while True:
             bell = seat.bell
             word = self.word(seat)
-            left = until - time.monotonic()
+            left = 0.0 if self.paused else until - time.monotonic()
             if word is not None and not (word.train or word.measure or word.over):
                 await _rung(bell, MOMENT)
                 word = self.word(seat)
             if word is not None or left <= 0:
-                return word if word is not None else Word(newest=self.newest)
+                return word if word is not None else Word()
             await _rung(bell, left)
 
     async def watch(self, seat: Seat, ticket: int, seconds: float) -> Watched:
@@ -202,7 +212,7 @@ class Desk:
             bell = seat.bell
             if not self.wants(seat, ticket):
                 return Watched(wanted=False, reason=self.over or "the round is over")
-            left = until - time.monotonic()
+            left = 0.0 if self.paused else until - time.monotonic()
             if left <= 0:
                 return Watched(wanted=True)
             await _rung(bell, left)

@@ -1,0 +1,133 @@
+"""What the terminal of a server shows of its clients: who is there, what is waited for, the bytes.
+
+On a terminal some lines below the bar, always as things are; elsewhere a line where they change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from dure.report.words import duration, listed, size
+
+SECONDS = 2.0
+"""Between two plain lines at the least."""
+
+
+class FederationView:
+    """What is known from the events of a run that is served."""
+
+    def __init__(self) -> None:
+        self.serving = ""
+        self.status = ""
+        self.token = ""
+        self.waiting = ""
+        self.model = ""
+        """What the newest model is worth, in words."""
+        self.ended = False
+        self.now: Mapping[str, Any] = {}
+        """Who is there, as the server has told it."""
+        self._heard = 0.0
+        self._said: object = None
+        self._printed = float("-inf")
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is a federation to be shown."""
+        return bool(self.serving)
+
+    def hears(self, event: Mapping[str, Any]) -> str | None:
+        """An event that is of the federation alone; a line where standard error is no terminal."""
+        if "serving" in event:
+            self.serving = event["serving"]
+            return f"serving at {self.serving}"
+        if "status" in event:
+            self.status, self.token = event["status"], event["token"]
+            return f"status at {self.status}, for the token in {self.token}"
+        if "waiting" in event:
+            self.waiting = event["waiting"]
+            return self.waiting
+        self.now = event["federation"]
+        self._heard = time.monotonic()
+        self.waiting = ""
+        return self._change()
+
+    def _change(self) -> str | None:
+        """A line, where others are there or missing than before."""
+        now = self.now
+        about = (now["here"], tuple(now["missing"]))
+        at = time.monotonic()
+        if about == self._said or at - self._printed < SECONDS:
+            return None
+        # Nothing is said of a federation as it began.
+        first = self._said is None and not now["missing"]
+        self._said, self._printed = about, at
+        return None if first else f"{self._clients()}; {self._waits()}"
+
+    def drawn(self) -> Table | None:
+        """Some lines for a terminal; None where nothing is known, or all is over."""
+        if self.ended:
+            return None
+        rows = [
+            ("model", self.model),
+            ("serving", self.serving),
+            ("status", f"{self.status} (token: {self.token})" if self.status else ""),
+            ("clients", self.waiting or self._clients()),
+            ("waits for", self._waits()),
+            ("updates", self._updates()),
+            ("bytes", self._bytes()),
+        ]
+        rows = [(name, text) for name, text in rows if text]
+        if not rows:
+            return None
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True, min_width=9)
+        table.add_column(overflow="ellipsis", no_wrap=True)
+        for name, text in rows:
+            table.add_row(name, Text(text))
+        return table
+
+    def _clients(self) -> str:
+        now = self.now
+        if not now:
+            return ""
+        said = [f"{now['here']} here", f"{len(now['at_work'])} at work"]
+        if now["missing"]:
+            said.append(f"{len(now['missing'])} missing: {_names(now['missing'])}")
+        return ", ".join(said)
+
+    def _waits(self) -> str:
+        now = self.now
+        if not now:
+            return ""
+        if now["doing"] == "measuring":
+            return f"clients that measure the model of round {now['round'] - 1}"
+        # Whoever is missing may come back until the deadline.
+        awaited = [*now["at_work"], *now["missing"]]
+        if not awaited:
+            return "clients"
+        left = now["left"]
+        ends = ""
+        if left is not None:
+            # It goes on while nobody tells.
+            left = max(0.0, left - (time.monotonic() - self._heard))
+            ends = f", at most {duration(round(left))} more"
+        return f"{_names(awaited)} (round {now['round']}{ends})"
+
+    def _updates(self) -> str:
+        outcomes = self.now.get("outcomes", {})
+        return ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
+
+    def _bytes(self) -> str:
+        if not self.now:
+            return ""
+        received, sent = self.now["received"], self.now["sent"]
+        return f"{size(sent)} to clients, {size(received)} from them"
+
+
+def _names(names: Sequence[str]) -> str:
+    return listed(names, most=4)

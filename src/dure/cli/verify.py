@@ -1,0 +1,57 @@
+"""`dure verify MODEL`: whether a model is the one that its server has signed, and what of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dure.cli.flags import names_before_flags, parse_flags
+
+USAGE = "dure verify RUN|MODEL"
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """By whom.
+
+    Args:
+        key: the public key of the server that is to have signed it; any by default.
+    """
+
+    key: str | None = None
+
+
+def main(given: list[str]) -> int:
+    """Says where a model comes from; raises LineageError where it is not as it was signed."""
+    names, flags = names_before_flags(given)
+    if len(names) != 1:
+        raise ValueError(f"{USAGE}: name a run folder or a file of weights")
+    about = "Check a model against the lineage that its server has signed."
+    how: VerifyOptions = parse_flags(USAGE, {"how": VerifyOptions}, flags, about)["how"]
+    # Not before it is needed: this imports torch.
+    from dure.run.lineage import verify
+
+    found = verify(names[0], how.key)
+    print(f"as it was signed by {found.key}")
+    for line in in_words(found.lineage):
+        print(line)
+    if how.key is None:
+        print("any key would do: name with --key the one that the server's owner has told you")
+    return 0
+
+
+def in_words(lineage: dict[str, Any]) -> list[str]:
+    """What a lineage says, line by line."""
+    task = lineage.get("task", {})
+    clients = lineage.get("clients", {})
+    numbers = clients.get("numbers", [])
+    shown = ", ".join(map(str, numbers[:20])) + (", …" if len(numbers) > 20 else "")
+    versions = ", ".join(f"{name} {version}" for name, version in lineage["versions"].items())
+    return [
+        f"task:    {task.get('title') or task.get('name')}",
+        f"system:  {lineage['system'].get('name')}, seed {lineage['seed']}",
+        f"run:     {lineage['run']}, {lineage['rounds']} rounds, made {lineage['made']}",
+        f"clients: {clients.get('gave_updates')} gave {clients.get('updates')} updates ({shown})",
+        f"with:    {versions}",
+        f"config:  SHA-256 {lineage['config_sha256']}",
+    ]

@@ -1,0 +1,112 @@
+"""Where a model comes from, signed: the lineage of what a server on a network has trained.
+
+    model.safetensors     the lineage in its metadata, so that it travels with the weights
+    model.lineage.json    the lineage, the SHA-256 of that whole file, a public key, a signature
+    signing.key           the private key, made once, which stays with the server
+
+The signature (Ed25519, RFC 8032) is of the line `dure lineage 1` and the JSON of lineage, digest
+and key in one spelling. It shows that whoever holds the key has made this very file and said this
+of it; whose key it is has to be known from elsewhere. Clients are in it by their numbers, which say
+nothing of them, and not by their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dure.contracts.strategy import Sign
+from dure.errors import LineageError
+
+FILE = "model.lineage.json"
+"""Its name in a run folder, beside model.safetensors."""
+
+METADATA = "dure_lineage"
+"""The key of the lineage in the metadata of model.safetensors."""
+
+
+def lineage_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of a model. config, summary: of its run, as its folder has them."""
+    facts: Mapping[str, Any] = next(iter(summary.get("facts", ())), {})
+    turns = facts.get("turns", [])
+    return {
+        "task": config.get("task", {}),
+        "run": config.get("run", ""),
+        "system": config.get("strategy", {}),
+        "seed": config.get("seed"),
+        "rounds": summary["steps"],
+        "clients": {
+            "gave_updates": len(turns),
+            "numbers": [client for client, _ in turns],
+            "updates": sum(number for _, number in turns),
+        },
+        "bits": facts.get("bits"),
+        "versions": config.get("versions", {}),
+        "config_sha256": config_digest(config),
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of what config.json says, however it is written."""
+    return hashlib.sha256(_spelled(config)).hexdigest()
+
+
+def signed(lineage: Mapping[str, Any], model: bytes, sign: Sign) -> dict[str, Any]:
+    """The content of model.lineage.json. model: the file of the weights."""
+    key = sign.public
+    said = {"lineage": lineage, "model_sha256": hashlib.sha256(model).hexdigest(), "key": key}
+    # As it will be read again: a tuple, for one, comes back as a list.
+    said = json.loads(_spelled(said))
+    return {**said, "signature": sign.sign(_message(said)).hex()}
+
+
+class Verified(NamedTuple):
+    """A lineage that is as it was signed. key: the public key of whom."""
+
+    lineage: dict[str, Any]
+    key: str
+
+
+def verify(model: str | Path, key: str | None = None) -> Verified:
+    """Checks a model against the lineage that lies beside it.
+
+    model: the file of the weights, or a run folder. key: the public key of whoever is to have
+    signed it; None takes any. Raises LineageError for what is not as it was signed, and ImportError
+    without the libraries of the extra `deploy`.
+    """
+    from dure.wire.signatures import is_signed
+
+    path = Path(model)
+    path = path / "model.safetensors" if path.is_dir() else path
+    beside = path.with_name(f"{path.stem}.lineage.json")
+    try:
+        content = path.read_bytes()
+        said = json.loads(beside.read_bytes())
+        signature = bytes.fromhex(said.pop("signature"))
+        lineage, digest, public = said["lineage"], said["model_sha256"], said["key"]
+        true = is_signed(public, _message(said), signature)
+    except OSError as error:
+        raise LineageError(f"cannot read {error.filename}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LineageError(f"{beside} is no lineage that was signed") from error
+    if not true:
+        raise LineageError(f"{beside} was changed after it was signed")
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise LineageError(f"{path} is not the model that was signed")
+    if key is not None and public != key.lower():
+        raise LineageError(f"{path} was signed by {public}, not by {key}")
+    return Verified(lineage, public)
+
+
+def _message(said: Mapping[str, Any]) -> bytes:
+    return b"dure lineage 1\n" + _spelled(said)
+
+
+def _spelled(value: object) -> bytes:
+    """JSON in one spelling."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

@@ -1,0 +1,269 @@
+"""What an operator sees of a server: /status as JSON, /metrics for Prometheus, and /health.
+
+They have a listener of their own, which clients need not reach, and a token of their own, made at
+random and kept in `RUN/status.token` for its owner alone: it is sent as `Authorization: Bearer
+TOKEN`. What lets a client in opens nothing here. /health needs no token, and says no more than
+whether the server can serve.
+
+    200   it can                    401   the token is missing, or another one
+    503   it is starting, or its journal cannot be written any more
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dure.record.disk import sync_folder, told
+from dure.worlds.network.clock import Clock
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.access import Access, Refused
+from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.log_lines import SERVER, as_json
+from dure.worlds.network.server.watching import Watching
+
+TOKEN = "status.token"
+"""Its name in a run folder."""
+
+
+@dataclass
+class Status:
+    """What is known of a server. about: of the run, which does not change."""
+
+    about: Mapping[str, Any]
+    watching: Watching
+    desk: Desk
+    access: Access
+    journal: Journal
+    clock: Clock
+    differs: Callable[[Seat], list[str]]
+    token: str
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.watching.registry.register(_Now(self))
+
+    def asgi(self) -> Starlette:
+        """The application, for a listener of its own."""
+        return Starlette(
+            routes=[
+                Route("/health", self.health, methods=["GET"]),
+                Route("/status", self._known(self.status), methods=["GET"]),
+                Route("/metrics", self._known(self.metrics), methods=["GET"]),
+            ]
+        )
+
+    def _known(self, answer: Callable[[], Response]) -> Callable[[Request], Any]:
+        """The answer, for whoever has the token."""
+
+        # Not a coroutine: Starlette gives it a thread, so that a long answer delays no other.
+        def endpoint(request: Request) -> Response:
+            kind, _, token = request.headers.get("authorization", "").partition(" ")
+            given = token.strip().encode(errors="replace")
+            if kind.lower() != "bearer" or not secrets.compare_digest(given, self.token.encode()):
+                why = f"this needs the token in {TOKEN}: Authorization: Bearer TOKEN"
+                return _json({"error": why}, 401, {"www-authenticate": "Bearer"})
+            try:
+                return answer()
+            except Exception:
+                SERVER.exception("GET %s", request.url.path)
+                self.watching.mistake()
+                return _json({"error": "the server has made a mistake; its log says where"}, 500)
+
+        return endpoint
+
+    def health(self, request: Request) -> Response:
+        """Whether it can serve."""
+        state = self.state
+        return _json({"status": state}, 200 if state not in ("starting", "broken") else 503)
+
+    def status(self) -> Response:
+        return _json(self.look())
+
+    def metrics(self) -> Response:
+        return Response(generate_latest(self.watching.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @property
+    def state(self) -> str:
+        """starting, broken, waiting (for the first clients), training, or over."""
+        if self.journal.broken is not None:
+            return "broken"
+        if not self.desk.open.is_set():
+            return "starting"
+        if self.desk.over is not None:
+            return "over"
+        return "training" if self.watching.training else "waiting"
+
+    def look(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        watching = self.watching
+        admitted = self._admitted()
+        away = admitted.pop("quarantine")
+        seats = sorted(self.desk.everybody(), key=lambda seat: seat.number)
+        clients = [self._client(seat, away) for seat in seats]
+        states = [client["state"] for client in clients]
+        short = watching.look(self.desk)
+        return {
+            **self.about,
+            "state": self.state,
+            "broken": self.journal.broken,
+            "round": short["round"],
+            "rounds": watching.step,
+            "model": self.desk.newest,
+            "loss": watching.loss,
+            "metrics": watching.metrics,
+            "measured_in_round": watching.evaluated,
+            "seconds_to_deadline": short["left"],
+            "clients": {
+                "places": admitted["places"],
+                "enrolled": admitted["enrolled"],
+                "here": short["here"],
+                "at_work": states.count("at work"),
+                "missing": states.count("missing"),
+                "quarantined": len(away),
+            },
+            "who": clients,
+            "updates": dict(watching.outcomes),
+            # What is refused by whom: of strangers too.
+            "refusals": admitted["refusals"],
+            "newest_refusals": list(watching.recent),
+            "bytes": {"received": watching.received, "sent": watching.sent},
+            "uptime_seconds": round(time.monotonic() - self.began, 3),
+            "clock_seconds": round(self.clock.now(), 3),
+            "journal_rows": self.journal.last,
+        }
+
+    def _admitted(self) -> dict[str, Any]:
+        try:
+            return self.access.status()
+        # The register cannot be read just now: the rest is worth telling.
+        except Refused:
+            return {"places": None, "enrolled": None, "refusals": {}, "quarantine": {}}
+
+    def _client(self, seat: Seat, away: Mapping[int, float]) -> dict[str, Any]:
+        train = seat.train
+        left = None
+        if train is not None and seat.deadline is not None:
+            left = round(max(0.0, seat.deadline - self.clock.now()), 3)
+        return {
+            "client": seat.number,
+            "name": seat.name,
+            "state": state_of(seat),
+            "examples": seat.examples,
+            "held_out": seat.held_out,
+            "round": None if train is None else train.round + 1,
+            "ticket": None if train is None else train.ticket,
+            "seconds_to_deadline": left,
+            "silent_seconds": _silent(seat),
+            "last": self.watching.last.get(seat.number),
+            "refusals": dict(self.watching.refusals.get(seat.number, {})),
+            "quarantined_seconds": round(away[seat.number], 1) if seat.number in away else None,
+            "bits_differ_by": self.differs(seat) if seat.examples else [],
+        }
+
+
+def state_of(seat: Seat) -> str:
+    """at work, missing (at work, and not heard), here, or away."""
+    if seat.train is not None:
+        return "missing" if seat.missing else "at work"
+    return "here" if seat.here else "away"
+
+
+def _silent(seat: Seat) -> float | None:
+    """Seconds since it was last heard; 0 while a call of its is open, None where it never was."""
+    if seat.calls:
+        return 0.0
+    return round(max(0.0, time.monotonic() - seat.seen), 3) if seat.seen else None
+
+
+class _Now(Collector):
+    """What is read when it is asked for, and not counted."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def describe(self) -> list[Any]:
+        """Nothing: what there is is not known before."""
+        return []
+
+    def collect(self) -> Any:
+        status = self._status
+        seats = status.desk.everybody()
+        clients = GaugeMetricFamily("dure_clients", "clients by where they are", labels=["state"])
+        states = [state_of(seat) for seat in seats]
+        for state in ("here", "at work", "missing", "away"):
+            clients.add_metric([state.replace(" ", "_")], states.count(state))
+        away = status._admitted()["quarantine"]
+        clients.add_metric(["quarantined"], len(away))
+        yield clients
+        watching = status.watching
+        for name, value in (("received", watching.received), ("sent", watching.sent)):
+            family = CounterMetricFamily(f"dure_bytes_{name}", f"bytes of bodies that were {name}")
+            family.add_metric([], value)
+            yield family
+        for name, about, number in (
+            ("round", "models that were made, over the whole run", watching.step),
+            ("journal_rows", "number of the newest row of the journal", status.journal.last),
+            ("start_time_seconds", "when this process began to serve", watching.began),
+            ("up", "1 while it can serve", float(status.state not in ("starting", "broken"))),
+        ):
+            yield GaugeMetricFamily(f"dure_{name}", about, value=number)
+        if watching.loss is not None:
+            yield GaugeMetricFamily("dure_loss", "of the newest round", value=watching.loss)
+        metrics = GaugeMetricFamily("dure_metric", "at the last evaluation", labels=["name"])
+        for name, measured in watching.metrics.items():
+            metrics.add_metric([name], measured)
+        yield metrics
+
+
+def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(as_json(content), status, dict(headers or {}), media_type="application/json")
+
+
+def kept_token(folder: Path) -> str:
+    """The token in a run folder, which only its owner may read; made at random where there is none.
+
+    Raises ValueError where others may read it, or it is no token; RunFolderWriteError.
+    """
+    path = folder / TOKEN
+    if not path.exists():
+        with told(path):
+            _make(path)
+    try:
+        mode = path.stat().st_mode
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the token {path}: {error}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise ValueError(f"others may read the token {path}: chmod 600 {path}")
+    if len(token) < 32:
+        raise ValueError(f"{path} is no token of 32 digits or more: remove it for a new one")
+    return token
+
+
+def _make(path: Path) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # What a killed process has left: the next may have its number, as in a container.
+    beside.unlink(missing_ok=True)
+    # For nobody else from its first byte on.
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(f"{secrets.token_hex(32)}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_folder(path.parent)

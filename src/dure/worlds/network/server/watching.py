@@ -1,0 +1,289 @@
+"""What happens at a server, counted and told: for the log, for /metrics and for /status.
+
+Handlers and the carrier say what has happened; nothing here decides anything. Counts are of this
+process, and begin anew with it, as Prometheus expects; what was gone through again after a restart
+is not counted twice. Lines of the log go to the logger `dure.server.events`, each with its fields.
+
+A refusal may be had by anybody who can reach the port. So lines of refusals of one kind are at most
+`MOST_LINES` a minute; the next one says how many were left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Counter as Counts
+
+from dure.wire.requests import Reserve
+from dure.worlds.network.server.desk import Desk, Seat
+
+EVENTS = logging.getLogger("dure.server.events")
+# Whoever has set up nothing is not told on standard error, as logging would do with warnings.
+EVENTS.addHandler(logging.NullHandler())
+
+MOST_LINES = 20
+"""Lines of refusals of one kind a minute."""
+
+RECENT = 50
+"""Refusals that /status shows, the newest."""
+
+PULSE = 0.5
+"""Seconds between two looks that the terminal gets."""
+
+_QUICK = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_SLOW = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 14400.0)
+"""Bounds of histograms, in seconds."""
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def _ignore(event: dict[str, Any]) -> None:
+    pass
+
+
+class Watching:
+    """What has happened at one server. All methods may be called from any thread.
+
+    report: hears at times who is there and what is waited for, as {"federation": …}.
+    """
+
+    def __init__(self, report: Report = _ignore) -> None:
+        self.began = time.time()
+        self.step = 0
+        """Models that were made, over the whole run."""
+        self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.evaluated: int | None = None
+        """The round of the newest metrics."""
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.refusals: dict[int, Counter[str]] = {}
+        """Of each client that was refused something, by kind."""
+        self.outcomes: Counter[str] = Counter()
+        self.last: dict[int, str] = {}
+        """What became of the newest assignment of each client."""
+        self.received = 0
+        self.sent = 0
+        self._report = report
+        self._pulsed = float("-inf")
+        self._round_began: float | None = None
+        self._round_seconds: float | None = None
+        """What the newest round took."""
+        self.training = False
+        """Whether the first round has begun."""
+        self._kinds: dict[str, _Sparing] = {}
+        self._lock = threading.Lock()
+        self.registry = CollectorRegistry()
+        self.rounds = self._counts("rounds", "models that were made")
+        self.updates = self._counts("updates", "what became of assignments", ["outcome"])
+        self.refused_requests = self._counts("refusals", "requests that were refused", ["kind"])
+        self.mistakes = self._counts("mistakes", "mistakes of the server's own; the log has them")
+        self.checkpoints = self._counts("checkpoints", "checkpoints that were written")
+        self.round_seconds = self._histogram("round_seconds", "seconds of a round", _SLOW)
+        self.sync_seconds = self._histogram(
+            "journal_sync_seconds", "seconds until rows of the journal are on the disk", _QUICK
+        )
+        self.fold_seconds = self._histogram(
+            "fold_seconds", "seconds in which an update is folded into the sum", _QUICK
+        )
+
+    def _counts(self, name: str, about: str, labels: list[str] | None = None) -> Counts:
+        return Counts(f"dure_{name}", about, labels or [], registry=self.registry)
+
+    def _histogram(self, name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(f"dure_{name}", about, buckets=bounds, registry=self.registry)
+
+    # The run
+
+    def serves(self, run: str, url: str, resumed: bool) -> None:
+        told("restart" if resumed else "start", run=run, url=url)
+
+    def ends(self, reason: str) -> None:
+        told("end", reason=reason, rounds=self.step)
+
+    def hears(self, event: Mapping[str, Any]) -> None:
+        """Progress of the run, as whoever watches it is told."""
+        if "unit" not in event:
+            return
+        made = int(event["step"])
+        if made > self.step:
+            self.step = made
+            self.loss = event["loss"]
+            told("round", round=made, loss=event["loss"], seconds=self._round_seconds)
+        if event["evaluated"] == made and event["evaluated"] != self.evaluated:
+            self.evaluated = made
+            self.metrics = dict(event["metrics"])
+            told("evaluation", round=made, metrics=self.metrics)
+
+    def round_begins(self) -> None:
+        """The next model is worked on, unless it was already."""
+        self.training = True
+        if self._round_began is None:
+            self._round_began = time.monotonic()
+
+    def round_made(self) -> None:
+        self.rounds.inc()
+        began, self._round_began = self._round_began, None
+        if began is not None:
+            self._round_seconds = round(time.monotonic() - began, 6)
+            self.round_seconds.observe(self._round_seconds)
+
+    def saved(self) -> None:
+        self.checkpoints.inc()
+        told("checkpoint", round=self.step)
+
+    # Clients
+
+    def arrived(self, seat: Seat) -> None:
+        told(
+            "client in",
+            client=seat.number,
+            name=seat.name,
+            examples=seat.examples,
+            held_out=seat.held_out,
+        )
+
+    def left(self, seat: Seat) -> None:
+        """It has gone. At work it is missing, and another may be asked."""
+        if seat.train is not None:
+            told("client missing", logging.WARNING, client=seat.number, ticket=seat.train.ticket)
+        else:
+            told("client out", client=seat.number)
+
+    def back(self, seat: Seat) -> None:
+        told("client back", client=seat.number)
+
+    def assigned(self, client: int, ticket: int, round: int, size: int) -> None:
+        told("assignment", client=client, ticket=ticket, round=round + 1, bytes=size)
+
+    def came(self, client: int, said: Reserve) -> None:
+        """An update lies here, and is written down."""
+        more: dict[str, Any] = {} if said.failure is None else {"reason": said.failure}
+        told(
+            "update",
+            client=client,
+            ticket=said.ticket,
+            bytes=said.bytes,
+            loss=said.loss,
+            seconds=round(said.seconds, 6),
+            **more,
+        )
+
+    def came_of(self, client: int, ticket: int, outcome: str, reason: str = "") -> None:
+        """What became of an assignment. outcome: accepted, refused, late, expired, failed."""
+        self.updates.labels(outcome).inc()
+        with self._lock:
+            self.outcomes[outcome] += 1
+            self.last[client] = f"{outcome}: {reason}" if reason else outcome
+        level = logging.INFO if outcome == "accepted" else logging.WARNING
+        more: dict[str, Any] = {"reason": reason} if reason else {}
+        told("outcome", level, client=client, ticket=ticket, outcome=outcome, **more)
+
+    def refused(
+        self, client: int | None, address: str, request: str, kind: str, reason: str
+    ) -> None:
+        """A request was refused. client: None where nobody knows whose it was."""
+        # A new session signs once more: that is how signing goes.
+        if kind == "new nonce":
+            return
+        self.refused_requests.labels(kind).inc()
+        about: dict[str, Any] = {"kind": kind, "reason": reason, "request": request}
+        about |= {"address": address} if client is None else {"client": client}
+        with self._lock:
+            self.recent.append({"time": now(), **about})
+            if client is not None:
+                self.refusals.setdefault(client, Counter())[kind] += 1
+            left_out = self._kinds.setdefault(kind, _Sparing()).take(time.monotonic())
+        if left_out is not None:
+            more = {"left_out": left_out} if left_out else {}
+            told("refusal", logging.WARNING, **about, **more)
+
+    def mistake(self) -> None:
+        """An error of the server's own, whose traceback is in the log."""
+        self.mistakes.inc()
+
+    # The terminal
+
+    def pulse(self, desk: Desk, doing: str) -> None:
+        """Tells who is there, not more often than somebody would read."""
+        at = time.monotonic()
+        if at - self._pulsed < PULSE:
+            return
+        self._pulsed = at
+        self._report({"federation": {"doing": doing, **self.look(desk)}})
+
+    def look(self, desk: Desk) -> dict[str, Any]:
+        """Who is there and what is waited for, in short."""
+        seats = desk.everybody()
+        here = [seat for seat in seats if seat.here]
+        working = [seat for seat in seats if seat.train is not None]
+        ends = [seat.deadline for seat in working if seat.deadline is not None]
+        rounds = [seat.train.round for seat in working if seat.train is not None]
+        return {
+            "round": max([self.step, *rounds]) + 1,
+            "here": len(here),
+            "at_work": [seat.name for seat in working if not seat.missing],
+            "missing": [seat.name for seat in working if seat.missing],
+            "left": max(0.0, min(ends) - desk.now()) if ends else None,
+            "outcomes": dict(self.outcomes),
+            "received": self.received,
+            "sent": self.sent,
+        }
+
+
+def told(event: str, level: int = logging.INFO, **about: Any) -> None:
+    """Writes a line of the log."""
+    EVENTS.log(level, event, extra={"about": about})
+
+
+def now() -> str:
+    """The time as logs have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+class _Sparing:
+    """How many lines of a kind were written in this minute."""
+
+    def __init__(self) -> None:
+        self._began = float("-inf")
+        self._written = 0
+        self._left_out = 0
+
+    def take(self, at: float) -> int | None:
+        """How many were left out before this one; None where this one is left out too."""
+        if at - self._began > 60:
+            self._began, self._written = at, 0
+        if self._written >= MOST_LINES:
+            self._left_out += 1
+            return None
+        self._written += 1
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+
+class Metered:
+    """An ASGI application whose bytes are counted: bodies of requests and of answers."""
+
+    def __init__(self, app: Any, watching: Watching) -> None:
+        self._app = app
+        self._watching = watching
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        watching = self._watching
+
+        async def receiving() -> Any:
+            message = await receive()
+            watching.received += len(message.get("body", b""))
+            return message
+
+        async def sending(message: Any) -> None:
+            watching.sent += len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receiving, sending)
