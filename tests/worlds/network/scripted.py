@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dure.run.join import Training
+from dure.run.training import Training
 from dure.wire.requests import CheckIn, Outcome, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.session import Session
