@@ -7,12 +7,13 @@
     resume   a server killed at random moments, and a client in mid-work
     link     an update over 100 Mbit/s and 50 ms that breaks five times: bytes accepted, and sent
 
-In `rounds` clients are dure's own (`deployed/site.py`): they check what they fetch, and hash what
-they send, as always. The peers do the transfers only: no averaging, no digests, no disk. `disk`
-has the run folder on the disk, with every sync; `memory` has it on /dev/shm, where a sync is
-nothing: the difference is what syncing takes. Contenders take turns, each turn a run of processes
-of its own; a turn's figure is the median over its rounds after the first, and that of a contender
-the median over its turns.
+In `rounds` two clients are dure's own (`deployed/site.py`): they check what they fetch, and hash
+what they send, as always. More than two are light ones without torch (`deployed/light.py`), which
+speak the same protocol: else importing torch would be most of what a small machine does. The peers
+do the transfers only: no averaging, no digests, no disk. `disk` has the run folder on the disk,
+with every sync; `memory` has it on /dev/shm, where a sync is nothing: the difference is what
+syncing takes. Contenders take turns, each turn a run of processes of its own; a turn's figure is
+the median over its rounds after the first, and that of a contender the median over its turns.
 
     python benchmarks/deployment.py --only rounds memory idle resume link \\
         > benchmarks/results/deployment.json
