@@ -42,18 +42,8 @@ def dure(size: Size, folder: Path, tls: Path, light: bool) -> JSON:
         server = Talking(
             "server.py",
             [
-                "--folder",
-                run / "run",
-                "--floats",
-                size.bytes // 4,
-                "--clients",
-                size.clients,
-                "--rounds",
-                size.rounds,
-                "--port",
-                port,
-                "--tls",
-                tls,
+                *["--folder", run / "run", "--floats", size.bytes // 4, "--clients", size.clients],
+                *["--rounds", size.rounds, "--port", port, "--tls", tls],
             ],
         )
         started.append(server)
@@ -68,6 +58,7 @@ def dure(size: Size, folder: Path, tls: Path, light: bool) -> JSON:
             "processor_of_server": statistics.median(said["processor"]),
             "first_round_from_cold": said["first_round"] - server.began,
             "serving_from_cold": serving["at"] - server.began,
+            "processor_of_server_until_serving": serving["processor"],
         }
 
 
