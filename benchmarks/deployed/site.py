@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dure.run.join import context_for, join
+from dure.run.join import join
+from dure.run.site import Reach, context_for
 from dure.wire.requests import (
     VERSION,
     CheckIn,
@@ -87,7 +88,7 @@ def echo(asked: argparse.Namespace) -> str:
     with ClientState(asked.state) as kept:
         session = Session(
             asked.url,
-            context=context_for(asked.url, asked.tls / "authority.pem", None),
+            context=context_for(Reach(asked.url, authority=asked.tls / "authority.pem")),
             state=kept,
             audit=None,
             stop=threading.Event(),

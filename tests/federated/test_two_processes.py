@@ -114,6 +114,7 @@ class Pipe:
         self.now = 0.0
         self.flown: list[Flight] = []
         self.checked = False
+        self.clock_is = "virtual_seconds"
         self.lasts: float | None = None
         self.patient = False
         self.early: list[Update] = []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import random
+import weakref
 from functools import partial
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -254,3 +257,42 @@ def test_a_checkpoint_with_a_missing_file_is_refused_by_name(tmp_path):
     (saved / "state.json").unlink()
     with pytest.raises(RunFolderError, match=r"00000003 is not a whole checkpoint: .*state\.json"):
         read_checkpoint(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_that_was_written_keeps_no_tensor() -> None:
+    """Not even until the next collection of garbage: the state may be as large as the model."""
+    state = {"weights": [torch.zeros(3)]}
+    seen = weakref.ref(state["weights"][0])
+    gc.disable()
+    try:
+        pack_checkpoint({}, state)
+        del state
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(12, dtype=torch.int16).reshape(3, 4).T,
+        torch.zeros(0, 2),
+        torch.tensor(3.5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j, 3j], dtype=torch.complex64),
+        torch.ones(3).to(torch.float8_e5m2),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_the_library_reads_what_is_written(tensor: torch.Tensor) -> None:
+    beside = torch.zeros(3, dtype=torch.uint8)
+    read = safetensors.torch.load(weights_to_bytes({"b": beside, "a": tensor}, {"said": "x"}))
+    assert set(read) == {"a", "b"}
+    assert read["a"].dtype == tensor.dtype
+    assert read["a"].shape == tensor.shape
+    assert bytes_of(read["a"]) == bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

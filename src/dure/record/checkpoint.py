@@ -43,25 +43,29 @@ _PARTS = ("model.safetensors", "state.safetensors", "state.json")
 def pack_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     """A tree as JSON-able data and its tensors by name. Raises TypeError at what is neither."""
     tensors: dict[str, Tensor] = {}
+    return _packed(tree, tensors), tensors
 
-    def pack(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            tensors[str(len(tensors))] = node
-            return {"$tensor": str(len(tensors) - 1)}
-        if isinstance(node, Mapping):
-            # As pairs: keys of JSON are texts, and those of an optimizer's state are numbers.
-            return {"$dict": [[pack(key), pack(value)] for key, value in node.items()]}
-        if isinstance(node, tuple):
-            return {"$tuple": [pack(item) for item in node]}
-        if isinstance(node, list):
-            return [pack(item) for item in node]
-        if isinstance(node, numpy.generic):
-            return node.item()
-        if node is None or isinstance(node, (str, int, float, bool)):
-            return node
-        raise TypeError(f"a {type(node).__name__} cannot be put into a checkpoint without pickle")
 
-    return pack(tree), tensors
+def _packed(node: Any, tensors: dict[str, Tensor]) -> Any:
+    """A part of a tree, whose tensors are added to those."""
+    # Not a function inside pack_tree: one that calls itself is in a circle of references with what
+    # it sees, and the tensors of every checkpoint would be kept until the next collection.
+    if isinstance(node, Tensor):
+        tensors[str(len(tensors))] = node
+        return {"$tensor": str(len(tensors) - 1)}
+    if isinstance(node, Mapping):
+        # As pairs: keys of JSON are texts, and those of an optimizer's state are numbers.
+        pairs = node.items()
+        return {"$dict": [[_packed(key, tensors), _packed(value, tensors)] for key, value in pairs]}
+    if isinstance(node, tuple):
+        return {"$tuple": [_packed(item, tensors) for item in node]}
+    if isinstance(node, list):
+        return [_packed(item, tensors) for item in node]
+    if isinstance(node, numpy.generic):
+        return node.item()
+    if node is None or isinstance(node, (str, int, float, bool)):
+        return node
+    raise TypeError(f"a {type(node).__name__} cannot be put into a checkpoint without pickle")
 
 
 def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:

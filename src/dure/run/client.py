@@ -25,14 +25,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.run.join import agree, closed, context_for
+from dure.run.site import Reach, opened
 from dure.wire.requests import VERSION, CheckIn, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
-from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.link import RefusedError, StoppedError
-from dure.worlds.network.client.policy import Policy
-from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import ClientState
 
 
 class Client:
@@ -66,44 +62,25 @@ class Client:
         """Why the run is over, once it is."""
         self._name = name or os.uname().nodename
         self._part = part
-        self._token = token
         self._stop = threading.Event()
         self._ending = ExitStack()
-        folder = Path(state) if state is not None else None
-        self._policy = Policy() if folder is None else Policy.beside(folder)
+        reach = Reach(url, self._name, state, part, token, authority, certificate)
         try:
-            kept = self._ending.enter_context(ClientState(folder))
-            audit = None
-            if folder is not None:
-                audit = Audit(folder / "audit.jsonl")
-                self._ending.callback(audit.close)
-            self.session = Session(
-                url,
-                context=context_for(url, authority, certificate),
-                state=kept,
-                audit=audit,
-                stop=self._stop,
-                bytes_per_second=self._policy.bandwidth,
-            )
-            self._ending.callback(self.session.close)
-            if token and kept.about is None:
-                self.session.enrol(token, self._name, part)
-            self._policy.hold()
-            self.welcome = self._looks()
-            if approve:
-                kept.approve(self.welcome.run)
-            agree(self._policy, self.welcome, kept)
+            self._site = self._ending.enter_context(opened(reach, self._stop))
+            self.session = self._site.session
+            self._site.policy.hold()
+            # First a look: whoever declines takes nobody's place.
+            self._site.agree(self._look(), approve)
             self.welcome = self._check_in()
             self.session.belongs(self.welcome, self._name)
         except BaseException:
             self._ending.close()
             raise
 
-    def _looks(self) -> Welcome:
+    def _look(self) -> Welcome:
         """What is served; nobody is there yet."""
-        return self.session.check_in(
-            CheckIn(version=VERSION, name=self._name, examples=0, wants=self._part)
-        )
+        said = CheckIn(version=VERSION, name=self._name, examples=0, wants=self._part, looks=True)
+        return self.session.check_in(said)
 
     def _check_in(self) -> Welcome:
         said = CheckIn(version=VERSION, name=self._name, examples=self.examples, wants=self._part)
@@ -125,7 +102,7 @@ class Client:
         confirmed: list[int] = []
         while True:
             # Outside its hours the site does not call.
-            if self._stop.wait(closed(self._policy)):
+            if self._stop.wait(self._site.closed()):
                 return
             try:
                 word = self.session.next(confirmed)

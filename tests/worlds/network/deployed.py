@@ -195,7 +195,14 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def _join(tell: Callable[..., None], url: str, task: Tasks, settings: Mapping[str, Any]) -> None:
+def _join(
+    tell: Callable[..., None],
+    url: str,
+    task: Tasks,
+    settings: Mapping[str, Any],
+    before: Callable[[], Any],
+) -> None:
+    before()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
 
@@ -320,14 +327,22 @@ class Deployment:
         return self.serve()
 
     def join(
-        self, number: int, task: Tasks | None = None, state: bool = True, **settings: Any
+        self,
+        number: int,
+        task: Tasks | None = None,
+        state: bool = True,
+        before: Callable[[], Any] = int,
+        **settings: Any,
     ) -> Process:
-        """Begins client `number`, or goes on with it: it takes the place of the simulated one."""
+        """Begins client `number`, or goes on with it: it takes the place of the simulated one.
+
+        before: is called in the process first.
+        """
         settings = {"part": number, "name": f"site {number}", **settings}
         if state:
             settings.setdefault("state", self.folder / f"site-{number}")
         settings.setdefault("authority", self.authority)
-        client = Process(_join, self.url, task or self.plan.task, settings)
+        client = Process(_join, self.url, task or self.plan.task, settings, before)
         self.clients[number] = client
         self._all.append(client)
         return client

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,11 +109,15 @@ class Target:
         self.desk.assign(0, train, None, forms_of(TENSORS))
 
     def state(self) -> dict[str, Any]:
-        """Everything that a request could change."""
+        """Everything that a request could change, once no other is under way."""
+        until = time.monotonic() + SECONDS
+        while any(seat.calls for seat in self.desk.everybody()):
+            assert time.monotonic() < until, "a call does not end"
+            time.sleep(0.001)
         desk = {
             number: (
                 *(seat.name, seat.examples, seat.held_out, seat.here, seat.missing),
-                *(seat.train, dict(seat.outcomes), seat.measure, list(seat.sent), seat.calls),
+                *(seat.train, dict(seat.outcomes), seat.measure, list(seat.sent)),
             )
             for number, seat in sorted(self.desk.seats.items())
         }
@@ -156,8 +161,11 @@ class Target:
         if headers.get(NONCE, signer._nonce) != signer._nonce:
             signer._nonce, signer._serial = headers[NONCE], 0
 
-    def send(self, request: Request) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers, body) of the answer; status 0 where the connection was closed."""
+    def send(self, request: Request, patience: float = 0.2) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, body) of the answer; status 0 where the connection was closed.
+
+        patience: seconds for the answer to a request that may not be whole.
+        """
         lines = [request.method.encode("latin-1") + b" " + request.target + b" HTTP/1.1"]
         headers = list(request.headers)
         names = {name.lower() for name, _ in headers}
@@ -169,7 +177,7 @@ class Target:
         sent = b"\r\n".join(lines) + b"\r\n\r\n" + request.body
         # Of what is not whole, nobody says more; any other answer comes.
         whole = names.isdisjoint({b"content-length", b"transfer-encoding", b"expect"})
-        seconds = SECONDS if whole else 0.2
+        seconds = SECONDS if whole else patience
         with socket.create_connection(("127.0.0.1", self.serving.port), seconds) as link:
             with contextlib.suppress(ConnectionError):
                 link.sendall(sent)

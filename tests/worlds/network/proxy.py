@@ -40,6 +40,10 @@ class Proxy:
         self.harm: Callable[[], Harm] = lambda: NONE
         self.connections = 0
         self.cuts = 0
+        self.twice = False
+        """Whether what a client sends is sent to the server once more, on another connection."""
+        self.repeated = 0
+        self._swallowed: set[socket.socket] = set()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -57,6 +61,11 @@ class Proxy:
         with self._lock:
             for one in self._open:
                 _shut(one)
+
+    def swallow(self) -> None:
+        """What comes on the connections that are open now goes nowhere; they stay open."""
+        with self._lock:
+            self._swallowed = set(self._open)
 
     def close(self) -> None:
         self._closed = True
@@ -95,7 +104,7 @@ class Proxy:
                 target=self._pass, args=(server, client, harm.down, harm.delay), daemon=True
             )
             back.start()
-            self._pass(client, server, harm.up, harm.delay)
+            self._pass(client, server, harm.up, harm.delay, upwards=True)
             back.join()
 
     def _know(self, one: socket.socket, ending: contextlib.ExitStack) -> None:
@@ -110,12 +119,19 @@ class Proxy:
             self._open.discard(one)
 
     def _pass(
-        self, source: socket.socket, sink: socket.socket, most: int | None, delay: float
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        most: int | None,
+        delay: float,
+        upwards: bool = False,
     ) -> None:
         """Until one of them ends, or so many bytes have passed: then both are cut."""
         passed = 0
         with contextlib.suppress(OSError):
             while piece := source.recv(1 << 16):
+                if source in self._swallowed:
+                    continue
                 if delay:
                     time.sleep(delay)
                 if most is not None and passed + len(piece) >= most:
@@ -125,8 +141,18 @@ class Proxy:
                     break
                 sink.sendall(piece)
                 passed += len(piece)
+                if self.twice and upwards:
+                    self._repeat(piece)
         _shut(source)
         _shut(sink)
+
+    def _repeat(self, piece: bytes) -> None:
+        """The same again; the answer is read, since the server is to have done it."""
+        with socket.create_connection(("127.0.0.1", self._to or 0), 5) as link:
+            link.sendall(piece)
+            link.settimeout(0.5)
+            with contextlib.suppress(OSError):
+                self.repeated += bool(link.recv(1 << 16))
 
 
 def _shut(one: socket.socket) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dure.run.join import Training
+from dure.run.training import Training
 from dure.wire.requests import CheckIn, Outcome, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.session import Session
@@ -55,6 +55,11 @@ class Scripted:
                 return word.train
             assert word.over is None, word.over
         raise AssertionError("nothing to do")
+
+    def hears_the_end(self) -> None:
+        """Waits until the run is over: the server then waits for nobody."""
+        while self.session.next([]).over is None:
+            pass
 
     def update(self, train: Train, **changed: Any) -> tuple[Reserve, dict[str, torch.Tensor]]:
         """A small step. changed: what the reservation says otherwise."""

@@ -197,6 +197,8 @@ class Server(Learner):
             )
             if looks:
                 self.log.saw(update.client, update.round, taken)
+            # Its memory goes before the next one comes.
+            del update, taken
 
     def _tell(self, number: int, result: Result) -> None:
         """Warns of the first client of the run that is refused, and the first round in vain.

@@ -32,7 +32,7 @@ def made(tmp_path: Path):
         clock = Clock()
         journal = Journal(folder, clock)
         journals.append(journal)
-        federation: Any = SimpleNamespace(clients=3, threads=1)
+        federation: Any = SimpleNamespace(clients=3, threads=1, layout=None)
         return NetworkCarrier(
             federation=federation,
             folder=folder,

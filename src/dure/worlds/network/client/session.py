@@ -146,7 +146,7 @@ class Session:
         """What there is to do; waits until there is something, or the server says that there is
         not."""
         ready = Ready(confirmed=list(confirmed))
-        word: Word = self._ask("/v1/next", ready, Word, timeout=self.patience + 30)
+        word: Word = self._ask("/v1/next", ready, Word, timeout=self.patience + self.heartbeat)
         return word
 
     def fetch(
@@ -272,7 +272,7 @@ class Session:
 
     def watch(self, ticket: int, link: Link) -> Watched:
         """Asks once whether the work is wanted."""
-        return link.ask("POST", "/v1/watch", Watch(ticket), Watched, self.heartbeat + 30)
+        return link.ask("POST", "/v1/watch", Watch(ticket), Watched, 2 * self.heartbeat)
 
     def another_link(self) -> Link:
         """One more to the server, signed as this client's."""

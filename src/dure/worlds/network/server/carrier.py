@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dure.contracts.strategy import Interrupted
 from dure.fleet.budget import Budget
+from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
 from dure.protocol.measured import together
 from dure.protocol.messages import (
@@ -46,18 +47,18 @@ from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
     MeasuredThis,
-    MeasureThis,
     Outcome,
     Reserve,
     Said,
     Train,
     from_json,
 )
-from dure.wire.tensors import TensorsError, size_of
+from dure.wire.tensors import size_of
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.presence import Presence
+from dure.worlds.network.server.sending import Sending
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.updates import Updates
@@ -145,7 +146,7 @@ class NetworkCarrier:
         self.clock = clock
         self.files = updates
         self.desk = desk
-        self.shelf = shelf
+        self.sending = Sending(federation, desk, shelf, updates)
         self.machine = machine
         self.start_with = start_with
         self.lasts: float | None = lasts
@@ -173,8 +174,6 @@ class NetworkCarrier:
         self._over: list[int] = []
         """Tickets of which nothing more is made, and whose files a checkpoint makes useless."""
         self._covered: list[int] = []
-        self._digests: dict[int, tuple[Any, str, int, dict[str, Any]]] = {}
-        self._measuring: str | None = None
         self._newest: tuple[int, Sequence[Tensor], Sequence[Tensor]] | None = None
         self._machines: dict[int, Machine | None] = {}
         self._presence = Presence()
@@ -216,6 +215,8 @@ class NetworkCarrier:
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
         # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
         write_atomically(cohort, msgspec.json.encode(sizes))
+        # What making the model took.
+        give_back()
         return Join(sizes)
 
     def carry(self, coordinator: Coordinator) -> Combine:
@@ -249,7 +250,8 @@ class NetworkCarrier:
             arrived = self._arrived.pop(ticket)
             self._unsettled[ticket] = arrived.client
             self._over.append(ticket)
-            update = self._update(ticket, arrived, coordinator.assignment(ticket), coordinator)
+            asked = coordinator.assignment(ticket)
+            update = self.sending.update(arrived.said, asked, coordinator)
             began = time.perf_counter()
             yield update
             # It has been taken when the next one is asked for.
@@ -264,6 +266,8 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
         if self._live:
             self.watching.round_made()
+        # Before there is memory for the next checkpoint and the next round.
+        self.sending.forget_unwanted()
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         self._newest = (number, weights, buffers)
@@ -276,9 +280,7 @@ class NetworkCarrier:
         if reason == "interrupt":
             return
         if self._newest is not None:
-            number, weights, buffers = self._newest
-            digest, size = self._put(weights, buffers, ())
-            self.desk.final = MeasureThis(number, digest, size)
+            self.desk.final = self.sending.measured(*self._newest)
         self.desk.end("the run is over")
 
     def measure(self, measure: Measure) -> Measured:
@@ -290,9 +292,7 @@ class NetworkCarrier:
         if not self._measure:
             return Measured([], {})
         asked = [seat for seat in self.desk.everybody() if seat.here and seat.held_out]
-        stream = self._put(measure.weights, measure.buffers, ())
-        request = MeasureThis(measure.round, stream[0], stream[1])
-        self._measuring = stream[0]
+        request = self.sending.measured(measure.round, measure.weights, measure.buffers)
         answers: dict[int, MeasuredThis] = {}
         for seat in asked:
             self.desk.ask_measure(seat.number, request)
@@ -320,7 +320,6 @@ class NetworkCarrier:
                 self._waiting.append(event)
         for seat in asked:
             self.desk.ask_measure(seat.number, None)
-        self._measuring = None
         return together([_measured(client, said) for client, said in answers.items()])
 
     def kept(self) -> Kept:
@@ -377,6 +376,8 @@ class NetworkCarrier:
             self.files.delete(self._covered)
             self.journal.forget_before(self._applied - len(self._waiting))
         self._covered = []
+        # What writing it took.
+        give_back()
         self.watching.saved()
 
     @property
@@ -473,8 +474,8 @@ class NetworkCarrier:
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)
-        late = any(isinstance(one, Refuse) and one.ticket == ticket for one in actions)
-        self._land(ticket, "late" if late else "accepted", said.bytes)
+        whys = [one.reason for one in actions if isinstance(one, Refuse) and one.ticket == ticket]
+        self._land(ticket, "late" if whys else "accepted", said.bytes, "; ".join(whys))
         return actions
 
     def _expire(self, coordinator: Coordinator) -> list[Action]:
@@ -514,14 +515,14 @@ class NetworkCarrier:
         if under is not None:
             self.desk.done(under.client, ticket)
 
-    def _land(self, ticket: int, outcome: str, up: int) -> None:
+    def _land(self, ticket: int, outcome: str, up: int, why: str = "") -> None:
         """What became of an assignment, for the report."""
         under = self._underway.pop(ticket, None)
         if under is None:
             return
         # What came in time is accepted or refused only where it is folded.
         if self._live and outcome != "accepted":
-            self.watching.came_of(under.client, ticket, *_in_short(outcome))
+            self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         if not up:
             self.budget.give_back(under.client, self._up)
@@ -560,23 +561,22 @@ class NetworkCarrier:
 
     def _assign(self, coordinator: Coordinator, asked: Assignment) -> list[Action]:
         """An assignment goes to its client, if that may transfer it."""
-        _, down, forms = self._sent(coordinator, asked)
-        self._up = size_of(forms)
-        if not self.budget.take(asked.client, down, self._up):
+        sent = self.sending.sent(coordinator, asked)
+        self._up = size_of(sent.forms)
+        if not self.budget.take(asked.client, sent.size, self._up):
             return coordinator.failed(asked.ticket, SPENT, self.now)
-        size = self._hand(coordinator, asked)
-        self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, size)
+        self._hand(coordinator, asked)
+        self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, sent.size)
         if self._live:
-            self.watching.assigned(asked.client, asked.ticket, asked.round, size)
+            self.watching.assigned(asked.client, asked.ticket, asked.round, sent.size)
         return []
 
-    def _hand(self, coordinator: Coordinator, asked: Assignment) -> int:
-        """Puts an assignment on the desk; the bytes that it sends."""
-        digest, size, forms = self._sent(coordinator, asked)
-        train = Train(asked.ticket, asked.round, asked.turn, digest, size)
-        self.desk.assign(asked.client, train, asked.deadline, forms)
-        self.desk.newest = digest
-        return size
+    def _hand(self, coordinator: Coordinator, asked: Assignment) -> None:
+        """Puts an assignment on the desk."""
+        sent = self.sending.sent(coordinator, asked)
+        train = Train(asked.ticket, asked.round, asked.turn, sent.digest, sent.size)
+        self.desk.assign(asked.client, train, asked.deadline, sent.forms)
+        self.desk.newest = sent.digest
 
     def _refuse(self, refused: Refuse) -> None:
         """An update does not count, and lies here for nothing."""
@@ -605,63 +605,6 @@ class NetworkCarrier:
         seat.examples = here.examples
         seat.held_out = here.held_out
         seat.machine = here.machine
-
-    # Tensors
-
-    def _sent(self, coordinator: Coordinator, asked: Assignment) -> tuple[str, int, dict[str, Any]]:
-        """(digest, bytes, forms of the answer) of what an assignment sends.
-
-        All assignments of a model share its tensors, so this is done once for them.
-        """
-        key = id(asked.weights)
-        known = self._digests.get(key)
-        if known is None or known[0] is not asked.weights:
-            digest, size = self._put(asked.weights, asked.buffers, asked.extra)
-            extra = coordinator.expects(asked)
-            forms = self.federation.layout.forms(asked.weights, asked.buffers, extra)
-            known = (asked.weights, digest, size, forms)
-            self._digests[key] = known
-        return known[1], known[2], known[3]
-
-    def _put(self, weights: Any, buffers: Any, extra: Any) -> tuple[str, int]:
-        named = self.federation.layout.named(weights, buffers, extra)
-        wanted = {seat.train.tensors for seat in self.desk.everybody() if seat.train}
-        if self._measuring is not None:
-            wanted.add(self._measuring)
-        self.shelf.keep_only(wanted)
-        self._digests = {key: one for key, one in self._digests.items() if one[1] in wanted}
-        stream = self.shelf.put(named)
-        return stream.digest, stream.size
-
-    def _update(
-        self, ticket: int, arrived: Arrived, asked: Assignment, coordinator: Coordinator
-    ) -> Update:
-        said = arrived.said
-        weights: list[Any] = []
-        buffers: list[Any] = []
-        extra: list[Any] = []
-        failure = said.failure
-        if failure is None:
-            forms = self._sent(coordinator, asked)[2]
-            try:
-                tensors = self.files.read(ticket, forms)
-                weights, buffers, extra = self.federation.layout.apart(tensors)
-            # Its digest is that of these bytes, so this is what its client has sent.
-            except TensorsError as error:
-                failure = f"it is no update of this model: {error}"
-        return Update(
-            ticket=ticket,
-            client=arrived.client,
-            round=asked.round,
-            examples=said.examples,
-            samples=said.samples,
-            loss=said.loss,
-            delta=weights,
-            buffers=buffers,
-            extra=extra,
-            counted=said.counted,
-            failure=msgspec.convert(failure, type=Any),
-        )
 
     # Checkpoints
 
@@ -727,10 +670,10 @@ class NetworkCarrier:
         self.journal.read_from(self._applied)
 
 
-def _in_short(outcome: str) -> tuple[str, str]:
+def _in_short(outcome: str, why: str) -> tuple[str, str]:
     """(what became of an assignment in a word, and why), where there is no update that counts."""
     if outcome == "late":
-        return "late", ""
+        return "late", why
     return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
 
 

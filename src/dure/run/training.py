@@ -1,0 +1,194 @@
+"""A task of dure's, trained as one client of a federated strategy: the site's side of `dure.join`.
+
+The server says by which strategy, with which seed and as which of how many clients. What is trained
+is what a simulated client of the same number and examples would train, by the same draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.task import Task
+from dure.federated.client.clients import Clients
+from dure.federated.strategy import Federated
+from dure.fleet.conditions import Conditions, EngineName
+from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
+from dure.run.registry import decode_strategy
+from dure.tasks.trained import machine_of, trains_of
+from dure.tensors.flat import trained_of
+from dure.tensors.frozen import frozen_of, load_frozen
+from dure.wire.layout import Layout
+from dure.wire.requests import (
+    VERSION,
+    CheckIn,
+    Machine,
+    MeasuredThis,
+    MeasureThis,
+    Outcome,
+    Reserve,
+    Train,
+    Trains,
+    Welcome,
+)
+from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.worlds.network.client.loop import Answered
+from dure.worlds.network.client.session import Session
+
+ENGINE: EngineName = "loop"
+"""How clients on a network train."""
+
+
+@dataclass
+class Training:
+    """A task of dure's, trained as one client of a federated strategy.
+
+    part: the simulated client whose examples it takes; None: all of the task's are its own.
+    """
+
+    task: Task
+    name: str
+    part: int | None = None
+    share_errors: bool = False
+    folder: Path | None = None
+    examples: int = 0
+    held_out: int = 0
+    threads: int = 1
+    _began: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wants = self.part
+        self.model: nn.Module = seeded_model(self.task, 0)
+
+    def look(self) -> CheckIn:
+        """A check-in that only looks at what is served."""
+        return replace(self.enter(), looks=True)
+
+    def enter(self) -> CheckIn:
+        """A check-in that takes a place, and is not there yet."""
+        return CheckIn(
+            version=VERSION, name=self.name, examples=0, wants=self.wants, trains=self.trains()
+        )
+
+    def trains(self) -> Trains | None:
+        return trains_of(self.task, self.model)
+
+    def machine(self) -> Machine | None:
+        return machine_of(ENGINE, self.threads)
+
+    def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
+        strategy = decode_strategy(welcome.strategy)
+        if not isinstance(strategy, Federated):
+            raise ValueError(f"{strategy.name} is no federated system")
+        # Who only looks has no number yet.
+        self.client = welcome.client if welcome.client >= 0 else self.part or 0
+        self.threads = welcome.machine.threads
+        self.model = seeded_model(self.task, welcome.seed)
+        self.clients: Clients = strategy.one_client(
+            self.task,
+            self.model,
+            Conditions(engine=ENGINE),
+            welcome.seed,
+            self.client,
+            welcome.clients,
+            divides=self.part is not None,
+        )
+        self.layout: Layout = strategy.layout(self.task, self.model, welcome.clients)
+        self.examples = self.clients.sizes[self.client]
+        measured = self.client in self.clients.personal.clients
+        self.held_out = self.clients.personal.count(self.client) if measured else 0
+        self.remember(memory)
+
+    def take_frozen(self, session: Session, welcome: Welcome) -> None:
+        """The server's frozen weights in place of one's own, where these differ.
+
+        Weights that were drawn under the same seed may differ between processors.
+        """
+        served = welcome.trains.frozen
+        own = frozen_of(self.model)
+        if served is None or served == digest_of(own):
+            return
+        size = welcome.trains.frozen_bytes
+        tensors = session.fetch_frozen(served, size, forms_of(own))
+        load_frozen(self.model, tensors)
+
+    def would_send(self) -> int:
+        """Bytes of an update, but for what an algorithm sends besides."""
+        return sum(one.nbytes for one in [*trained_of(self.model), *self.model.buffers()])
+
+    def one_step(self) -> float:
+        """Trains on one batch, and forgets it; how many seconds that took."""
+        model = copy.deepcopy(self.model)
+        optimizer = self.task.optimizer(trained_of(model))
+        own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
+        inputs, targets = examples_for(model, self.task)[0].batch(own)
+        started = time.perf_counter()
+        loss = self.task.loss(model(inputs), targets)
+        torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+        optimizer.step()
+        return time.perf_counter() - started
+
+    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+        weights, buffers, extra = self.layout.apart(tensors)
+        assignment = Assignment(
+            ticket=train.ticket,
+            client=self.client,
+            round=train.round,
+            turn=train.turn,
+            weights=weights,
+            buffers=buffers,
+            nbytes=nbytes(weights) + nbytes(buffers) + nbytes(extra),
+            extra=extra,
+        )
+        started = time.perf_counter()
+        update = self.clients.receive(assignment)
+        assert isinstance(update, Update)
+        seconds = time.perf_counter() - started
+        named: dict[str, Tensor] = {}
+        if update.failure is None:
+            named = self.layout.named(update.delta, update.buffers, update.extra)
+        reserve = Reserve(
+            ticket=train.ticket,
+            bytes=size_of(forms_of(named)) if named else 0,
+            digest=digest_of(named) if named else "",
+            examples=update.examples,
+            samples=update.samples,
+            loss=update.loss,
+            counted=update.counted,
+            failure=update.failure,
+            seconds=seconds,
+        )
+        return Answered(reserve, named, self.clients.keeps(train.ticket))
+
+    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+        weights, buffers, _ = self.layout.apart(tensors)
+        with torch.no_grad():
+            measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))
+        failure = measured.failures.get(self.client, "")
+        if self.client not in measured.clients:
+            return MeasuredThis(measure.round, failure=failure)
+        place = list(measured.clients).index(self.client)
+        return MeasuredThis(
+            round=measure.round,
+            values={name: each[place] for name, each in measured.values.items()},
+            examples={name: each[place] for name, each in measured.examples.items()},
+            sums={name: list(each[place]) for name, each in measured.sums.items()},
+            forms=dict(measured.forms),
+            failure=failure,
+        )
+
+    def settle(self, outcome: Outcome) -> None:
+        tickets = [outcome.ticket]
+        self.clients.settle(Settled(tickets, []) if outcome.kept else Settled([], tickets))
+
+    def remember(self, memory: Sequence[Tensor] | None) -> None:
+        if memory is not None:
+            self.clients.memories[self.client] = list(memory)
