@@ -71,9 +71,7 @@ def test_the_commands_of_the_image_are_those_of_dure(capsys: pytest.CaptureFixtu
     assert len(found) == 2
     for command in found:
         options_are_known(shlex.split(command), capsys)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (asked,) = re.findall(r"/src\[(\w+)\]", text)
     assert asked in project["optional-dependencies"]
     (constraints,) = re.findall(r"--constraint /src/(\S+)", text)

@@ -24,9 +24,9 @@ ROUNDS = 8
 def kept(tmp_path: Path) -> Path:
     for name in ("run", "client"):
         shutil.copytree(MADE / name, tmp_path / name)
-    # As git leaves them, which forgets who may read a file.
+    # git forgets who may read a file, and keys are nobody else's.
     for file in tmp_path.rglob("*"):
-        file.chmod(0o755 if file.is_dir() else 0o644)
+        file.chmod(0o700 if file.is_dir() else 0o600)
     return tmp_path
 
 
