@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import warn
+from dure.errors import ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
@@ -46,6 +46,9 @@ SIGNING_KEY = "signing.key"
 
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
+
+LAST = 60.0
+"""Seconds in which those who have heard it may fetch the last model."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,18 @@ class Network(World):
         return run_here(here, report, "server", self.kind, is_worker=False)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
-        """Begins to serve, and returns what joins the coordinator with the clients."""
+        """Begins to serve, and returns what joins the coordinator with the clients.
+
+        Raises ServeError where it cannot.
+        """
         # Here, since the rest of dure does without these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
-        server = _Server(self, federation, place)
+        try:
+            server = _Server(self, federation, place)
+        # A certificate that is none, say, or a key that others may read.
+        except ValueError as error:
+            raise ServeError(str(error)) from error
         place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
@@ -358,8 +368,9 @@ class _Server:
     def close(self) -> None:
         """Ends. Clients of a run that is over hear of it; those of another one try again later."""
         self.watching.ends(self.desk.over or "the server stops")
-        until = time.monotonic() + FAREWELL
-        while self.desk.over and time.monotonic() < until and self.desk.has_to_tell():
+        now = time.monotonic
+        began = now()
+        while self.desk.over and now() < began + LAST and self.desk.has_to_tell(began + FAREWELL):
             time.sleep(0.05)
         self.desk.pause()
         self.ending.close()

@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from dure.wire.requests import Machine, MeasureThis, Outcome, Train, Watched, Word
 from dure.wire.tensors import Form
 
+LAST_CALL = 0.3
+"""Seconds within which a client that has heard that the run is over begins to fetch the model."""
+
 GRACE = 2.0
 """Seconds without an open call after which a client is taken for gone."""
 
@@ -151,9 +154,15 @@ class Desk:
         for seat in self.everybody():
             self._ring(seat)
 
-    def has_to_tell(self) -> bool:
-        """Whether somebody who is there has not heard that the run is over."""
-        return any(seat.calls or not seat.heard for seat in self.everybody() if seat.here)
+    def has_to_tell(self, until: float) -> bool:
+        """Whether somebody who is there has not heard that the run is over, which is waited for
+        until then; or fetches the last model, or has not had the time to begin with that."""
+        now = time.monotonic()
+        return any(
+            seat.calls or (now - seat.seen < LAST_CALL if seat.heard else now < until)
+            for seat in self.everybody()
+            if seat.here
+        )
 
     def _ring(self, seat: Seat) -> None:
         """Wakes the handlers that wait for something to say to this client."""
