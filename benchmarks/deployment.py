@@ -1,23 +1,24 @@
 """A federation over a real network on this machine: real processes, real sockets, TLS on.
 
     rounds   seconds of a round whose clients answer at once, with what they got, beside bare
-             sockets, grpc.aio and Flower's SuperLink, which transfer as much
+             sockets and grpc.aio, which transfer as much
     memory   the server's peak, over that of the same server with a model of nothing
     idle     5,000 clients that wait by long poll: how long a check-in takes, the server's memory
     resume   a server killed at random moments, and a client in mid-work
     link     an update over 100 Mbit/s and 50 ms that breaks five times: bytes accepted, and sent
 
-In `rounds` clients are dure's own (`deployed/site.py`): they check what they fetch, and hash what
-they send, as always. The peers do the transfers only: no averaging, no digests, no disk. `disk`
-has the run folder on the disk, with every sync; `memory` has it on /dev/shm, where a sync is
-nothing: the difference is what syncing takes. Contenders take turns, each turn a run of processes
-of its own; a turn's figure is the median over its rounds after the first, and that of a contender
-the median over its turns.
+In `rounds` two clients are dure's own (`deployed/site.py`): they check what they fetch, and hash
+what they send, as always. More than two are light ones without torch (`deployed/light.py`), which
+speak the same protocol: else importing torch would be most of what a small machine does. The peers
+do the transfers only: no averaging, no digests, no disk. `disk` has the run folder on the disk,
+with every sync; `memory` has it on /dev/shm, where a sync is nothing: the difference is what
+syncing takes. Contenders take turns, each turn a run of processes of its own; a turn's figure is
+the median over its rounds after the first, and that of a contender the median over its turns.
 
     python benchmarks/deployment.py --only rounds memory idle resume link \\
         > benchmarks/results/deployment.json
 
-Peers need a Python with grpcio and flwr (`--peers`, the interpreter); who is missing is skipped.
+grpc.aio needs a Python with grpcio (`--peers`, the interpreter), and is skipped without.
 `link` needs root. Progress goes to standard error, the result as JSON to standard output.
 """
 
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--turns", type=int, default=5, help="of each contender (rounds)")
     parser.add_argument("--large", action="store_true", help="2 x 400 MB, too (rounds)")
-    parser.add_argument("--peers", help="the Python that has grpcio and flwr (rounds)")
+    parser.add_argument("--peers", help="the Python that has grpcio (rounds)")
     parser.add_argument("--contenders", nargs="+", help="of rounds; all by default")
     parser.add_argument("--idle", type=int, default=5000, help="clients (idle)")
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 50], help="(memory)")
@@ -79,7 +80,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="deployment-", dir=asked.folder or Path.cwd()))
     found: JSON = {
         "benchmark": "deployment",
-        "machine": {"cores": os.cpu_count(), "processor": platform.processor()},
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
     }
     try:
         tls = certificates(folder / "tls")

@@ -13,7 +13,7 @@ from processes import Talking, ended, memory
 
 JSON = dict[str, Any]
 DRIVERS = 2
-RATE = 50.0
+RATE = 25.0
 """Check-ins a second and driver, while they arrive."""
 
 SECONDS = 60.0

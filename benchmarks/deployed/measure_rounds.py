@@ -33,34 +33,23 @@ LARGE = Size(2, 400_000_000, 4)
 PATIENCE = 300.0
 
 
-def dure(size: Size, folder: Path, tls: Path) -> JSON:
-    """A turn of dure: all processes begin at the same moment."""
+def dure(size: Size, folder: Path, tls: Path, light: bool) -> JSON:
+    """A turn of dure: all processes begin at the same moment. light: clients without torch."""
     run = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
     port = free_port()
+    about = ["--url", f"https://127.0.0.1:{port}", "--tls", tls]
     with ended() as started:
         server = Talking(
             "server.py",
             [
-                "--folder",
-                run / "run",
-                "--floats",
-                size.bytes // 4,
-                "--clients",
-                size.clients,
-                "--rounds",
-                size.rounds,
-                "--port",
-                port,
-                "--tls",
-                tls,
+                *["--folder", run / "run", "--floats", size.bytes // 4, "--clients", size.clients],
+                *["--rounds", size.rounds, "--port", port, "--tls", tls],
             ],
         )
         started.append(server)
-        url = f"https://127.0.0.1:{port}"
         for k in range(size.clients):
-            started.append(
-                Talking("site.py", ["--url", url, "--tls", tls, "--name", f"c{k}", "--echo"])
-            )
+            own = [*about, "--name", f"c{k}", *([] if light else ["--echo"])]
+            started.append(Talking("light.py" if light else "site.py", own))
         serving = server.hears("serving", PATIENCE)
         said = server.hears("rounds", PATIENCE)
         shutil.rmtree(run)
@@ -69,6 +58,7 @@ def dure(size: Size, folder: Path, tls: Path) -> JSON:
             "processor_of_server": statistics.median(said["processor"]),
             "first_round_from_cold": said["first_round"] - server.began,
             "serving_from_cold": serving["at"] - server.began,
+            "processor_of_server_until_serving": serving["processor"],
         }
 
 
@@ -98,8 +88,9 @@ def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
     peers = asked.peers or sys.executable
     memory = Path(tempfile.mkdtemp(prefix="dure-", dir="/dev/shm"))
     contenders: dict[str, Callable[[Size], JSON]] = {
-        "dure, disk": lambda size: dure(size, folder, tls),
-        "dure, memory": lambda size: dure(size, memory, tls),
+        "dure, disk": lambda size: dure(size, folder, tls, size.clients > 2),
+        "dure, memory": lambda size: dure(size, memory, tls, size.clients > 2),
+        "dure, memory, light clients": lambda size: dure(size, memory, tls, True),
         "sockets with TLS": lambda size: peer("raw.py", sys.executable)(size, folder, tls),
     }
     skipped = {}

@@ -129,7 +129,7 @@ def main() -> None:
 
     def progress(event: dict[str, Any]) -> None:
         if "serving" in event:
-            say(serving=event["serving"], at=time.time())
+            say(serving=event["serving"], at=time.time(), processor=time.process_time())
 
     profile = None
     if asked.profile is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fuzzed import DIGEST, STREAM, Request, Target
 
+from dure.errors import ServeError
 from dure.wire.certificates import issue_server, make_authority, server_context
 from dure.worlds.network.server import serving
 from dure.worlds.network.server.app import PART
@@ -130,5 +131,5 @@ def test_those_who_do_not_even_begin_with_tls(
 
 
 def test_a_port_is_taken(target: Target) -> None:
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(ServeError, match="in use"):
         Serving(target.app.asgi(), "127.0.0.1", target.serving.port, None)

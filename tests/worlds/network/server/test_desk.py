@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from dure.wire.requests import Outcome, Train, Word
+from dure.wire.requests import MeasureThis, Outcome, Train, Word
 from dure.worlds.network.server.desk import Desk
 
 ASSIGNMENT = Train(ticket=8, round=1, turn=0, tensors="ab", bytes=2)
@@ -15,7 +16,8 @@ def told(desk: Desk, later: bool) -> Word:
 
     async def ask() -> Word:
         desk.lives_in(asyncio.get_running_loop())
-        asked = asyncio.create_task(desk.next(desk.seat(0), 30.0))
+        gone = asyncio.get_running_loop().create_future()
+        asked = asyncio.create_task(desk.next(desk.seat(0), 30.0, gone))
         await asyncio.sleep(0)
         desk.tell(0, Outcome(7, True))
         if later:
@@ -33,3 +35,29 @@ def test_an_outcome_and_the_next_assignment_are_one_answer() -> None:
 
 def test_an_outcome_alone_is_told_without_anything_to_do() -> None:
     assert told(Desk(lambda: 0.0), later=False) == Word([Outcome(7, True)])
+
+
+def test_a_call_whose_client_has_hung_up_ends() -> None:
+    async def ask() -> Word:
+        desk = Desk(lambda: 0.0)
+        gone = asyncio.get_running_loop().create_future()
+        asked = asyncio.create_task(desk.next(desk.seat(0), 3600.0, gone))
+        await asyncio.sleep(0)
+        gone.set_result(None)
+        return await asyncio.wait_for(asked, 30.0)
+
+    assert asyncio.run(ask()) == Word()
+
+
+def test_who_has_heard_the_end_has_a_moment_to_begin_to_fetch_the_last_model() -> None:
+    desk = Desk(lambda: 0.0)
+    seat = desk.seat(0)
+    seat.here = True
+    desk.final = MeasureThis(3, "ab", 2)
+    desk.end("the run is over")
+    desk.called(seat)
+    desk.word(seat)
+    desk.hung_up(seat)
+    assert desk.has_to_tell()
+    seat.seen = time.monotonic() - 10
+    assert not desk.has_to_tell()

@@ -10,7 +10,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -45,7 +46,7 @@ from dure.wire.tensors import size_of
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.carrier import Here, differences
-from dure.worlds.network.server.desk import GRACE, Desk, Seat
+from dure.worlds.network.server.desk import GRACE, Desk, Gone, Seat
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Metered, Watching
 from dure.worlds.network.updates import PartError, Updates, Upload
@@ -256,11 +257,12 @@ class App:
         self.desk.confirm(seat.number, ready.confirmed)
         with _call(self.desk, seat):
             await self._comes_back(seat)
-            word = await _while_connected(request, self.desk.next(seat, self.served.patience))
+            async with _connected(request) as gone:
+                word = await self.desk.next(seat, self.served.patience, gone)
         # It may have been revoked while it waited.
         if not self.access.may(seat.number):
             self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
-        return answer(word) if word is not None else Response(status_code=400)
+        return answer(word)
 
     async def _comes_back(self, seat: Seat) -> None:
         """A client that was taken for gone calls again."""
@@ -276,10 +278,10 @@ class App:
         seat = self._known(admitted)
         with _call(self.desk, seat):
             await self._comes_back(seat)
-            watched = await _while_connected(
-                request, self.desk.watch(seat, said.ticket, self.served.heartbeat)
-            )
-        return answer(watched) if watched is not None else Response(status_code=400)
+            async with _connected(request) as gone:
+                heartbeat = self.served.heartbeat
+                watched = await self.desk.watch(seat, said.ticket, heartbeat, gone)
+        return answer(watched)
 
     def _known(self, admitted: Admitted) -> Seat:
         seat = self.desk.seat(admitted.client)
@@ -526,20 +528,14 @@ class _call:  # noqa: N801
         self.desk.hung_up(self.seat)
 
 
-Found = TypeVar("Found")
-
-
-async def _while_connected(request: Request, waiting: Awaitable[Found]) -> Found | None:
-    """What is waited for; None once the client has hung up."""
-    found: asyncio.Future[Found] = asyncio.ensure_future(waiting)
-    gone: asyncio.Future[None] = asyncio.ensure_future(_gone(request))
-    both: set[asyncio.Future[Any]] = {found, gone}
+@asynccontextmanager
+async def _connected(request: Request) -> AsyncIterator[Gone]:
+    """While a call waits: a future that is done once the client has hung up."""
+    gone = asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        return found.result() if found.done() else None
+        yield gone
     finally:
-        for one in both:
-            one.cancel()
+        gone.cancel()
 
 
 async def _gone(request: Request) -> None:

@@ -251,9 +251,9 @@ class NetworkCarrier:
             self._unsettled[ticket] = arrived.client
             self._over.append(ticket)
             asked = coordinator.assignment(ticket)
-            update = self.sending.update(arrived.said, asked, coordinator)
             began = time.perf_counter()
-            yield update
+            # Not held here: its memory goes before the next one comes.
+            yield self.sending.update(arrived.said, asked, coordinator)
             # It has been taken when the next one is asked for.
             self.watching.fold_seconds.observe(time.perf_counter() - began)
 
@@ -644,7 +644,7 @@ class NetworkCarrier:
         self.now = state["now"]
         self._applied = state["applied"]
         self._waiting = deque(
-            Event(*event, body.encode("latin-1")) for *event, body in state["waiting"]
+            Event._make([*event, body.encode("latin-1")]) for *event, body in state["waiting"]
         )
         self._underway = {ticket: Underway(*one) for ticket, one in state["underway"].items()}
         self._arrived = {

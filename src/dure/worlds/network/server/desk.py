@@ -13,7 +13,6 @@ latest, and a client that then does not call again is gone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
@@ -35,13 +34,18 @@ MOMENT = 0.05
 and then one answer says both."""
 
 
+Gone = asyncio.Future[None]
+"""Done once a caller has hung up."""
+
+
 @dataclass
 class Seat:
     """What is known of a client, and what waits for it.
 
     calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
     work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
-    answered. sending: held while some of an update is taken. heard: that the run is over.
+    answered. sending: held while some of an update is taken. heard: that the run is over. bells: of
+    the calls that wait.
     """
 
     number: int
@@ -61,7 +65,7 @@ class Seat:
     measure: MeasureThis | None = None
     sent: deque[int] = field(default_factory=lambda: deque(maxlen=8))
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    bell: asyncio.Event = field(default_factory=asyncio.Event)
+    bells: list[asyncio.Future[None]] = field(default_factory=list)
 
 
 class Desk:
@@ -200,31 +204,29 @@ class Desk:
                 return None
             return Word(outcomes=outcomes, train=train, measure=seat.measure)
 
-    async def next(self, seat: Seat, seconds: float) -> Word:
+    async def next(self, seat: Seat, seconds: float, gone: Gone) -> Word:
         """What there is to say to the client, at the latest after so many seconds nothing."""
         until = time.monotonic() + seconds
         while True:
-            bell = seat.bell
             word = self.word(seat)
-            left = 0.0 if self.paused else until - time.monotonic()
+            left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if word is not None and not (word.train or word.measure or word.over):
-                await _rung(bell, MOMENT)
+                await _rung(seat, gone, MOMENT)
                 word = self.word(seat)
             if word is not None or left <= 0:
                 return word if word is not None else Word()
-            await _rung(bell, left)
+            await _rung(seat, gone, left)
 
-    async def watch(self, seat: Seat, ticket: int, seconds: float) -> Watched:
+    async def watch(self, seat: Seat, ticket: int, seconds: float, gone: Gone) -> Watched:
         """Whether the update with this ticket is still wanted; waits while it is."""
         until = time.monotonic() + seconds
         while True:
-            bell = seat.bell
             if not self.wants(seat, ticket):
                 return Watched(wanted=False, reason=self.over or "the round is over")
-            left = 0.0 if self.paused else until - time.monotonic()
+            left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if left <= 0:
                 return Watched(wanted=True)
-            await _rung(bell, left)
+            await _rung(seat, gone, left)
 
     def wants(self, seat: Seat, ticket: int) -> bool:
         """Whether an update with this ticket is waited for."""
@@ -248,13 +250,22 @@ class Desk:
 
 
 def _wake(seat: Seat) -> None:
-    """Wakes all calls that wait at the seat. Each bell rings once, so none of them is missed."""
-    bell = seat.bell
-    seat.bell = asyncio.Event()
-    bell.set()
+    """Wakes all calls that wait at the seat."""
+    for bell in seat.bells:
+        if not bell.done():
+            bell.set_result(None)
 
 
-async def _rung(bell: asyncio.Event, seconds: float) -> None:
-    """Waits for the bell, at most so long."""
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(bell.wait(), seconds)
+async def _rung(seat: Seat, gone: Gone, seconds: float) -> None:
+    """Waits until there is something new for the client, or it has gone; at most so long.
+
+    Nothing is missed: the bell is rung in the event loop, and the caller has looked at the seat
+    since it last waited.
+    """
+    bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    seat.bells.append(bell)
+    try:
+        # Futures, and no tasks: thousands of clients wait here.
+        await asyncio.wait((bell, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        seat.bells.remove(bell)

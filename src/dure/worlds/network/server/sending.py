@@ -47,11 +47,14 @@ class Sending:
         known = self._known.get(id(asked.weights))
         if known is None or known[0] is not asked.weights:
             digest, size = self._put(asked.weights, asked.buffers, asked.extra)
-            expected = coordinator.expects(asked)
-            forms = self._layout.forms(asked.weights, asked.buffers, expected)
-            known = asked.weights, Sent(digest, size, forms)
+            known = asked.weights, Sent(digest, size, self._expected(coordinator, asked))
             self._known[id(asked.weights)] = known
         return known[1]
+
+    def _expected(self, coordinator: Coordinator, asked: Assignment) -> dict[str, Form]:
+        """What an assignment's update is like."""
+        extra = coordinator.expects(asked)
+        return self._layout.forms(asked.weights, asked.buffers, extra)
 
     def measured(
         self, round: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]
@@ -84,7 +87,7 @@ class Sending:
         failure = said.failure
         if failure is None:
             try:
-                tensors = self._files.read(said.ticket, self.sent(coordinator, asked).forms)
+                tensors = self._files.read(said.ticket, self._expected(coordinator, asked))
                 weights, buffers, extra = self._layout.apart(tensors)
             # Its digest is that of these bytes, so this is what its client has sent.
             except TensorsError as error:

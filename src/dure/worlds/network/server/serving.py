@@ -19,6 +19,8 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dure.errors import ServeError
+
 HEADER_SECONDS = 15.0
 """Seconds in which the header of a request has to be complete."""
 
@@ -96,7 +98,7 @@ class _Loop(uvloop.Loop):
 class Serving:
     """An application that is being served. app: ASGI. began: called in the event loop, with it.
 
-    Raises OSError where the port is taken.
+    Raises ServeError where the port is taken.
     """
 
     def __init__(
@@ -117,9 +119,12 @@ class Serving:
             self.socket.bind((host, port))
             # From here on clients wait for an answer, and are not refused.
             self.socket.listen(BACKLOG)
-        except OSError:
+        except OSError as error:
             self.socket.close()
-            raise
+            raise ServeError(
+                f"cannot listen at {host}, port {port}: {error.strerror or error}: choose another "
+                f"port or address"
+            ) from error
         self.port: int = self.socket.getsockname()[1]
         config = uvicorn.Config(
             app,
