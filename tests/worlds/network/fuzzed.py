@@ -121,7 +121,7 @@ class Target:
             )
             for number, seat in sorted(self.desk.seats.items())
         }
-        # Of an update that is under way, what turns out to be another is dropped, and that is right.
+        # What is under way and turns out to be another update is rightly dropped.
         whole = sorted(path.name for path in self.updates.folder.glob("*.safetensors"))
         return {
             "desk": desk,
