@@ -121,11 +121,12 @@ class Target:
             )
             for number, seat in sorted(self.desk.seats.items())
         }
-        files = sorted((path.name, path.stat().st_size) for path in self.updates.folder.iterdir())
+        # What is under way and turns out to be another update is rightly dropped.
+        whole = sorted(path.name for path in self.updates.folder.glob("*.safetensors"))
         return {
             "desk": desk,
             "journal": self.journal.last,
-            "files": files,
+            "files": whole,
             "clients": self.register.clients(),
             "reserved": dict(self.app.reserved),
         }
