@@ -2,6 +2,7 @@
 
     step     data parallel by ring all-reduce on two processes, rank 0, its main thread
     round    FedAvg with ten clients, all of them asked, in the simulation, by the engine `batched`
+    network  FedAvg with one client, over a network: all threads of the server, and the client's
 
 Calls of functions that are defined in dure are counted, after a few steps, in `Learner.advance` and
 all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions count as calls too.
@@ -19,7 +20,10 @@ import argparse
 import json
 import re
 import sys
+import threading
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,14 +32,23 @@ from figures import Panel, save
 
 import dure
 from dure.contracts.strategy import Place, Strategy, World
+from dure.run.registry import encode
 
 SOURCE = Path(dure.__file__).parent
 WARM = 4
 """Steps before the one that is counted."""
 
+QUIET = 1.0
+"""Seconds in which a client hears what became of the round before, and waits for the next."""
+
 
 def walked(strategy: Strategy, world: World) -> list[tuple[str, str]]:
-    """(file, function) of every call, in order, in one step of `strategy`."""
+    """(file, function) of every call, in order, in one step of `strategy`.
+
+    Of a world that serves, also those in its other threads and in its client, which is one too.
+    """
+    if world.serves:
+        return _served(strategy, world)
     task = dure.load_task("digits")
 
     def program(place: Place) -> list[tuple[str, str]]:
@@ -57,6 +70,52 @@ def walked(strategy: Strategy, world: World) -> list[tuple[str, str]]:
         return calls
 
     return world.run(program, lambda event: None)
+
+
+def _served(strategy: Strategy, world: World) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    stop = threading.Event()
+    clients: list[threading.Thread] = []
+    seen: list[bool] = []
+    """Not empty while calls are noted."""
+
+    def saw(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and seen:
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(SOURCE):
+                calls.append((str(file.relative_to(SOURCE)), frame.f_code.co_name))
+
+    def client(url: str) -> None:
+        with suppress(Exception):  # it is stopped
+            dure.join(url, dure.load_task("digits"), name="client", stop=stop)
+
+    def report(event: dict[str, Any]) -> None:
+        if "serving" in event:
+            clients.append(threading.Thread(target=client, args=(event["serving"],)))
+            clients[0].start()
+
+    def program(place: Place) -> None:
+        # What its client is told of the run.
+        place.config = {"run": "0" * 16, "strategy": encode(strategy)}
+        with place.ending:
+            learner = strategy.learner(dure.load_task("digits"), place, 0)
+            for _ in range(WARM):
+                learner.advance(0)
+            time.sleep(QUIET)
+            sys.setprofile(saw)
+            seen.append(True)
+            learner.advance(0)
+            seen.clear()
+            sys.setprofile(None)
+
+    threading.setprofile(saw)  # of threads that begin from now on
+    try:
+        world.run(program, report)
+    finally:
+        threading.setprofile(None)
+        stop.set()
+        clients[0].join()
+    return calls
 
 
 def summary(calls: list[tuple[str, str]]) -> dict[str, int]:
@@ -82,7 +141,8 @@ def show(name: str, calls: list[tuple[str, str]], listed: bool) -> None:
 # The figure.
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-WAYS = ("The way of a batch", "The way of an update")
+WAYS = ("The way of a batch", "The way of an update", "The way over a network")
+TITLE = "Three ways through the house"
 STATION = re.compile(r"^\| \d+ \| `([\w/]+)/(\w+\.py)` \| `(\w+)` \|", re.MULTILINE)
 WIDTH = 400
 BOX = 30
@@ -120,10 +180,11 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="where to draw the stations, as SVG")
     asked = parser.parse_args()
     if asked.figure is not None:
-        save(asked.figure, "Two ways through the house", list(map(drawn, WAYS)))
+        save(asked.figure, TITLE, list(map(drawn, WAYS)))
     ways = {
         "step": walked(dure.DataParallel(all_reduce="ring"), dure.Processes(2)),
         "round": walked(dure.FedAvg(clients=10), dure.Simulated(engine="batched")),
+        "network": walked(dure.FedAvg(clients=1), dure.Network(port=0, access="open")),
     }
     for name, calls in ways.items():
         show(name, calls, asked.list)

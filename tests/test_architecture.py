@@ -92,6 +92,11 @@ def walker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             lambda: dure.FedAvg(clients=10),
             lambda: dure.Simulated(engine="batched"),
         ),
+        (
+            "The way over a network",
+            lambda: dure.FedAvg(clients=1),
+            lambda: dure.Network(port=0, access="open"),
+        ),
     ],
 )
 def test_a_step_passes_the_stations_in_the_order_drawn(
@@ -107,7 +112,5 @@ def test_a_step_passes_the_stations_in_the_order_drawn(
 
 
 def test_the_figure_shows_the_stations_of_the_page(walker: ModuleType, tmp_path: Path) -> None:
-    walker.save(
-        tmp_path / "ways.svg", "Two ways through the house", list(map(walker.drawn, walker.WAYS))
-    )
+    walker.save(tmp_path / "ways.svg", walker.TITLE, list(map(walker.drawn, walker.WAYS)))
     assert (tmp_path / "ways.svg").read_text() == (ROOT / "docs/images/ways.svg").read_text()

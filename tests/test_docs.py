@@ -33,6 +33,17 @@ LOADED_FROM_ELSEWHERE = re.compile(
     r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//'
 )
 
+OPERANDS = {
+    "serve": 2,
+    "join": 2,
+    "verify": 1,
+    "personalise": 2,
+    "replay": 1,
+    "backup": 0,
+    "audit": 0,
+}
+"""What these commands name before their options, as far as the options depend on it."""
+
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The `dure …` commands in the fenced blocks of a page, without `dure`."""
@@ -145,10 +156,13 @@ def test_commands_on_a_page_name_what_there_is(
             assert [
                 word for word in command if word.startswith("--") and word not in listed
             ] == [], shlex.join(command)
-        elif command[0] in ("serve", "join", "verify"):
+        elif command[0] in OPERANDS:
             names = [word for word in command if not word.startswith("-")]
+            named = names[: 1 + OPERANDS[command[0]]]
+            if "--resume" in command:
+                named = [command[0], "--resume", "RUN"]
             with contextlib.suppress(SystemExit):
-                main([*names[: 2 if command[0] == "verify" else 3], "--help"])
+                assert main([*named, "--help"]) == 0, shlex.join(command)
             listed = capsys.readouterr().out
             assert [
                 word for word in command if word.startswith("--") and word not in listed

@@ -63,6 +63,12 @@ class AuditError(DureError):
     exit_code = 2
 
 
+class ServeError(DureError):
+    """A server cannot begin: its address is taken, say, or a file of its own will not do."""
+
+    exit_code = 2
+
+
 class LineageError(DureError):
     """A model is not the one that was signed, or not as it was."""
 

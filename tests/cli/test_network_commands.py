@@ -161,3 +161,41 @@ def test_an_address_without_a_scheme_is_none(capsys: pytest.CaptureFixture[str])
         2,
         ["dure: localhost:8765 is no address of a server: https://HOST:PORT"],
     )
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    command = ["serve", "digits", "fed-avg", "--clients", "2", "--out", str(run)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused = {
+            "cannot listen at 127.0.0.1": ["--port", port],
+            "there is no certificate": ["--host", "0.0.0.0", "--port", "0"],
+            "nowhere.pem": ["--certificate", str(tmp_path / "nowhere.pem"), "--port", "0"],
+        }
+        for reason, flags in refused.items():
+            assert main([*command, *flags]) == 2
+            (said,) = capsys.readouterr().err.splitlines()
+            assert reason in said
+            assert not run.exists()
+
+
+def test_who_interrupts_a_server_that_waits_hears_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        command = ["serve", "digits", "fed-avg", "--clients", "2", "--port", "0", "--out", str(run)]
+        assert main(command) == 130
+    finally:
+        timer.cancel()
+    said = capsys.readouterr().err.splitlines()
+    assert f"  invite a client: dure clients invite {run}" in said
+    assert said[-2:] == [
+        f"nothing is trained yet; go on with: dure serve --resume {run}",
+        "dure: interrupted",
+    ]

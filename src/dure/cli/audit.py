@@ -9,6 +9,9 @@ USAGE = "dure audit FILE"
 
 def main(given: list[str]) -> int:
     """Says how long the log is; raises AuditError with the first line that does not fit."""
+    if given in (["--help"], ["-h"]):
+        print(f"{USAGE}: whether it is as it was written; it lies in the client's --state")
+        return 0
     if len(given) != 1 or given[0].startswith("-"):
         raise ValueError(f"{USAGE}: name the log of a client")
     # Not before it is needed: this imports torch.

@@ -180,8 +180,8 @@ def _dispatch(given: list[str]) -> int:
         print(f"dure {__version__}")
         return 0
     asks = given[1:] in (["--help"], ["-h"])
-    # What flags there are depends on the task and the system, which nobody has named yet.
-    if given[0] == "train" and asks:
+    # What flags there are depends on what nobody has named yet.
+    if given[0] in ("train", "serve", "join", "personalise", "replay") and asks:
         print(usage(), end="")
         return 0
     if given[0] in _NAMELESS and asks:

@@ -119,6 +119,8 @@ def serve(given: list[str]) -> int:
     strategy = asked["strategy"]
     stop = asked["limits"].stop()
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:
+        command = "dure serve --local" if local else "dure serve"
+        ending.enter_context(_before_a_round(command, out))
         hears: Hears = Invites(reference, world.access == "invited", out, how.json)
         if local:
             hears = Local(ending, strategy.clients, reference, options, out)
@@ -140,7 +142,7 @@ def serve(given: list[str]) -> int:
             quiet=how.json,
             as_json=how.json,
             folder=out,
-            command="dure serve --local" if local else "dure serve",
+            command=command,
             hears=hears,
         )
 
@@ -163,6 +165,19 @@ def _resumed(flags: list[str]) -> int:
 
         command = "dure serve --local" if "--local" in flags else "dure serve"
         return resumed(flags, command, {"where": LocalOptions}, hears)
+
+
+@contextlib.contextmanager
+def _before_a_round(command: str, folder: Path) -> Iterator[None]:
+    """Who is interrupted while clients are waited for has no checkpoint, and can go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "config.json").is_file():
+            print(
+                f"nothing is trained yet; go on with: {command} --resume {folder}", file=sys.stderr
+            )
+        raise
 
 
 class Invites:

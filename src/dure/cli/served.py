@@ -58,6 +58,9 @@ def replay(given: list[str]) -> int:
 
 def backup(given: list[str]) -> int:
     """`dure backup RUN TO`."""
+    if given in (["--help"], ["-h"]):
+        print("dure backup RUN TO: copies the folder of a run, also while it is served")
+        return 0
     if len(given) != 2 or any(one.startswith("-") for one in given):
         raise ValueError("dure backup RUN TO: name a run folder and a new folder for the copy")
     from dure.run.backup import backup as copied

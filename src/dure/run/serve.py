@@ -39,7 +39,7 @@ def serve(
     deadline. The rest is as in `dure.train`. on_progress hears besides {"serving": url} once
     clients may come, and {"waiting": text} until enough are there.
 
-    Raises what `dure.train` raises, and OSError where the port is taken.
+    Raises what `dure.train` raises, and ValueError where the address is taken.
     """
     return train(
         task,

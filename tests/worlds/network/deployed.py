@@ -120,9 +120,13 @@ class Process:
                         return about
                 ended = self.heard and self.heard[-1][0] == "gone"
                 left = until - time.monotonic()
-                assert not ended, f"it ended without {what!r}: {self.heard[-6:]}"
-                assert left > 0, f"no {what!r} within {seconds} s: {self.heard[-6:]}"
+                assert not ended, f"it ended without {what!r}: {self.told()}"
+                assert left > 0, f"no {what!r} within {seconds} s: {self.told()}"
                 self._news.wait(left)
+
+    def told(self) -> list[tuple[str, Any]]:
+        """The last of what it said, without its attempts to reach a server."""
+        return [one for one in self.heard if one[0] != "waiting"][-12:]
 
     @property
     def pid(self) -> int:

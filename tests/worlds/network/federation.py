@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
+import ssl
 import threading
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +15,7 @@ from typing import Any
 
 import dure
 from dure.run.join import join
+from dure.wire.certificates import issue_client, pair_in
 from dure.worlds.network.server.serving import Serving
 from dure.worlds.network.world import Network
 from small import small_task
@@ -30,6 +34,8 @@ class Federation:
         self.events: list[dict[str, Any]] = []
         self.of_clients: list[tuple[str, dict[str, object]]] = []
         self.where: dict[str, str] = {}
+        self.certificates: Path | None = None
+        """Where those of the authority and of clients are; None: without TLS."""
         self._hears = hears
         self._serves = threading.Event()
 
@@ -41,14 +47,17 @@ class Federation:
         ]
         for thread in threads:
             thread.start()
-        run = dure.train(
-            small_task(),
-            dure.FedAvg(clients=self.clients, batch_size=4, held_out=0.2),
-            Network(port=0, access="open", **world),
-            dure.Stop(rounds=rounds),
-            out=out,
-            on_progress=self._told,
-        )
+        try:
+            run = dure.train(
+                small_task(),
+                dure.FedAvg(clients=self.clients, batch_size=4, held_out=0.2),
+                Network(port=0, access="open", **world),
+                dure.Stop(rounds=rounds),
+                out=out,
+                on_progress=self._told,
+            )
+        finally:
+            self._serves.set()  # or never will
         for thread in threads:
             thread.join(20)
         return run
@@ -63,11 +72,20 @@ class Federation:
 
     def _client(self, number: int) -> None:
         self._serves.wait(20)
+        if "serving" not in self.where:
+            return
 
         def told(what: str, about: Any) -> None:
             self.of_clients.append((what, dict(about)))
 
-        join(self.where["serving"], small_task(), name=f"c{number}", part=number, on_progress=told)
+        try:
+            tls = {} if self.certificates is None else identity(self.certificates, number)
+            url = self.where["serving"]
+            join(url, small_task(), name=f"c{number}", part=number, on_progress=told, **tls)
+        # The server would wait for it for ever.
+        except Exception:
+            traceback.print_exc()
+            _thread.interrupt_main()
 
     def get(self, path: str, token: str | None = None) -> tuple[int, str]:
         """(status, body) of what the listener for operators answers."""
@@ -78,11 +96,21 @@ class Federation:
         return f"Bearer {Path(self.where['token']).read_text().strip()}"
 
 
-def got(url: str, headers: Mapping[str, str]) -> tuple[int, str]:
+def identity(folder: Path, number: int) -> dict[str, Path]:
+    """Who a client trusts, and a certificate of its own."""
+    return {
+        "authority": pair_in(folder, "authority").certificate,
+        "certificate": issue_client(folder, f"c{number}").certificate,
+    }
+
+
+def got(
+    url: str, headers: Mapping[str, str], context: ssl.SSLContext | None = None
+) -> tuple[int, str]:
     """(status, body) of an answer."""
     try:
         request = urllib.request.Request(url, headers=dict(headers))
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -161,7 +161,7 @@ class Target:
         if headers.get(NONCE, signer._nonce) != signer._nonce:
             signer._nonce, signer._serial = headers[NONCE], 0
 
-    def send(self, request: Request, patience: float = 0.2) -> tuple[int, dict[str, str], bytes]:
+    def send(self, request: Request, patience: float = 1.0) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body) of the answer; status 0 where the connection was closed.
 
         patience: seconds for the answer to a request that may not be whole.
@@ -189,7 +189,11 @@ class Target:
 
 def _answer(link: socket.socket, method: str) -> tuple[int, dict[str, str], bytes]:
     content = b""
-    while b"\r\n\r\n" not in content:
+    # Who asked for that is first told to go on.
+    while b"\r\n\r\n" not in content or content.startswith(b"HTTP/1.1 100"):
+        if content.startswith(b"HTTP/1.1 100") and b"\r\n\r\n" in content:
+            content = content.partition(b"\r\n\r\n")[2]
+            continue
         piece = link.recv(1 << 16)
         if not piece:
             return 0, {}, b""

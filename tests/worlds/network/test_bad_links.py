@@ -18,7 +18,7 @@ import dure
 
 SEED = int(os.environ.get("DURE_SEED", "0")) or Random().randrange(1, 10**6)
 
-PLAN = Plan(dure.Scaffold(clients=3, batch_size=4), rounds=25, checkpoint_every=5)
+PLAN = Plan(dure.Scaffold(clients=3, batch_size=4), rounds=12, checkpoint_every=4)
 
 
 @pytest.fixture

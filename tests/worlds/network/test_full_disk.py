@@ -14,18 +14,19 @@ from dure.errors import RunFolderWriteError
 from dure.worlds.network import updates
 from dure.worlds.network.client import state
 from dure.worlds.network.journal import Journal
+from dure.worlds.network.server import app
 
 PLAN = Plan(dure.Scaffold(clients=2, batch_size=4), rounds=6, checkpoint_every=2)
 
 
-def once(real: Any, full: Any) -> Any:
-    """Calls `full` instead, the second time."""
+def once(real: Any, full: Any, at: int = 2) -> Any:
+    """Calls `full` instead, the time `at`."""
     calls = 0
 
     def called(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        return (full if calls == 2 else real)(*arguments, **named)
+        return (full if calls == at else real)(*arguments, **named)
 
     return called
 
@@ -35,6 +36,7 @@ def no_space(*_: object) -> Any:
 
 
 def server_is_full_for_a_moment() -> None:
+    app.ROOM_SECONDS = 0
     updates._write_at = once(updates._write_at, no_space)  # type: ignore[attr-defined]
     append = Journal.append
 
@@ -59,7 +61,7 @@ def test_a_server_without_room_has_its_clients_wait(tmp_path: Path) -> None:
 
 
 def client_is_full_for_a_moment() -> None:
-    state.os.fsync = once(os.fsync, no_space)  # type: ignore[attr-defined]
+    state.os.fsync = once(os.fsync, no_space, at=15)  # type: ignore[attr-defined]
 
 
 def test_a_client_without_room_says_so_and_goes_on_when_it_has_some(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ PLANS = {
         options={"record": True},
     ),
     "FedBuff": Plan(
-        dure.FedBuff(clients=3, fraction=1.0, buffer=2, batch_size=4),
+        # Updates come while others measure: they wait, and checkpoints have them.
+        dure.FedBuff(clients=3, fraction=1.0, buffer=2, batch_size=4, held_out=0.3),
         rounds=20,
         options={"record": True},
-        checkpoint_every=4,
+        evaluate_every=2,
+        checkpoint_every=2,
     ),
 }
 

@@ -7,10 +7,13 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fuzzed import DIGEST, STREAM, Request, Target
 
+from dure.errors import ServeError
+from dure.wire.certificates import issue_server, make_authority, server_context
 from dure.worlds.network.server import serving
 from dure.worlds.network.server.app import PART
 from dure.worlds.network.server.serving import Serving
@@ -106,6 +109,27 @@ def test_a_body_that_is_too_long(chunked: bool, target: Target) -> None:
     assert answers(target)
 
 
+async def never_called(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("nobody has come so far as to ask")
+
+
+def test_those_who_do_not_even_begin_with_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "HEADER_SECONDS", 1.0)
+    make_authority(tmp_path)
+    context = server_context(*issue_server(tmp_path))
+    served = Serving(never_called, "127.0.0.1", 0, context)
+    try:
+        with socket.create_connection(("127.0.0.1", served.port), SECONDS) as silent:
+            assert is_closed(silent)
+        with socket.create_connection(("127.0.0.1", served.port), SECONDS) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert is_closed(plain)
+    finally:
+        served.stop()
+
+
 def test_a_port_is_taken(target: Target) -> None:
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(ServeError, match="in use"):
         Serving(target.app.asgi(), "127.0.0.1", target.serving.port, None)

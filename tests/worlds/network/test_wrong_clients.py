@@ -39,6 +39,8 @@ def goes_on(served: Deployment, good: Scripted, wrong: Scripted) -> str:
     assert again.round == 1
     good.answer(good.work())
     wrong.answer(again)
+    good.hears_the_end()
+    wrong.hears_the_end()
     ended = served.ended()
     assert ended.summary["steps"] == 2
     [outcome] = [one for one in wrong.outcomes if not one.kept]
@@ -86,6 +88,8 @@ def test_an_update_that_comes_twice_at_once_counts_once(served: Deployment) -> N
         good.answer(good.work())
         good.answer(good.work())
         twice.answer(twice.work())
+        good.hears_the_end()
+        twice.hears_the_end()
         assert served.ended().facts["outcomes"] == {"accepted": 4}
         assert all(one.kept for one in twice.outcomes)
 
@@ -151,6 +155,8 @@ def test_a_client_that_is_revoked_is_told_so_and_its_place_is_filled(tmp_path: P
         for _ in range(2):
             for player in players[1:]:
                 player.answer(player.work())
+        for player in players[1:]:
+            player.hears_the_end()
         assert deployment.ended().summary["steps"] == 2
         for player in players:
             player.__exit__(None, None, None)

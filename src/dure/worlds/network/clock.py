@@ -21,7 +21,7 @@ class Clock:
     def __init__(self, start: float = 0.0, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._at = start
+        self._at = self._shown = start
         """The time at `_since`, on the other clock; from then on this one runs."""
         self._since = float("inf")
 
@@ -49,4 +49,6 @@ class Clock:
             self._at, self._since = at, max(held, there + seconds)
 
     def _now(self, there: float) -> float:
-        return self._at + max(0.0, there - self._since)
+        # Some machines' clocks do run back a little: after a sleep, or from one core to another.
+        self._shown = max(self._shown, self._at + max(0.0, there - self._since))
+        return self._shown

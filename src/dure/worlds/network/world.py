@@ -7,6 +7,7 @@ from the journal in the run folder. Where the run ends, clients are told so.
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 import tempfile
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import warn
+from dure.errors import ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
@@ -45,6 +46,9 @@ SIGNING_KEY = "signing.key"
 
 FAREWELL = 3.0
 """Seconds in which clients may hear that the run is over."""
+
+LAST = 60.0
+"""Seconds in which those who have heard it may fetch the last model."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ class Network(World):
     def serves(self) -> bool:
         return True
 
+    def begin(self) -> None:
+        """Raises ValueError where it could not serve: before anything is made or written."""
+        self.context()
+        _check_address(self.host, self.port)
+
     def describe(self) -> str:
         return "clients on a network"
 
@@ -131,11 +140,18 @@ class Network(World):
         return run_here(here, report, "server", self.kind, is_worker=False)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
-        """Begins to serve, and returns what joins the coordinator with the clients."""
+        """Begins to serve, and returns what joins the coordinator with the clients.
+
+        Raises ServeError where it cannot.
+        """
         # Here, since the rest of dure does without these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
-        server = _Server(self, federation, place)
+        try:
+            server = _Server(self, federation, place)
+        # A certificate that is none, say, or a key that others may read.
+        except ValueError as error:
+            raise ServeError(str(error)) from error
         place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
@@ -181,6 +197,21 @@ class Network(World):
                 f"one with dure certificates, or say --insecure"
             )
         return None, lambda: None
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises ValueError where nobody can listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        # As the server does: what ended a moment ago is in nobody's way.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"cannot listen at {host}, port {port}: {reason}; choose another --host or --port"
+            ) from error
 
 
 def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
@@ -337,8 +368,9 @@ class _Server:
     def close(self) -> None:
         """Ends. Clients of a run that is over hear of it; those of another one try again later."""
         self.watching.ends(self.desk.over or "the server stops")
-        until = time.monotonic() + FAREWELL
-        while self.desk.over and time.monotonic() < until and self.desk.has_to_tell():
+        now = time.monotonic
+        began = now()
+        while self.desk.over and now() < began + LAST and self.desk.has_to_tell(began + FAREWELL):
             time.sleep(0.05)
         self.desk.pause()
         self.ending.close()

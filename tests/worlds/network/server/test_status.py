@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import dure
+from dure.errors import ServeError
+from dure.wire.certificates import client_context, issue_server, make_authority
 from dure.wire.requests import Train
 from dure.wire.signatures import Key, Signer, digest_of
 from dure.worlds.network.clock import Clock
@@ -21,9 +26,10 @@ from dure.worlds.network.server.register import Register
 from dure.worlds.network.server.status import TOKEN, Status, kept_token
 from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.world import Network
+from small import small_task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from federation import Federation, served
+from federation import Federation, got, served
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +117,49 @@ def test_the_token_is_its_owners_alone_and_stays(seen, tmp_path) -> None:
     (tmp_path / TOKEN).chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
         kept_token(tmp_path)
+
+
+def test_other_machines_reach_it_by_tls_with_the_same_certificate(tmp_path) -> None:
+    authority = make_authority(tmp_path)
+    certificate = issue_server(tmp_path, ["localhost"]).certificate
+    answers: dict[str, Any] = {}
+
+    def look(one: Federation, event: dict[str, Any]) -> None:
+        if event.get("step") == 1 and not answers:
+            context = client_context(authority.certificate)
+            url = one.where["status"].replace("0.0.0.0", "localhost")
+            headers = {"authorization": one.bearer()}
+            # No certificate of its own, which clients need here.
+            answers["tls"] = got(url, headers, context)
+
+    federation = Federation(1, look)
+    federation.certificates = tmp_path
+    federation.run(
+        tmp_path / "run",
+        certificate=str(certificate),
+        client_ca=str(authority.certificate),
+        status_port=0,
+        status_host="0.0.0.0",
+    )
+    assert answers["tls"][0] == 200
+
+
+def test_a_port_that_is_taken_is_named(tmp_path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=f"port {port}: Address already in use"):
+            Federation(1).run(tmp_path / "run", status_port=port)
+    # What had begun has ended: the run can be served again at once.
+    assert not [one for one in threading.enumerate() if one.name == "journal"]
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path) -> None:
+    Federation(1).run(tmp_path / "run", rounds=1)
+    (tmp_path / "run" / "signing.key").chmod(0o644)
+    with pytest.raises(ServeError, match="others may read"):
+        dure.resume(tmp_path / "run", task=small_task(), stop=dure.Stop(rounds=2))
 
 
 def test_the_token_does_not_go_over_a_network_in_plain() -> None:

@@ -29,8 +29,11 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.worlds.network.client.failure import what_is_told
-from dure.worlds.network.client.link import RefusedError, StoppedError
+from dure.worlds.network.client.link import BusyError, LinkLostError, RefusedError, StoppedError
 from dure.worlds.network.client.session import Session, tensors_in
+
+LAST = 5.0
+"""Seconds that a client tries to fetch the last model of a run that is over."""
 
 MOST_WAIT = 60.0
 """Seconds between two attempts of a client whose own code raises again and again, at the most."""
@@ -137,7 +140,11 @@ class Loop:
         """A client that keeps the newest model gets the last one of the run."""
         if final is not None and not self.state.temporary:
             self.event("fetching", {"round": final.round, "bytes": final.bytes})
-            self._fetched(final.round, final.tensors, final.bytes)
+            try:
+                self._fetched(final.round, final.tensors, final.bytes, LAST)
+            # A server whose run is over does not wait long for those whose links break.
+            except (LinkLostError, BusyError) as error:
+                self.event("waiting", {"why": f"{error}; the last model is left there"})
 
     def _wait_until_open(self) -> None:
         """Outside its hours the site does not call, and is away for the server."""
@@ -236,10 +243,12 @@ class Loop:
                 self.state.keep_update(answered.reserve, answered.tensors)
         return answered
 
-    def _fetched(self, round: int, digest: str, size: int) -> dict[str, Tensor] | None:
-        """A model; None where the server has a newer one by now."""
+    def _fetched(
+        self, round: int, digest: str, size: int, limit: float | None = None
+    ) -> dict[str, Tensor] | None:
+        """A model; None where the server has a newer one by now. limit: as `Session.fetch`'s."""
         try:
-            return self.session.fetch(round, digest, size)
+            return self.session.fetch(round, digest, size, limit=limit)
         except RefusedError as refused:
             if refused.status != 410:
                 raise

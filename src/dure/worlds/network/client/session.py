@@ -150,9 +150,17 @@ class Session:
         return word
 
     def fetch(
-        self, round: int, digest: str, size: int, expected: Mapping[str, Form] | None = None
+        self,
+        round: int,
+        digest: str,
+        size: int,
+        expected: Mapping[str, Form] | None = None,
+        limit: float | None = None,
     ) -> dict[str, Tensor]:
-        """The tensors of a model; kept as the newest one where the client keeps anything."""
+        """The tensors of a model; kept as the newest one where the client keeps anything.
+
+        limit: seconds after which a link that broke is given up; None tries on.
+        """
         kept = self.state.model_file()
         if kept is not None and kept[1] == digest:
             found = self.state.model()
@@ -170,6 +178,7 @@ class Session:
             tell=self._tells,
             progress=self._moved,
             bytes_per_second=self._pace,
+            limit=limit,
         )
         if into is not None:
             self.state.keep_download(round, digest)

@@ -117,9 +117,11 @@ def download(
     tell: Tell = _nothing,
     progress: Progress = _nothing,
     bytes_per_second: float | None = None,
+    limit: float | None = None,
 ) -> dict[str, Tensor]:
     """The tensors whose stream has this digest and so many bytes.
 
+    limit: seconds after which a link that broke is given up, with LinkLostError or BusyError.
     expected: what they have to be like; None takes anything. keep: a file that holds the stream
     when this returns; before, whatever it held. What arrives damaged is asked for once more.
 
@@ -129,6 +131,7 @@ def download(
     damage: Exception | None = None
     for _ in range(2):
         coming = _Coming(link, digest, size, stop, backoff, tell, progress, bytes_per_second)
+        coming.limit = limit
         with coming, _Kept(keep) as kept:
             coming.copy = kept.write
             try:
@@ -166,6 +169,7 @@ class _Coming:
         self._progress = progress
         self._pace = _Pace(bytes_per_second, stop)
         self.copy: Callable[[memoryview], None] = _nothing
+        self.limit: float | None = None
         self._sha = hashlib.sha256()
         self._at = 0
         self._answer: Streamed | None = None
@@ -186,7 +190,9 @@ class _Coming:
             return 0
         some = memory[: self._pace.at_once(READ_AT_ONCE)]
         # Each byte that arrives ends what was waited for: the next break is a first one again.
-        count = patiently(lambda: self._some(some), self._backoff, self._stop, self._tell)
+        count = patiently(
+            lambda: self._some(some), self._backoff, self._stop, self._tell, self.limit
+        )
         self._sha.update(some[:count])
         self.copy(some[:count])
         self._at += count

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -55,6 +56,12 @@ Body = TypeVar("Body", bound=Said)
 LOG = logging.getLogger("dure.server")
 
 Handler = Callable[..., Awaitable[Response]]
+
+MOST_REASON = 500
+"""Characters that are kept of what a client says about its failure."""
+
+ROOM_SECONDS = 5
+"""Seconds until a client comes again for which the disk had no room."""
 
 PART = 4 << 20
 """Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
@@ -139,7 +146,9 @@ class App:
                 return refusal(400, str(error))
             except RunFolderWriteError as error:
                 note("not written", str(error))
-                return refusal(507, f"the server cannot write: {error}", {"retry-after": "5"})
+                return refusal(
+                    507, f"the server cannot write: {error}", {"retry-after": str(ROOM_SECONDS)}
+                )
             except ClientDisconnect:
                 return Response(status_code=400)
             # A mistake of ours: said in the log, and nothing of it to strangers.
@@ -318,6 +327,7 @@ class App:
                 return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
             raise _unwanted()
         if said.failure is not None:
+            said = replace(said, failure=one_line(said.failure))
             await self._complete(seat, said)
             return answer(Reserved(str(said.ticket), 0, PART, complete=True))
         expected = size_of(seat.forms)
@@ -387,7 +397,7 @@ class App:
         if self.desk.wants(seat, said.ticket):
             where = f" ({said.file}:{said.line})" if said.file else ""
             told = f": {said.message}" if said.message else ""
-            reason = f"its own code raised {said.kind}{where}{told}"[:500]
+            reason = one_line(f"its own code raised {said.kind}{where}{told}")
             await self._log("failed", seat.number, said.ticket, reason.encode())
             # It is asked again after its next call.
             seat.here = False
@@ -445,6 +455,11 @@ class _Pieces(Response):
             for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+
+
+def one_line(text: str) -> str:
+    """What a client says is kept and shown: as a line, without characters that move a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text[:MOST_REASON])
 
 
 def _unwanted() -> Refused:

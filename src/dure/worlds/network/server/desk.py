@@ -13,7 +13,6 @@ latest, and a client that then does not call again is gone.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections import deque
@@ -23,6 +22,9 @@ from dataclasses import dataclass, field
 from dure.wire.requests import Machine, MeasureThis, Outcome, Train, Watched, Word
 from dure.wire.tensors import Form
 
+LAST_CALL = 0.3
+"""Seconds within which a client that has heard that the run is over begins to fetch the model."""
+
 GRACE = 2.0
 """Seconds without an open call after which a client is taken for gone."""
 
@@ -31,9 +33,6 @@ MOMENT = 0.05
 """Seconds for which outcomes alone wait for something to do: the next round often begins at once,
 and then one answer says both."""
 
-
-FETCHES = 0.5
-"""Seconds after which a client that has heard the end would have begun to fetch the last model."""
 
 Gone = asyncio.Future[None]
 """Done once a caller has hung up."""
@@ -159,12 +158,15 @@ class Desk:
         for seat in self.everybody():
             self._ring(seat)
 
-    def has_to_tell(self) -> bool:
-        """Whether somebody who is there has not heard that the run is over, or may be about to
-        fetch its last model."""
-        here = [seat for seat in self.everybody() if seat.here]
-        fetches = time.monotonic() - FETCHES if self.final is not None else math.inf
-        return any(seat.calls or not seat.heard or seat.seen > fetches for seat in here)
+    def has_to_tell(self, until: float) -> bool:
+        """Whether somebody who is there has not heard that the run is over, which is waited for
+        until then; or fetches the last model, or has not had the time to begin with that."""
+        now = time.monotonic()
+        return any(
+            seat.calls or (now - seat.seen < LAST_CALL if seat.heard else now < until)
+            for seat in self.everybody()
+            if seat.here
+        )
 
     def _ring(self, seat: Seat) -> None:
         """Wakes the handlers that wait for something to say to this client."""

@@ -19,6 +19,8 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dure.errors import ServeError
+
 HEADER_SECONDS = 15.0
 """Seconds in which the header of a request has to be complete."""
 
@@ -84,10 +86,19 @@ class Hurried(HttpToolsProtocol):
             self._timer = None
 
 
+class _Loop(uvloop.Loop):
+    """uvloop's, with a deadline for the handshake of TLS too, which is a minute elsewhere."""
+
+    async def create_server(self, *arguments: Any, **named: Any) -> Any:
+        if named.get("ssl") is not None:
+            named.setdefault("ssl_handshake_timeout", HEADER_SECONDS)
+        return await super().create_server(*arguments, **named)
+
+
 class Serving:
     """An application that is being served. app: ASGI. began: called in the event loop, with it.
 
-    Raises OSError where the port is taken.
+    Raises ServeError where the port is taken.
     """
 
     def __init__(
@@ -108,9 +119,12 @@ class Serving:
             self.socket.bind((host, port))
             # From here on clients wait for an answer, and are not refused.
             self.socket.listen(BACKLOG)
-        except OSError:
+        except OSError as error:
             self.socket.close()
-            raise
+            raise ServeError(
+                f"cannot listen at {host}, port {port}: {error.strerror or error}: choose another "
+                f"port or address"
+            ) from error
         self.port: int = self.socket.getsockname()[1]
         config = uvicorn.Config(
             app,
@@ -136,7 +150,7 @@ class Serving:
         self._thread.start()
 
     def _serve(self) -> None:
-        loop = uvloop.new_event_loop()
+        loop = _Loop()
         try:
             self._began(loop)
             loop.run_until_complete(self._server.serve(sockets=[self.socket]))
