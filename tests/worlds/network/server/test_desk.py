@@ -58,6 +58,7 @@ def test_who_has_heard_the_end_has_a_moment_to_begin_to_fetch_the_last_model() -
     desk.called(seat)
     desk.word(seat)
     desk.hung_up(seat)
-    assert desk.has_to_tell()
+    until = time.monotonic() + 60
+    assert desk.has_to_tell(until)
     seat.seen = time.monotonic() - 10
-    assert not desk.has_to_tell()
+    assert not desk.has_to_tell(until)

@@ -356,7 +356,9 @@ class App:
             async with seat.sending:
                 return await self._take(seat, name, offset, body, admitted.digest)
 
-    async def _take(self, seat: Seat, name: str, offset: int, body: bytes, digest: str) -> Response:
+    async def _take(
+        self, seat: Seat, name: str, offset: int, body: bytearray, digest: str
+    ) -> Response:
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
             raise _unwanted()
@@ -367,7 +369,7 @@ class App:
             return response
         return await self._received(seat, said, upload)
 
-    def _written(self, said: Reserve, offset: int, body: bytes, digest: str) -> Upload:
+    def _written(self, said: Reserve, offset: int, body: bytearray, digest: str) -> Upload:
         """The update with this part, unless some is missing before it."""
         upload = self.updates.open(said.ticket, said.bytes, said.digest)
         if offset <= upload.offset:
@@ -475,19 +477,24 @@ def _address(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def _read(request: Request, most: int) -> bytearray:
     """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
     length = request.headers.get("content-length")
-    if length is not None and _whole_number(length) > most:
+    announced = 0 if length is None else _whole_number(length)
+    if announced > most:
         raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
-    parts = []
+    # In one piece from the beginning: many clients send at the same time. What does not come
+    # takes no memory.
+    body = bytearray(announced)
     size = 0
     async for part in request.stream():
-        size += len(part)
-        if size > most:
+        end = size + len(part)
+        if end > most:
             raise Refused(413, "too long", f"the body has more than {most} bytes")
-        parts.append(part)
-    return b"".join(parts)
+        body[size:end] = part
+        size = end
+    del body[size:]
+    return body
 
 
 def _whole_number(text: str) -> int:
