@@ -25,6 +25,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Strategy, another, exa
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
+from dure.data.examples import Examples
 from dure.data.keys import name_of
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
 from dure.data.partition.natural_key import strangers
@@ -450,6 +451,30 @@ class Federated(Strategy):
         shared = self.algorithm(_start(task, model, clients)).shared(flat.copy())
         return Layout(_names(flat, shared), Buffers(model).names)
 
+    def _personal(
+        self,
+        task: Task,
+        fresh: Callable[[], nn.Module],
+        held_out: Sequence[Tensor],
+        tests: Sequence[Tensor] | None,
+        newest: tuple[Examples, Sequence[Tensor]] | None,
+        data: tuple[Examples, Examples | None],
+        seed: int,
+    ) -> Personal:
+        """What measures: on test examples where clients have some, else on what they held out."""
+        examples, test = data
+        if tests is None and self._measured_on(task) == "test":
+            tests = self._test_parts(task) or []
+        return Personal(
+            task=task,
+            fresh=fresh,
+            examples=examples if test is None or tests is None else test,
+            held_out=held_out if tests is None else tests,
+            seed=seed,
+            fine_tune=self.fine_tune,
+            newest=newest,
+        )
+
     def clients_half(
         self,
         task: Task,
@@ -476,24 +501,16 @@ class Federated(Strategy):
             load_frozen(made, frozen)
             return made
 
-        examples, test = examples_for(model, task)
+        data = examples_for(model, task)
+        examples = data[0]
         if parts is None:
             parts = self.divide(task, seed)
+            if not self.held_out:
+                _tell_strangers(task, self.names(task))
         own, held_out = _held_out(parts, self.held_out, seed, self.held_out_order)
-        if tests is None and self._measured_on(task) == "test":
-            tests = self._test_parts(task) or []
-        if divided and not self.held_out:
-            _tell_strangers(task, self.names(task))
-        personal = Personal(
-            task=task,
-            fresh=one_more,
-            examples=examples if test is None or tests is None else test,
-            held_out=held_out if tests is None else tests,
-            seed=seed,
-            fine_tune=self.fine_tune,
-            # What liars spoil is not measured on: these are as they came.
-            newest=None if conditions.arrival.still else (examples, own),
-        )
+        # What liars spoil is not measured on: these are as they came.
+        newest = None if conditions.arrival.still else (examples, own)
+        personal = self._personal(task, one_more, held_out, tests, newest, data, seed)
         attack = conditions.attack if conditions.attackers else None
         lying = _lying(conditions, len(own), seed)
         if attack is not None and attack.poisons:
