@@ -4,6 +4,7 @@ what can be done with what was served."""
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import nn
 import dure
 from dure.errors import DureError
 from dure.run.join import check
+from dure.worlds.network.server.desk import GRACE
 from small import CLASSES, FEATURES, examples, network, same_bits, small_task
 
 SECONDS = 60.0
@@ -360,3 +362,36 @@ def test_what_was_not_recorded_cannot_be_replayed(tmp_path: Path) -> None:
     served(task, dure.FedAvg(clients=1), joins(task, 0, part=0), out=tmp_path / "run", rounds=1)
     with pytest.raises(DureError, match="--record"):
         dure.replay(tmp_path / "run", task=task)
+
+
+def test_a_loop_of_its_own_that_takes_long_is_there_all_the_time(tmp_path: Path) -> None:
+    def slow(url: str) -> list[bool]:
+        sent = []
+        with dure.Client(url, examples=4, name="slow") as client:
+            for work in client:
+                time.sleep(GRACE + 2.0)
+                sent.append(work.send(work.arrays))
+        return sent
+
+    task = small_task(model=linear, train=None, test=None)
+    run, (site,) = served(task, dure.FedAvg(clients=1), slow, out=tmp_path / "run", rounds=1)
+    assert site.result == [True]
+    spans = run.summary["facts"][0]["there"]
+    # One stay without a gap: it was never taken for missing.
+    assert len(spans) == 1, spans
+
+
+def test_a_loop_of_its_own_that_sends_nothing_has_failed(tmp_path: Path) -> None:
+    def skips(url: str) -> int:
+        rounds = 0
+        with dure.Client(url, examples=4, name="skips") as client:
+            for work in client:
+                rounds += 1
+                if rounds > 1:
+                    work.send(work.arrays)
+        return rounds
+
+    task = small_task(model=linear, train=None, test=None)
+    run, (site,) = served(task, dure.FedAvg(clients=1), skips, out=tmp_path / "run", rounds=1)
+    assert site.result == 2
+    assert run.summary["numbers"]["failed"] == 1

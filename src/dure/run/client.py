@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.run.site import Reach, opened
-from dure.wire.requests import VERSION, CheckIn, Reserve, Train, Welcome
+from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
 
@@ -118,11 +118,19 @@ class Client:
                 self.over = word.over
                 return
             if word.train is not None:
-                work = self._work(word.train)
-                if work is not None:
-                    yield work
+                yield from self._works(word.train)
 
-    def _work(self, train: Train) -> Work | None:
+    def _works(self, train: Train) -> Iterator[Work]:
+        """One assignment. While the caller trains, the server knows that it is there."""
+        with self.session.working(train.ticket) as wanted:
+            work = self._work(train, wanted)
+            if work is None:
+                return
+            yield work
+            if not work.sent and wanted():
+                self.session.failed(Failed(train.ticket, "NothingSent"))
+
+    def _work(self, train: Train, wanted: Callable[[], bool]) -> Work | None:
         try:
             tensors = self.session.fetch(train.round, train.tensors, train.bytes)
         # The server has a newer one by now.
@@ -130,19 +138,28 @@ class Client:
             if refused.status != 410:
                 raise
             return None
-        return Work(self, train, tensors)
+        return Work(self, train, tensors, wanted)
 
 
 class Work:
     """One assignment: train from these weights.
 
-    round: of the global model, from 0. tensors: by name, as they came.
+    round: of the global model, from 0. tensors: by name, as they came. wanted: tells whether an
+    update would still count. sent: whether one was sent.
     """
 
-    def __init__(self, client: Client, train: Train, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        train: Train,
+        tensors: Mapping[str, Tensor],
+        wanted: Callable[[], bool],
+    ) -> None:
         self._client = client
         self._train = train
         self._began = time.perf_counter()
+        self.wanted = wanted
+        self.sent = False
         self.round = train.round
         self.tensors = {n: t for n, t in tensors.items() if not n.startswith("extra:")}
 
@@ -197,14 +214,13 @@ class Work:
             seconds=time.perf_counter() - self._began,
             metrics=dict(metrics or {}),
         )
-        session = self._client.session
-        with session.working(reserve.ticket) as wanted:
-            try:
-                return session.send(reserve, moved, wanted)
-            except RefusedError as refused:
-                if refused.status != 410:
-                    raise
-                return False
+        self.sent = True
+        try:
+            return self._client.session.send(reserve, moved, self.wanted)
+        except RefusedError as refused:
+            if refused.status != 410:
+                raise
+            return False
 
     def _moved(self, there: Mapping[str, Any]) -> dict[str, Tensor]:
         """What travels: the changes of weights, and buffers as they are now."""

@@ -63,6 +63,12 @@ MOST_REASON = 500
 ROOM_SECONDS = 5
 """Seconds until a client comes again for which the disk had no room."""
 
+ALL_PARTS = 32 << 20
+"""Bytes of parts that may lie in memory, where every client sends one."""
+
+LEAST_PART = 256 << 10
+"""Bytes of a part, however many clients there are."""
+
 PART = 4 << 20
 """Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
 
@@ -100,6 +106,11 @@ class App:
     watching: Watching = field(default_factory=Watching)
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
+
+    @property
+    def most_part(self) -> int:
+        """Bytes of a part, so that those of all clients together are not too many."""
+        return max(LEAST_PART, min(PART, ALL_PARTS // self.served.clients))
 
     def asgi(self) -> Metered:
         """The application."""
@@ -324,12 +335,12 @@ class App:
         if not self.desk.wants(seat, said.ticket):
             # A client that did not hear that all has arrived asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
-                return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+                return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
             raise _unwanted()
         if said.failure is not None:
             said = replace(said, failure=one_line(said.failure))
             await self._complete(seat, said)
-            return answer(Reserved(str(said.ticket), 0, PART, complete=True))
+            return answer(Reserved(str(said.ticket), 0, self.most_part, complete=True))
         expected = size_of(seat.forms)
         if said.bytes != expected:
             raise RequestError(
@@ -364,7 +375,7 @@ class App:
             raise _unwanted()
         upload = await asyncio.to_thread(self._written, said, offset, body, digest)
         if offset > upload.offset:
-            response = answer(Reserved(name, upload.offset, PART))
+            response = answer(Reserved(name, upload.offset, self.most_part))
             response.status_code = 409
             return response
         return await self._received(seat, said, upload)
@@ -381,9 +392,9 @@ class App:
     async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
         """Once all bytes are here, and synced: the journal, then the client is told."""
         if upload.left:
-            return answer(Reserved(str(said.ticket), upload.offset, PART))
+            return answer(Reserved(str(said.ticket), upload.offset, self.most_part))
         await self._complete(seat, said)
-        return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+        return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
 
     async def _complete(self, seat: Seat, said: Reserve) -> None:
         await self._log("update", seat.number, said.ticket, to_json(said))
