@@ -128,6 +128,11 @@ class TrainOptions:
     check: bool = True
     json: bool = False
 
+    def of_train(self) -> dict[str, Any]:
+        """Those that `dure.train` takes by the same names, but for the folder."""
+        names = ("seed", "evaluate_every", "checkpoint_every", "label", "check")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class ResumeOptions:

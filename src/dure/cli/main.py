@@ -261,19 +261,7 @@ def _train(given: list[str]) -> int:
 
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out:
         return show_run(
-            partial(
-                train,
-                task,
-                strategy,
-                world,
-                stop,
-                seed=how.seed,
-                out=out,
-                evaluate_every=how.evaluate_every,
-                checkpoint_every=how.checkpoint_every,
-                label=how.label,
-                check=how.check,
-            ),
+            partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
             # Ranks of torchrun that do not lead train as well, and say nothing.
             quiet=how.json or not world.leads,

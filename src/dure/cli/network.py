@@ -125,19 +125,7 @@ def serve(given: list[str]) -> int:
         if local:
             hears = Local(ending, strategy.clients, reference, options, out)
         return show_run(
-            partial(
-                train,
-                task,
-                strategy,
-                world,
-                stop,
-                seed=how.seed,
-                out=out,
-                evaluate_every=how.evaluate_every,
-                checkpoint_every=how.checkpoint_every,
-                label=how.label,
-                check=how.check,
-            ),
+            partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
             quiet=how.json,
             as_json=how.json,
