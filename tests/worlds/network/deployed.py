@@ -8,6 +8,7 @@ whatever becomes of the server behind it. Every wait has a deadline, and every p
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import multiprocessing
 import os
@@ -140,7 +141,9 @@ class Process:
     def kill(self) -> None:
         """At once, wherever it is."""
         if self.process.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
+            # It may end by itself in between.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self.process.join(10)
         self._ear.join(10)
 
