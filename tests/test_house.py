@@ -30,7 +30,7 @@ ROOMS = [
     {"collectives", "fleet", "protocol", "wire"},
     {"contracts"},
     {"tasks"},
-    {"worlds", "parallel", "averaging", "federated"},
+    {"worlds", "parallel", "averaging", "federated", "parameter_server"},
     {"report"},
     {"run", "bench"},
     {"cli"},

@@ -1,0 +1,1 @@
+"""Servers that each own a range of keys; workers that push gradients and pull weights."""

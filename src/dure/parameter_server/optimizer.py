@@ -1,0 +1,194 @@
+"""The optimizer at the servers: the task's own, over the keys of a shard.
+
+An optimizer that treats every element for itself gives the same bits whether it has a model's
+parameters or pieces of them, so a shard has the task's optimizer over its own keys:
+
+    gradient g, keys w of the shard       w <- w - step(factor · lr, g)       by that optimizer
+
+What it remembers, such as momentum, stays with the shard. Parameters that the optimizer's groups
+treat alike, and that are neighbours, are one piece. SGD with momentum, Adam, AdamW, Adagrad,
+RMSprop and what `ELEMENTWISE` names besides are of this kind; others, which look at a whole
+parameter (LBFGS, Muon), are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring keys of a vector, start … stop-1, in the group of this number."""
+
+    start: int
+    stop: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the optimizer of any keys is made.
+
+    kind: its class. groups: the settings of each of its groups. spans: by vector, in order; keys
+    that no group has are in none. seams: keys at which pieces begin, since some push one side
+    alone.
+    """
+
+    kind: type[Optimizer]
+    groups: Sequence[Mapping[str, Any]]
+    spans: Sequence[Sequence[Span]]
+    seams: frozenset[tuple[int, int]] = frozenset()
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, vectors: Sequence[Sequence[nn.Parameter]]) -> Recipe:
+        """That of an optimizer over parameters, which lie one after another in vectors.
+
+        Raises ValueError for an optimizer that cannot be divided by elements.
+        """
+        kind = type(optimizer)
+        if kind not in ELEMENTWISE:
+            names = ", ".join(one.__name__ for one in ELEMENTWISE)
+            raise ValueError(
+                f"{kind.__name__} is not known to treat every element for itself, so servers "
+                f"cannot divide it: choose {names}"
+            )
+        number_of: dict[int, int] = {}
+        groups: list[Mapping[str, Any]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            number_of.update((id(parameter), number) for parameter in group["params"])
+            settings = {name: value for name, value in group.items() if name != "params"}
+            for name, value in settings.items():
+                if isinstance(value, Tensor):
+                    raise ValueError(
+                        f"{kind.__name__}({name}=...) has to be a number, not a tensor"
+                    )
+            groups.append(settings)
+        return cls(kind, groups, [_spans(vector, number_of) for vector in vectors])
+
+    def pieces(self, vector: int, start: int, stop: int) -> list[Span]:
+        """The keys start … stop-1 of a vector, cut where the settings change and at the seams."""
+        cuts = sorted(key for v, key in self.seams if v == vector and start < key < stop)
+        pieces = []
+        for span in self.spans[vector]:
+            inner = [cut for cut in cuts if span.start < cut < span.stop]
+            bounds = [span.start, *inner, span.stop]
+            for begin, end in pairwise(bounds):
+                if max(begin, start) < min(end, stop):
+                    pieces.append(Span(max(begin, start), min(end, stop), span.group))
+        return pieces
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is w <- w - lr·g, and nothing else: one that a worker can make as well."""
+        return self.kind is torch.optim.SGD and not any(
+            group[name]
+            for group in self.groups
+            for name in ("momentum", "weight_decay", "maximize")
+        )
+
+
+def _spans(vector: Sequence[nn.Parameter], number_of: Mapping[int, int]) -> list[Span]:
+    spans: list[Span] = []
+    start = 0
+    for parameter in vector:
+        stop = start + parameter.numel()
+        group = number_of.get(id(parameter))
+        if group is not None and start < stop:
+            if spans and spans[-1].stop == start and spans[-1].group == group:
+                spans[-1] = Span(spans[-1].start, stop, group)
+            else:
+                spans.append(Span(start, stop, group))
+        start = stop
+    return spans
+
+
+class ShardOptimizer:
+    """The optimizer of the keys from `start` on of a vector, whose values it changes in place."""
+
+    def __init__(self, recipe: Recipe, vector: int, start: int, values: Tensor) -> None:
+        self.start = start
+        spans = recipe.pieces(vector, start, start + len(values))
+        self.spans = spans
+        self.pieces = [
+            nn.Parameter(values[span.start - start : span.stop - start], requires_grad=False)
+            for span in spans
+        ]
+        groups = [
+            {
+                **settings,
+                "params": [
+                    piece
+                    for piece, span in zip(self.pieces, spans, strict=True)
+                    if span.group == number
+                ],
+            }
+            for number, settings in enumerate(recipe.groups)
+        ]
+        # A group without keys here would be refused by some optimizers.
+        groups = [group for group in groups if group["params"]]
+        # Every kind in `ELEMENTWISE` has defaults for what the groups do not say.
+        self.optimizer = recipe.kind(groups) if groups else None  # type: ignore[call-arg]
+        self.rates = [group["lr"] for group in groups]
+
+    def check_range(self, start: int, stop: int) -> None:
+        """Raises ValueError where an update of start … stop-1 would change a part of a piece."""
+        for span in self.spans:
+            if span.start < start < span.stop or span.start < stop < span.stop:
+                raise ValueError(
+                    f"the keys {start} to {stop - 1} end within the keys {span.start} to "
+                    f"{span.stop - 1}, which the optimizer has as one piece"
+                )
+
+    @torch.no_grad()
+    def step(self, start: int, gradient: Tensor, factor: float) -> None:
+        """One step on the keys from `start` on. factor: of the learning rates."""
+        if self.optimizer is None:
+            return
+        stop = start + len(gradient)
+        for piece, span in zip(self.pieces, self.spans, strict=True):
+            inside = start <= span.start and span.stop <= stop
+            piece.grad = gradient[span.start - start : span.stop - start] if inside else None
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        for piece in self.pieces:
+            piece.grad = None
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers, by the number of the piece. The tensors are its own, not copies."""
+        if self.optimizer is None:
+            return {}
+        return {
+            str(number): dict(self.optimizer.state[piece])
+            for number, piece in enumerate(self.pieces)
+            if self.optimizer.state.get(piece)
+        }
+
+    def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes copies of what `state` gave."""
+        if self.optimizer is None:
+            return
+        for number, kept in state.items():
+            self.optimizer.state[self.pieces[int(number)]] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in kept.items()
+            }

@@ -1,0 +1,180 @@
+"""Workers, servers and the manager in one process, under a virtual clock.
+
+    a message leaves                  when the sender's link is free: bytes / its speed later
+    it arrives                        bytes / the receiver's speed after that, when its link is free
+    it is dealt with                  when the receiver has dealt with what came before
+    a node's `wake`                   it is told that time has passed
+
+So many workers at one server's link wait for each other, as they would. Links between distinct
+nodes carry messages in order; a `Fate` may lose, repeat or delay each of them. Everything is a
+function of what is put in: the same nodes and fates have the same history.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from torch import Tensor
+
+from dure.parameter_server.messages import Envelope, Message
+
+HEADER = 64
+"""Bytes that a message takes besides its tensors."""
+
+
+class Node(Protocol):
+    """What lives at a name."""
+
+    @property
+    def wake(self) -> float:
+        """When it is to be told that time has passed."""
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        """What it says to a message."""
+
+    def tick(self, now: float) -> list[Envelope]:
+        """What it says when time has passed."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes a second out of a node and into it; infinity is no time at all."""
+
+    out: float = math.inf
+    into: float = math.inf
+
+
+Fate = Callable[[str, str, Message, float], Sequence[float]]
+"""fate(sender, receiver, message, now): after how many more seconds it arrives, for each time."""
+
+
+def arrives(sender: str, receiver: str, message: Message, now: float) -> Sequence[float]:
+    """Every message arrives, once, at once."""
+    return (0.0,)
+
+
+@dataclass
+class _Inhabitant:
+    """A node, and when its links are free. gone: it hears and says nothing any more."""
+
+    node: Node
+    link: Link
+    out_free: float = 0.0
+    in_free: float = 0.0
+    sent: int = 0
+    received: int = 0
+    gone: bool = False
+    until: float = -math.inf
+    """Until when it is stopped, and hears nothing but later."""
+    held: list[tuple[str, Message]] = field(default_factory=list)
+
+
+class VirtualNetwork:
+    """Nodes by name, and the messages between them."""
+
+    def __init__(self, fate: Fate = arrives) -> None:
+        self.now = 0.0
+        self.fate = fate
+        self._nodes: dict[str, _Inhabitant] = {}
+        self._queue: list[tuple[float, int, str, str, Message]] = []
+        """(when, which in the order of making, from, to, what)."""
+        self._made = 0
+
+    def add(self, name: str, node: Node, link: Link = Link()) -> None:
+        """A node begins to live here; one of that name before is gone."""
+        self._nodes[name] = _Inhabitant(node, link, self.now, self.now)
+
+    def kill(self, name: str) -> None:
+        """A node is gone, without a word."""
+        self._nodes[name].gone = True
+
+    def stop(self, name: str, seconds: float) -> None:
+        """A node hears and does nothing for a time; what comes meanwhile waits for it."""
+        self._nodes[name].until = self.now + seconds
+
+    def send(self, sender: str, said: Sequence[Envelope]) -> None:
+        """What a node says, on its way."""
+        for receiver, message in said:
+            there = self._nodes.get(receiver)
+            here = self._nodes.get(sender)
+            if there is None or here is None or here.gone:
+                continue
+            size = nbytes(message)
+            here.sent += size
+            here.out_free = max(here.out_free, self.now) + size / here.link.out
+            for delay in self.fate(sender, receiver, message, self.now):
+                there.in_free = max(there.in_free, here.out_free) + size / there.link.into
+                when = there.in_free + delay
+                heapq.heappush(self._queue, (when, self._made, sender, receiver, message))
+                self._made += 1
+
+    def run(self, until: Callable[[], bool], limit: float) -> bool:
+        """Lets time pass until `until` holds; whether it did before `limit`."""
+        while not until():
+            if not self.step(limit):
+                return False
+        return True
+
+    def step(self, limit: float = math.inf) -> bool:
+        """The next thing that happens; False where nothing does before `limit`."""
+        name = min(self._alive(), key=self._wakes, default=None)
+        wakes = math.inf if name is None else self._wakes(name)
+        arrives = self._queue[0][0] if self._queue else math.inf
+        if min(wakes, arrives) > limit or min(wakes, arrives) == math.inf:
+            return False
+        if arrives <= wakes:
+            when, _, sender, receiver, message = heapq.heappop(self._queue)
+            self.now = max(self.now, when)
+            self._deliver(sender, receiver, message)
+        else:
+            assert name is not None
+            self.now = max(self.now, wakes)
+            one = self._nodes[name]
+            held, one.held = one.held, []
+            for sender, message in held:
+                self._deliver(sender, name, message)
+            self.send(name, one.node.tick(self.now))
+        return True
+
+    def bytes_sent(self, name: str) -> int:
+        """Bytes that a node has sent."""
+        return self._nodes[name].sent
+
+    def _alive(self) -> list[str]:
+        return [name for name, one in self._nodes.items() if not one.gone]
+
+    def _wakes(self, name: str) -> float:
+        one = self._nodes[name]
+        return max(one.node.wake, one.until)
+
+    def _deliver(self, sender: str, receiver: str, message: Message) -> None:
+        one = self._nodes[receiver]
+        if one.gone:
+            return
+        if self.now < one.until:
+            one.held.append((sender, message))
+            return
+        one.received += nbytes(message)
+        self.send(receiver, one.node.receive(sender, message, self.now))
+
+
+def nbytes(message: Any) -> int:
+    """Bytes of a message: its tensors', and a header."""
+    return HEADER + _tensors(message)
+
+
+def _tensors(node: Any) -> int:
+    if isinstance(node, Tensor):
+        return node.nbytes
+    if isinstance(node, msgspec.Struct):
+        return sum(_tensors(getattr(node, name)) for name in node.__struct_fields__)
+    if isinstance(node, dict):
+        return sum(map(_tensors, node.values()))
+    if isinstance(node, list | tuple):
+        return sum(map(_tensors, node))
+    return 0

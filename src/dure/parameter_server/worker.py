@@ -1,0 +1,274 @@
+"""The worker's side: what to pull and to push, and when to say it again.
+
+At its clock c a worker pulls its keys, computes a gradient, pushes it, and is at clock c + 1. A
+push is kept until its server has acknowledged it; it is said again when that takes too long, or
+when the shard has another owner. An answer says how many of the worker's own pushes it contains. A
+worker sees all that it has done itself:
+
+    plain SGD           what the answer lacks is applied here once more:  w <- w - lr · share · g
+    other optimizers    the pull is answered when the worker's pushes are contained
+
+No I/O and no clock: `now` is an argument, in seconds of the worker's own clock.
+
+Source: Ho et al. 2013 (read-my-writes); Li et al. 2014 for tasks and their timestamps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from torch import Tensor
+
+from dure.parameter_server.layout import Layout, Owed
+from dure.parameter_server.messages import (
+    MANAGER,
+    Acknowledged,
+    Beat,
+    Envelope,
+    Message,
+    Pull,
+    Push,
+    Refused,
+    Values,
+    server,
+    worker,
+)
+
+Again = Callable[[int, int, Tensor, Tensor, float], None]
+"""again(shard, start, values, gradient, weight): applies an own push to values once more."""
+
+
+@dataclass
+class Portion:
+    """The keys start … stop-1 of a shard, which this worker pulls and pushes.
+
+    kept: pushes that are not acknowledged, or that the newest answer does not contain, by clock.
+    """
+
+    shard: int
+    start: int
+    stop: int
+    kept: dict[int, Push] = field(default_factory=dict)
+    safe: int = 0
+    """Pushes that are acknowledged."""
+    sent: float = math.inf
+    """When what is expected was said last."""
+    answer: Values | None = None
+
+    def forget(self) -> None:
+        """Lets go of what is safe and seen."""
+        seen = self.safe if self.answer is None else self.answer.own
+        for clock in [clock for clock in self.kept if clock < min(self.safe, seen)]:
+            del self.kept[clock]
+
+
+class WorkerSide:
+    """What worker `number` has asked and said. clock: how many pushes it has made.
+
+    portions: its keys. again: how an own push is applied to pulled values; None waits for the
+    servers to do it. patience: seconds after which something is said again. beat: seconds between
+    beats; None leaves them to another, for a part that is computed in another's name.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: Layout,
+        portions: Sequence[tuple[int, int, int]],
+        again: Again | None = None,
+        clock: int = 0,
+        patience: float = 1.0,
+        beat: float | None = 0.5,
+    ) -> None:
+        self.number = number
+        self.name = worker(number)
+        self.layout = layout
+        self.life = layout.life(number)
+        self.portions = [Portion(*portion, safe=clock) for portion in portions]
+        self.again = again
+        self.clock = clock
+        self.patience = patience
+        self.beat = beat
+        self.asked: int | None = None
+        """The number of the question whose answers are awaited."""
+        self.staleness: dict[int, int] = {}
+        """How often an answer was how many clocks behind."""
+        self._questions = 0
+        self._pulls: dict[int, Pull] = {}
+        self._next_beat = -math.inf if beat is not None else math.inf
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the others go on without this worker."""
+        return self.layout.life(self.number) != self.life
+
+    @property
+    def owed(self) -> list[Owed]:
+        """Parts of others that this worker is to compute."""
+        return [owed for owed in self.layout.owed if owed.by == self.number]
+
+    # What it does
+
+    def pull(self, now: float, clock: int | None) -> list[Envelope]:
+        """Asks for its keys as they have to be at a clock; None: as they are."""
+        self._questions += 1
+        self.asked = self._questions
+        said: list[Envelope] = []
+        for portion in self.portions:
+            own = 0 if self.again is not None else self.clock
+            pull = Pull(
+                shard=portion.shard,
+                epoch=0,
+                worker=self.number,
+                life=self.life,
+                number=self._questions,
+                start=portion.start,
+                stop=portion.stop,
+                clock=clock,
+                own=own if clock is not None else 0,
+            )
+            self._pulls[portion.shard] = pull
+            said += self._say(portion, pull, now)
+        return said
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every answer to the newest question is there."""
+        return self.asked is not None and not self._pulls
+
+    def take(self) -> list[Tensor]:
+        """The values that have arrived, by portion, with all of the worker's own pushes."""
+        assert self.arrived
+        self.asked = None
+        found = []
+        floors = []
+        for portion in self.portions:
+            answer = portion.answer
+            assert answer is not None
+            if answer.floor is not None:
+                floors.append(answer.floor)
+            if self.again is not None:
+                for clock in range(answer.own, self.clock):
+                    push = portion.kept[clock]
+                    self.again(portion.shard, push.start, answer.values, push.gradient, push.weight)
+            found.append(answer.values)
+        if floors:
+            behind = self.clock - min(floors)
+            self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        return found
+
+    def push(self, gradients: Sequence[Tensor], weight: float, now: float) -> list[Envelope]:
+        """Says its gradients, by portion, which nobody may change until they are acknowledged."""
+        said: list[Envelope] = []
+        for portion, gradient in zip(self.portions, gradients, strict=True):
+            push = Push(
+                shard=portion.shard,
+                epoch=0,
+                worker=self.number,
+                life=self.life,
+                clock=self.clock,
+                start=portion.start,
+                gradient=gradient,
+                weight=weight,
+                version=0 if portion.answer is None else portion.answer.version,
+            )
+            portion.kept[self.clock] = push
+            said += self._say(portion, push, now)
+        self.clock += 1
+        return said
+
+    @property
+    def behind(self) -> int:
+        """How many of its pushes are not acknowledged by some server."""
+        return self.clock - min((portion.safe for portion in self.portions), default=self.clock)
+
+    # What it hears
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        """What it says to a message. One that answers nothing it has asked is passed over."""
+        if isinstance(message, Layout):
+            return self._laid_out(message, now)
+        if isinstance(message, Refused):
+            # The manager has the newest layout.
+            return self._beats(now)
+        if not isinstance(message, Values | Acknowledged):
+            return []
+        portion = self._portion(message.shard)
+        if portion is None:
+            return []
+        if message.worker != self.number:
+            return []
+        if isinstance(message, Values):
+            pull = self._pulls.get(message.shard)
+            if pull is not None and pull.number == message.number:
+                del self._pulls[message.shard]
+                portion.answer = message
+        else:
+            portion.safe = max(portion.safe, message.clock)
+        portion.forget()
+        self._look(portion, now)
+        return []
+
+    def _laid_out(self, layout: Layout, now: float) -> list[Envelope]:
+        if layout.version <= self.layout.version:
+            return []
+        before = self.layout
+        self.layout = layout
+        said: list[Envelope] = []
+        for portion in self.portions:
+            if layout.shards[portion.shard].epoch != before.shards[portion.shard].epoch:
+                said += self._again(portion, now)
+        return said
+
+    # What it says again
+
+    @property
+    def wake(self) -> float:
+        """When it is to be told that time has passed."""
+        return min([self._next_beat, *(one.sent + self.patience for one in self.portions)])
+
+    def tick(self, now: float) -> list[Envelope]:
+        """What is due: a beat, and what was not answered in time."""
+        said: list[Envelope] = []
+        if now >= self._next_beat:
+            said += self._beats(now)
+        for portion in self.portions:
+            if now >= portion.sent + self.patience:
+                said += self._again(portion, now)
+        return said
+
+    def _beats(self, now: float) -> list[Envelope]:
+        if self.beat is None:
+            return []
+        self._next_beat = now + self.beat
+        return [(MANAGER, Beat(self.name, self.layout.version, now, clock=self.clock))]
+
+    def _again(self, portion: Portion, now: float) -> list[Envelope]:
+        said: list[Envelope] = []
+        for clock in sorted(portion.kept):
+            if clock >= portion.safe:
+                said += self._say(portion, portion.kept[clock], now)
+        if portion.shard in self._pulls:
+            said += self._say(portion, self._pulls[portion.shard], now)
+        self._look(portion, now)
+        return said
+
+    def _say(self, portion: Portion, message: Push | Pull, now: float) -> list[Envelope]:
+        placed = self.layout.shards[portion.shard]
+        if math.isinf(portion.sent):
+            portion.sent = now
+        if placed.owner is None:
+            return []
+        message = msgspec.structs.replace(message, epoch=placed.epoch)
+        return [(server(placed.owner), message)]
+
+    def _look(self, portion: Portion, now: float) -> None:
+        """From now on it waits, or waits for nothing."""
+        waits = portion.shard in self._pulls or any(c >= portion.safe for c in portion.kept)
+        portion.sent = now if waits else math.inf
+
+    def _portion(self, shard: int) -> Portion | None:
+        return next((portion for portion in self.portions if portion.shard == shard), None)
