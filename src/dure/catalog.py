@@ -111,6 +111,11 @@ SYSTEMS: dict[str, System] = {
         "LayersPerCore",
         "a pipeline of threads, each with some of the layers",
     ),
+    "parameter-server": System(
+        "dure.parameter_server.strategy",
+        "ParameterServer",
+        "servers own the weights by ranges, workers push gradients and pull weights",
+    ),
     "hogwild": System(
         "dure.parallel.local.hogwild",
         "Hogwild",

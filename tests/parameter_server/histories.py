@@ -21,6 +21,7 @@ from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.manager import Manager, first_layout
 from dure.parameter_server.messages import MANAGER, Message, Snapshot, server, worker
 from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.virtual import Fate, Link, VirtualNetwork, arrives
@@ -45,7 +46,7 @@ class History:
     servers: int = 2
     groups: Sequence[Sequence[int]] = ((0, 1, 2),)
     staleness: int | None = 0
-    clocks: float = 10
+    clocks: int = 10
     optimizer: Optimizer = SGD
     replicas: int = 0
     seconds: Callable[[int, int], float] = lambda who, clock: 1.0
@@ -57,9 +58,7 @@ class History:
     def __post_init__(self) -> None:
         start = nn.Parameter(torch.ones(self.keys, dtype=torch.float64))
         recipe = Recipe.of(self.optimizer([start]), [[start]])
-        self.terms = Terms(
-            recipe, self.staleness, joint=float(len(self.groups[0])), slows=self.slows
-        )
+        self.terms = Terms(recipe, self.staleness, slows=self.slows)
         by_server = divide([Vector(self.keys, 8)], self.servers)
         self.shards = [keys for ranges in by_server for keys in ranges]
         owners = [number for number, ranges in enumerate(by_server) for _ in ranges]
@@ -85,9 +84,9 @@ class History:
         self.workers = {
             who: Worker(
                 own=self.side(who, layout),
+                next=self._next,
                 compute=self._compute,
                 seconds=self.seconds,
-                stop=self.clocks,
                 other=self._other,
             )
             for group in self.groups
@@ -105,14 +104,25 @@ class History:
         return self.side(owed.worker, layout, clock=owed.first, beat=None)
 
     def _again(self, shard: int, start: int, values: Tensor, push: Tensor, weight: float) -> None:
-        values.sub_(push * (weight / self.terms.joint), alpha=0.1)
+        values.sub_(push * weight, alpha=0.1)
+
+    def _next(self, side: WorkerSide) -> Work | None:
+        scheduler = Scheduler(self.manager.layout.groups[0], bounded=True)
+        scheduler.until = self.clocks
+        # Without a bound too each worker has its part at every clock, so that all is known.
+        return (
+            scheduler.next(side.number, side.clock)
+            if len(self.groups) == 1
+            else (Work(side.clock, 0, 1) if side.clock < self.clocks else None)
+        )
 
     def _compute(
-        self, who: int, clock: int, layout: Layout, values: Sequence[Tensor]
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], float]:
         whole = torch.cat(list(values))
-        gradient = whole - pulled_to(who, clock, self.keys)
-        return gradient.split([len(keys) for keys in self.shards]), 1.0
+        gradient = whole - pulled_to(side.number, side.clock, self.keys)
+        weight = 1.0 if self.staleness == 0 else 1.0 / work.parts
+        return gradient.split([len(keys) for keys in self.shards]), weight
 
     @property
     def observed(self) -> set[int]:
@@ -158,7 +168,7 @@ def joint(history: History) -> Tensor:
     weights = nn.Parameter(torch.ones(history.keys, dtype=torch.float64))
     optimizer = history.optimizer([weights])
     workers = history.groups[0]
-    for clock in range(int(history.clocks)):
+    for clock in range(history.clocks):
         points = [pulled_to(who, clock, history.keys) for who in workers]
         weights.grad = sum(weights.detach() - point for point in points) / len(workers)  # type: ignore[assignment]
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,8 @@ class Conditions:
         attackers_change: others lie in every round, and not the same all along.
         engine: how local training is computed; auto chooses by the model and the size of a round.
         processes: that compute, of this machine or of a Ray cluster; one a core by default.
+        server_mbit: the link of each parameter server, megabits a second each way; inf is no time
+            at all.
         transfer_budget: bytes that each client may receive and send in the run, such as 100MB; one
             that has used them up is not asked any more.
     """
@@ -53,6 +56,7 @@ class Conditions:
     attackers_change: bool = False
     engine: EngineName = "auto"
     processes: int | None = None
+    server_mbit: float = math.inf
     transfer_budget: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +89,8 @@ class Conditions:
         budget = self.transfer_budget
         if not (budget is None or (isinstance(budget, int) and budget > 0)):
             raise ValueError(f"transfer_budget is {budget}, but it is a number of bytes above 0")
+        if not self.server_mbit > 0:
+            raise ValueError(f"server_mbit is {self.server_mbit}, but a link has a speed above 0")
         if self.processes is not None and self.processes < 1:
             raise ValueError(
                 f"processes is {self.processes}, but somebody has to compute: at least 1"
@@ -107,6 +113,7 @@ class Conditions:
             "drop_out",
             "attack",
             "attackers",
+            "server_mbit",
             "transfer_budget",
         )
         return [

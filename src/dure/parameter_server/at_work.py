@@ -9,42 +9,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import Envelope, Message
+from dure.parameter_server.scheduler import Work
 from dure.parameter_server.worker import WorkerSide
 
-Compute = Callable[[int, int, Layout, Sequence[Tensor]], tuple[Sequence[Tensor], float]]
-"""compute(worker, clock, layout, values): the gradients of a part, and what they count."""
+Next = Callable[[WorkerSide], Work | None]
+"""next(side): what is to be computed for it now; None where there is nothing."""
+Compute = Callable[[WorkerSide, Work, Sequence[Tensor]], tuple[Sequence[Tensor], float]]
+"""compute(side, work, values): the gradients of a part, by portion, and what they count."""
 Seconds = Callable[[int, int], float]
 """seconds(worker, clock): how long that takes."""
 
 
-class Worker:
-    """Works until clock `stop`.
+@dataclass
+class Job:
+    """What is computed for a side. gradients: None until it has begun."""
 
-    own: its side. other: makes the side that speaks for a worker that was given up.
+    side: WorkerSide
+    work: Work
+    gradients: Sequence[Tensor] | None = None
+    weight: float = 0.0
+
+
+class Worker:
+    """A worker, and those for which it speaks.
+
+    own: its side. other: makes the side that speaks for a worker that was given up. done: is told
+    what every server has.
     """
 
     def __init__(
         self,
         own: WorkerSide,
+        next: Next,
         compute: Compute,
         seconds: Seconds,
-        stop: float,
         other: Callable[[Owed, Layout], WorkerSide],
+        done: Callable[[WorkerSide, Work], None] = lambda side, work: None,
     ) -> None:
         self.own = own
+        self.next = next
         self.compute = compute
         self.seconds = seconds
-        self.stop = stop
         self.other = other
+        self.done = done
+        self.computed = 0.0
+        """Seconds that it has computed."""
         self._others: dict[Owed, WorkerSide] = {}
-        self._computing: tuple[WorkerSide, Sequence[Tensor], float] | None = None
-        self._done = math.inf
-        self._begun = False
+        self._jobs: list[Job] = []
+        """What was begun, for one side each: asked for, or computed."""
+        self._unsafe: list[tuple[WorkerSide, int, Work]] = []
+        """What was pushed, and is not acknowledged: for whom, and at which of its clocks."""
+        self._computing: Job | None = None
+        self._ends = math.inf
+        self._woken = True
 
     @property
     def sides(self) -> list[WorkerSide]:
@@ -53,18 +76,19 @@ class Worker:
 
     @property
     def finished(self) -> bool:
-        """Whether everything that it is to do is done, and safe."""
-        ends = self._ends()
-        return self._computing is None and all(
-            side.clock >= end and side.behind == 0 for side, end in ends
-        )
+        """Whether it has nothing to do, and every server has what it has done."""
+        return not self._woken and not self._jobs and not any(side.behind for side in self.sides)
 
     @property
     def wake(self) -> float:
         """When it is to be told that time has passed."""
-        if not self._begun:
+        if self._woken:
             return -math.inf
-        return min([self._done, *(side.wake for side in self.sides)])
+        return min([self._ends, *(side.wake for side in self.sides)])
+
+    def go_on(self) -> None:
+        """There may be more to do now."""
+        self._woken = True
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message."""
@@ -72,45 +96,63 @@ class Worker:
         for side in self.sides:
             said += side.receive(sender, message, now)
         if isinstance(message, Layout):
-            for owed in self.own.owed:
-                if owed not in self._others:
-                    self._others[owed] = self.other(owed, self.own.layout)
-            for owed in [owed for owed in self._others if owed not in self.own.owed]:
-                del self._others[owed]
-        return [*said, *self._go_on(now)]
+            self._take_over()
+        self._settle()
+        return [*said, *self._begin(now)]
 
     def tick(self, now: float) -> list[Envelope]:
         """What is due: a gradient that is computed, a beat, what was not answered."""
-        self._begun = True
+        self._woken = False
         said: list[Envelope] = []
-        if now >= self._done and self._computing is not None:
-            side, gradients, weight = self._computing
+        job = self._computing
+        if job is not None and now >= self._ends:
             self._computing = None
-            self._done = math.inf
-            if side in self.sides:
-                said += side.push(gradients, weight, now)
+            self._ends = math.inf
+            self._jobs.remove(job)
+            # Another may have taken over from it meanwhile.
+            if job.side in self.sides:
+                assert job.gradients is not None
+                self._unsafe.append((job.side, job.side.clock, job.work))
+                said += job.side.push(job.gradients, job.weight, now)
         for side in self.sides:
             said += side.tick(now)
-        return [*said, *self._go_on(now)]
+        return [*said, *self._begin(now)]
 
-    def _ends(self) -> list[tuple[WorkerSide, float]]:
-        """Each side, and the clock at which it has no more to do."""
-        theirs = [(side, min(self.stop, owed.stop)) for owed, side in self._others.items()]
-        return [(self.own, self.stop), *theirs]
+    def _take_over(self) -> None:
+        """Speaks from now on for those for whom it is to speak, and for nobody else."""
+        owed = self.own.owed
+        for one in owed:
+            if one not in self._others:
+                self._others[one] = self.other(one, self.own.layout)
+        for one in [one for one in self._others if one not in owed]:
+            del self._others[one]
+        self._jobs = [job for job in self._jobs if job.side in self.sides or job is self._computing]
 
-    def _go_on(self, now: float) -> list[Envelope]:
+    def _settle(self) -> None:
+        """Tells of what has become safe."""
+        safe = [one for one in self._unsafe if one[0].clock - one[0].behind > one[1]]
+        for side, _, work in safe:
+            self.done(side, work)
+        self._unsafe = [one for one in self._unsafe if one not in safe]
+
+    def _begin(self, now: float) -> list[Envelope]:
         """Asks for what it needs next, and computes what it can."""
         if self.own.given_up:
             return []
         said: list[Envelope] = []
-        for side, end in self._ends():
-            computing = self._computing is not None and self._computing[0] is side
-            if side.clock < end and side.asked is None and not computing:
+        busy = [job.side for job in self._jobs]
+        for owed, side in [(None, self.own), *self._others.items()]:
+            over = owed is not None and side.clock >= owed.stop
+            work = None if over or side in busy else self.next(side)
+            if work is not None:
+                self._jobs.append(Job(side, work))
                 said += side.pull(now, side.clock)
-        for side in self.sides:
-            if self._computing is None and side.arrived:
-                values = side.take()
-                gradients, weight = self.compute(side.number, side.clock, side.layout, values)
-                self._computing = (side, gradients, weight)
-                self._done = now + self.seconds(side.number, side.clock)
+        for job in self._jobs:
+            if self._computing is None and job.side.arrived:
+                values = job.side.take()
+                job.gradients, job.weight = self.compute(job.side, job.work, values)
+                seconds = self.seconds(job.side.number, job.side.clock)
+                self.computed += seconds
+                self._computing = job
+                self._ends = now + seconds
         return said

@@ -277,6 +277,10 @@ class Server:
             del copy.early[place]
         return [(sender, Replicated(number, copy.epoch, copy.shard.version))]
 
+    def copied(self, number: int) -> None:
+        """The copy of a shard has been made: it began with the same weights."""
+        self.owned[number].snapshot = False
+
     def _replicated(self, sender: str, message: Replicated, now: float) -> list[Envelope]:
         one = self.owned.get(message.shard)
         if one is None or message.epoch != one.epoch:

@@ -6,7 +6,7 @@ Pushes become *steps*, and steps are applied; in between a replica may have to h
     0       the pushes of a clock become one step, when all are there:
                 g = sum of weight_p / (sum of weights) · g_p, in the order of the workers
     s, None each push becomes a step when those before it of the same worker are applied:
-                g = weight_p / (weight of a joint batch) · g_p
+                g = weight_p · g_p,   a weight being a share of a joint batch
 
 so that a clock of all workers moves the weights as far, to first order, whatever the staleness.
 
@@ -40,14 +40,12 @@ class Terms:
     """On what terms a shard trains, the same for all of a run.
 
     recipe: how its optimizer is made. staleness: by how many clocks a worker may be ahead of the
-    slowest of its group; None: by any. joint: what the gradients of all workers of a group count in
-    one clock. schedule: the factor of the learning rate at a clock. slows: whether an update whose
+    slowest of its group; None: by any. schedule: the factor of the learning rate at a clock. slows: whether an update whose
     gradient is n updates old counts one n-th.
     """
 
     recipe: Recipe
     staleness: int | None = 0
-    joint: float = 1.0
     schedule: Callable[[int], float] | None = None
     slows: bool = False
 
@@ -138,8 +136,7 @@ class Shard:
         while (clock := self._next(worker, start)) in early:
             push = early.pop(clock)
             self._taken[worker, start] = clock + 1
-            share = push.weight / self.terms.joint
-            gradient = push.gradient if share == 1 else push.gradient * share
+            gradient = push.gradient if push.weight == 1 else push.gradient * push.weight
             # Steps that are on their way to the replica will be applied before this one.
             age = self.made - push.version
             factor = 1 / age if self.terms.slows and age > 1 else 1.0

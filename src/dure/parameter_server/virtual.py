@@ -59,6 +59,14 @@ def arrives(sender: str, receiver: str, message: Message, now: float) -> Sequenc
 
 
 @dataclass
+class Traffic:
+    """The payload bytes of messages, one by one."""
+
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass
 class _Inhabitant:
     """A node, and when its links are free. gone: it hears and says nothing any more."""
 
@@ -66,8 +74,7 @@ class _Inhabitant:
     link: Link
     out_free: float = 0.0
     in_free: float = 0.0
-    sent: int = 0
-    received: int = 0
+    traffic: Traffic = field(default_factory=lambda: Traffic([], []))
     gone: bool = False
     until: float = -math.inf
     """Until when it is stopped, and hears nothing but later."""
@@ -104,8 +111,9 @@ class VirtualNetwork:
             here = self._nodes.get(sender)
             if there is None or here is None or here.gone:
                 continue
-            size = nbytes(message)
-            here.sent += size
+            size = HEADER + nbytes(message)
+            if size > HEADER:
+                here.traffic.sent.append(size - HEADER)
             here.out_free = max(here.out_free, self.now) + size / here.link.out
             for delay in self.fate(sender, receiver, message, self.now):
                 there.in_free = max(there.in_free, here.out_free) + size / there.link.into
@@ -141,9 +149,11 @@ class VirtualNetwork:
             self.send(name, one.node.tick(self.now))
         return True
 
-    def bytes_sent(self, name: str) -> int:
-        """Bytes that a node has sent."""
-        return self._nodes[name].sent
+    def traffic(self, name: str) -> Traffic:
+        """What a node has sent and received since this was asked last."""
+        one = self._nodes[name]
+        found, one.traffic = one.traffic, Traffic([], [])
+        return found
 
     def _alive(self) -> list[str]:
         return [name for name, one in self._nodes.items() if not one.gone]
@@ -159,22 +169,19 @@ class VirtualNetwork:
         if self.now < one.until:
             one.held.append((sender, message))
             return
-        one.received += nbytes(message)
+        if size := nbytes(message):
+            one.traffic.received.append(size)
         self.send(receiver, one.node.receive(sender, message, self.now))
 
 
-def nbytes(message: Any) -> int:
-    """Bytes of a message: its tensors', and a header."""
-    return HEADER + _tensors(message)
-
-
-def _tensors(node: Any) -> int:
+def nbytes(node: Any) -> int:
+    """Bytes of the tensors in a message: its payload."""
     if isinstance(node, Tensor):
         return node.nbytes
     if isinstance(node, msgspec.Struct):
-        return sum(_tensors(getattr(node, name)) for name in node.__struct_fields__)
+        return sum(nbytes(getattr(node, name)) for name in node.__struct_fields__)
     if isinstance(node, dict):
-        return sum(map(_tensors, node.values()))
+        return sum(map(nbytes, node.values()))
     if isinstance(node, list | tuple):
-        return sum(map(_tensors, node))
+        return sum(map(nbytes, node))
     return 0

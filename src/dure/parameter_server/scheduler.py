@@ -1,0 +1,95 @@
+"""The scheduler of a worker group: who computes which part of which batch.
+
+A group goes over the batches of the training data in order; a batch has as many parts as workers
+take part.
+
+    bounded staleness    at clock c a worker has its own part of batch c
+    without a bound      whoever is free gets the next part: a slow worker gets fewer
+
+so that in both each example is used once an epoch. What a worker had and did not finish when it was
+given up is dealt out again (without a bound), or is owed and computed in its name (`members`).
+
+Work is granted up to a batch: where a run is evaluated, saved or ended, all meet.
+
+Source: Li et al. 2014, section 4.1 (a task scheduler for each group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dure.parameter_server.members import Members
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Part `part`, counted from 0, of the `parts` of a batch."""
+
+    batch: int
+    part: int
+    parts: int
+
+
+class Scheduler:
+    """Of the group `members`. bounded: whether there is a bound on the staleness."""
+
+    def __init__(self, members: Members, bounded: bool) -> None:
+        self.members = members
+        self.bounded = bounded
+        self.until = 0
+        """Batches before this one may be begun."""
+        self._dealt = 0
+        """Parts that were dealt out for the first time."""
+        self._again: list[Work] = []
+        self._out: dict[int, list[Work]] = {}
+
+    def next(self, worker: int, clock: int) -> Work | None:
+        """What a worker does at its clock; None where it has nothing to do now."""
+        if self.bounded:
+            workers = self.members.at(clock)
+            if clock >= self.until or worker not in workers:
+                return None
+            return Work(clock, workers.index(worker), len(workers))
+        work = self._again.pop(0) if self._again else self._fresh()
+        if work is not None:
+            self._out.setdefault(worker, []).append(work)
+        return work
+
+    def done(self, worker: int, work: Work) -> None:
+        """Every server has what a worker has computed of a part."""
+        if not self.bounded:
+            self._out[worker].remove(work)
+
+    def gone(self, worker: int) -> None:
+        """A worker was given up: what it had is dealt out again."""
+        self._again += self._out.pop(worker, [])
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything granted was dealt out and done. Asked where there is no bound."""
+        return not self._again and self._left() == 0 and not any(self._out.values())
+
+    def _left(self) -> int:
+        return self.until * self._parts() - self._dealt
+
+    def _parts(self) -> int:
+        """Into how many parts a batch is divided: as many as there were workers at first."""
+        return len(self.members.at(0))
+
+    def _fresh(self) -> Work | None:
+        if self._left() == 0:
+            return None
+        batch, part = divmod(self._dealt, self._parts())
+        self._dealt += 1
+        return Work(batch, part, self._parts())
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands; all that was granted has been done."""
+        return {"until": self.until, "dealt": self._dealt}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave."""
+        self.until = state["until"]
+        self._dealt = state["dealt"]

@@ -1,0 +1,292 @@
+"""Servers and workers under a virtual clock: the learner.
+
+The state machines are those of real processes, and the gradients are computed; only the time is
+made up. A worker takes as long as its device takes for so many examples, a message as long as the
+links take (`virtual`). So a straggler among four workers, or a thousand workers at the link of one
+server, cost no more than the gradients that they compute, and a run repeats itself to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dure.contracts.strategy import Learner, Place, Progress
+from dure.contracts.task import Task
+from dure.fleet.conditions import Conditions
+from dure.parameter_server.at_work import Worker
+from dure.parameter_server.gradients import Computed, Gradients
+from dure.parameter_server.layout import Layout, Owed
+from dure.parameter_server.manager import Manager
+from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
+from dure.parameter_server.plan import Plan
+from dure.parameter_server.scheduler import Scheduler, Work
+from dure.parameter_server.server import Server
+from dure.parameter_server.shard import Shard
+from dure.parameter_server.virtual import Link, VirtualNetwork
+from dure.parameter_server.worker import WorkerSide
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.meter import Meter
+from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import mean_over
+from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+
+_BYTES_PER_MBIT = 125_000.0
+
+
+class SimulatedLearner(Learner):
+    """All servers and workers of a run, in one process."""
+
+    unit = "round"
+    where = "server"
+
+    def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
+        self.task = task
+        self.plan = plan
+        self.seed = seed
+        self.group = place.group
+        self.conditions = place.conditions or Conditions()
+        self.model = place.model(task, seed).train()
+        self.terms = plan.terms(task, self.model)
+        self.shards = plan.shards(self.model)
+        self.layout = plan.layout(self.model)
+        self.computing = Gradients(
+            task,
+            self.model,
+            seed,
+            plan.batch_size,
+            bulk=plan.staleness == 0,
+            skips=self.terms.recipe.plain,
+            groups=len(plan.groups),
+            clip_norm=plan.clip_norm,
+        )
+        self.period = plan.period or self.computing.steps_per_epoch
+        self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
+        self.round = 0
+        self.now = 0.0
+        self.server_meters = [
+            Meter(server(number), is_worker=False) for number in range(plan.servers)
+        ]
+        self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
+        self.staleness: dict[int, int] = {}
+        self.pushes = 0
+        self.buffers = Buffers(self.model)
+        # Each worker's own, such as the statistics of batch norm.
+        self.own_buffers = {number: self._buffers() for number in plan.workers}
+        self._computed: list[Computed] = []
+        self._begin([self._first(number) for number in range(len(self.shards))])
+
+    def flops_per_step(self) -> float:
+        return flops_per_step(
+            self.model, self.computing.examples, self.computing.batches[0].batch_size
+        )
+
+    # Making them
+
+    def _first(self, number: int) -> Mapping[str, Any]:
+        """The state of a shard with the weights of the beginning."""
+        keys = self.shards[number]
+        values = self.computing.flat.buffers[keys.vector][keys.start : keys.stop].clone()
+        return Shard(number, keys, values, self.terms).state()
+
+    def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int] = {}) -> None:
+        """Servers with these shards, and workers that have pushed so often."""
+        plan = self.plan
+        # Nobody dies here: nobody has to say that it lives.
+        self.manager = Manager(
+            self.layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
+        )
+        self.servers = [
+            Server(number, self.layout, self.terms, beat=math.inf, patience=math.inf)
+            for number in range(plan.servers)
+        ]
+        self.network = VirtualNetwork()
+        self.network.now = self.now
+        self.network.add(MANAGER, self.manager)
+        for one in self.servers:
+            self.network.add(one.name, one, self._server_link())
+        for number, state in enumerate(states):
+            placed = self.layout.shards[number]
+            assert placed.owner is not None
+            snapshot = Snapshot(number, placed.epoch, state["version"], state)
+            # The weights of the beginning are there before the run, and cost it nothing.
+            self.servers[placed.owner].receive(MANAGER, snapshot, self.now)
+            if placed.replica is not None:
+                self.servers[placed.replica].receive(server(placed.owner), snapshot, self.now)
+                self.servers[placed.owner].copied(number)
+        self.schedulers = [
+            Scheduler(members, bounded=plan.staleness is not None) for members in self.layout.groups
+        ]
+        self.workers = {
+            number: Worker(
+                own=self._side(number, clocks.get(number, 0)),
+                next=self._next,
+                compute=self._compute,
+                seconds=self._seconds,
+                other=_nobody,
+                done=self._done,
+            )
+            for number in plan.workers
+        }
+        for number, one in self.workers.items():
+            device = self.conditions.devices.of(number, self.seed)
+            self.network.add(worker(number), one, Link(out=device.up, into=device.down))
+
+    def _server_link(self) -> Link:
+        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
+        return Link(out=speed, into=speed)
+
+    def _side(self, number: int, clock: int) -> WorkerSide:
+        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
+        # Where servers answer with what they have applied, a worker's own pushes are there: its
+        # messages arrive in order, and a pull that finds them missing waits for the copy.
+        return WorkerSide(
+            number, self.layout, portions, clock=clock, patience=math.inf, beat=math.inf
+        )
+
+    # What workers do
+
+    def _next(self, side: WorkerSide) -> Work | None:
+        return self.schedulers[self.plan.group_of(side.number)].next(side.number, side.clock)
+
+    def _done(self, side: WorkerSide, work: Work) -> None:
+        self.schedulers[self.plan.group_of(side.number)].done(side.number, work)
+
+    def _seconds(self, number: int, clock: int) -> float:
+        """Of computing what was computed last."""
+        device = self.conditions.devices.of(number, self.seed)
+        return self._computed[-1].examples / device.examples_per_second
+
+    def _compute(
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], float]:
+        self._load(values)
+        self.buffers.load(self.model, self.own_buffers[side.number])
+        found = self.computing.of(work, self.plan.group_of(side.number), side.name)
+        if len(self.buffers):
+            self.own_buffers[side.number] = self._buffers()
+        self._computed.append(found)
+        gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
+        return gradients, found.weight
+
+    def _load(self, values: Sequence[Tensor]) -> None:
+        """Sets the weights to those of the shards."""
+        for keys, value in zip(self.shards, values, strict=True):
+            self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer.detach().clone() for buffer in self.buffers.of(self.model)]
+
+    # The run
+
+    def advance(self, wish: int) -> Progress:
+        """One round: so many batches of every group, until all meet."""
+        self._computed = []
+        for scheduler in self.schedulers:
+            scheduler.until = (self.round + 1) * self.period
+        for one in self.workers.values():
+            one.go_on()
+        before = generators_state()
+        met = self.network.run(self._all_met, math.inf)
+        restore_generators(before)
+        assert met, "nobody waits for anybody for ever"
+        self.round += 1
+        self.now = self.network.now
+        self._count()
+        counted = sum(one.counted for one in self._computed)
+        total = sum(one.loss * one.counted for one in self._computed)
+        return Progress(
+            loss=mean_over(total, counted),
+            samples=sum(one.examples for one in self._computed),
+            wish=wish,
+            numbers=self._numbers(),
+        )
+
+    def _all_met(self) -> bool:
+        return all(one.finished for one in self.workers.values())
+
+    def _count(self) -> None:
+        """Takes over what was sent, received and computed since the last round."""
+        for meter in [*self.server_meters, *self.worker_meters.values()]:
+            traffic = self.network.traffic(meter.name)
+            meter.exchanged(sent=traffic.sent, received=traffic.received)
+        for number, one in self.workers.items():
+            self.worker_meters[number].counters.compute_seconds += one.computed
+            one.computed = 0.0
+            for behind, often in one.own.staleness.items():
+                self.staleness[behind] = self.staleness.get(behind, 0) + often
+            one.own.staleness.clear()
+        self.pushes += len(self._computed)
+
+    def _numbers(self) -> dict[str, float]:
+        often = sum(self.staleness.values())
+        mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
+        return {"virtual_seconds": self.now, "staleness": mean, "pushes": float(self.pushes)}
+
+    def _owned(self, number: int) -> Shard:
+        owner = self.manager.layout.shards[number].owner
+        assert owner is not None
+        return self.servers[owner].owned[number].shard
+
+    def _load_all(self) -> None:
+        """The weights of the servers, and the buffers of the first worker, into the model."""
+        self._load([self._owned(number).values for number in range(len(self.shards))])
+        self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
+
+    def evaluate(self) -> dict[str, float]:
+        self._load_all()
+        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+
+    def weights(self) -> dict[str, Tensor]:
+        self._load_all()
+        return dict(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        self._load_all()
+        return {
+            "version": 1,
+            "round": self.round,
+            "now": self.now,
+            "shards": [self._owned(number).state() for number in range(len(self.shards))],
+            "clocks": {number: one.own.clock for number, one in self.workers.items()},
+            "schedulers": [scheduler.state() for scheduler in self.schedulers],
+            "staleness": dict(self.staleness),
+            "pushes": self.pushes,
+            "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
+            "buffers": passing_buffers(self.model),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.round = state["round"]
+        self.now = state["now"]
+        self.staleness = dict(state["staleness"])
+        self.pushes = state["pushes"]
+        self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
+        self._begin(state["shards"], state["clocks"])
+        for scheduler, kept in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.restore(kept)
+
+    def meters(self) -> Sequence[Meter]:
+        return [*self.server_meters, *self.worker_meters.values()]
+
+    def facts(self) -> dict[str, Any]:
+        """Who owned what, and how stale the weights of workers were, in clocks."""
+        return {
+            "parameter_server": {
+                "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
+                "owners": [placed.owner for placed in self.layout.shards],
+                "staleness": sorted(self.staleness.items()),
+                "staleness_counts": "clocks",
+                "pushes": self.pushes,
+            }
+        }
+
+
+def _nobody(owed: Owed, layout: Layout) -> WorkerSide:
+    raise AssertionError("no worker dies under the virtual clock of a run")

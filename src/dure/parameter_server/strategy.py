@@ -1,0 +1,136 @@
+"""The parameter server: servers hold the weights, workers push gradients and pull weights.
+
+    worker:   w = pull();  g = gradient of its part of a batch at w;  push(g);  and again
+    server:   w <- w - step(g)     by the task's optimizer, on the keys that it owns
+
+Workers never talk to each other. By how many clocks one may be ahead of the slowest is the
+staleness: 0 is bulk synchronous, and is data parallel; s is stale synchronous parallel; None is
+asynchronous. A run counts *rounds* of `period` batches: after each all workers meet, so that it can
+be evaluated, saved, or ended.
+
+    bytes of a step and worker     d up and d down, for d bytes of weights
+
+and as much again between servers for every update that has a copy (`server`): one of each push, or
+one for all of a batch with staleness 0.
+
+Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; Ho et al.
+2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Strategy
+from dure.contracts.task import Task
+from dure.data.batches import check_joint_batch
+from dure.fleet.conditions import Conditions
+from dure.parameter_server.plan import Plan, check_model, recipe_of
+from dure.parameter_server.simulated import SimulatedLearner
+from dure.tasks.batch_norm import check_pieces
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Servers own the weights by ranges of keys; workers push gradients and pull weights.
+
+    Args:
+        servers: that share the weights.
+        workers: that compute gradients, in all groups together.
+        batch_size: examples of a step over all workers of a group together; None is all the data.
+        staleness: by how many steps a worker may be ahead of the slowest of its group: 0 is
+            synchronous, None is any.
+        period: steps after which all workers meet to be evaluated or saved; None is an epoch.
+        replicas: copies of each server's weights, 0 or 1: with one, a server may die.
+        groups: of workers, which share the weights and do not wait for each other; each goes over
+            all the data, in an order of its own.
+        slows_stale: an update whose gradient is n updates old counts one n-th.
+        clip_norm: the largest norm that the gradient of a push may have; by default any.
+    """
+
+    servers: int = 1
+    workers: int = 2
+    batch_size: int | None = 64
+    staleness: int | None = 0
+    period: int | None = None
+    replicas: int = 0
+    groups: int = 1
+    slows_stale: bool = False
+    clip_norm: float | None = None
+
+    name: ClassVar[str] = "parameter-server"
+    kind: ClassVar[Kind] = "clients"
+    unit: ClassVar[str] = "round"
+
+    @property
+    def deterministic(self) -> bool:
+        # Under a virtual clock who is first is no affair of the machine.
+        return True
+
+    @property
+    def label(self) -> str:
+        ahead = {0: "synchronous", None: "asynchronous"}
+        return f"parameter server {ahead.get(self.staleness, f'staleness {self.staleness}')}"
+
+    @property
+    def plan(self) -> Plan:
+        """How many there are of each, and how they work together."""
+        each = self.workers // self.groups
+        return Plan(
+            servers=self.servers,
+            groups=tuple(tuple(range(g * each, (g + 1) * each)) for g in range(self.groups)),
+            batch_size=self.batch_size,
+            staleness=self.staleness,
+            period=self.period,
+            replicas=self.replicas,
+            slows_stale=self.slows_stale,
+            clip_norm=self.clip_norm,
+        )
+
+    def check(self, task: Task, workers: int | None) -> None:
+        for name in ("servers", "workers", "groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there is at least one")
+        if self.staleness is not None and self.staleness < 0:
+            raise ValueError(
+                f"staleness is {self.staleness}, but nobody is ahead by less than 0 steps (None: "
+                f"any number)"
+            )
+        if self.workers % self.groups:
+            raise ValueError(
+                f"{self.workers} workers cannot be divided into {self.groups} groups of one size"
+            )
+        if self.replicas not in (0, 1) or (self.replicas and self.servers < 2):
+            raise ValueError(
+                f"replicas is {self.replicas} with servers={self.servers}, but a server has no "
+                f"copy, or one at another server"
+            )
+        if self.period is not None and self.period < 1:
+            raise ValueError(f"period is {self.period}, but workers meet after at least one step")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}, but a largest norm is above zero")
+        if self.slows_stale and self.staleness == 0:
+            raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
+        check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
+        check_model(model)
+        recipe_of(task, model)
+        check_pieces(task, model, self.batch_size, self.workers // self.groups)
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        """Raises ValueError for conditions that workers do not have."""
+        ideal = Conditions()
+        for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
+            if getattr(conditions, name) != getattr(ideal, name):
+                raise ValueError(
+                    f"{name.replace('_', ' ')} is about clients, and a parameter server has "
+                    f"workers: leave it out"
+                )
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return SimulatedLearner(task, place, seed, self.plan)
