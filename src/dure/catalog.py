@@ -115,6 +115,7 @@ SYSTEMS: dict[str, System] = {
         "dure.parameter_server.strategy",
         "ParameterServer",
         "servers own the weights by ranges, workers push gradients and pull weights",
+        forks=True,
     ),
     "hogwild": System(
         "dure.parallel.local.hogwild",

@@ -96,7 +96,7 @@ class _Compressed(NamedTuple):
     """A compressor, and the parameters whose shapes it has to know."""
 
     compressor: Compressor
-    like: list[Tensor]
+    like: Sequence[Tensor]
 
 
 class Meeting:

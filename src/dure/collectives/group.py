@@ -203,6 +203,10 @@ class Group:
             own._global = [self._global[self.rank]]
         return own
 
+    def alone(self) -> Group:
+        """This rank without the others, with the same meter."""
+        return Group(None, self.meter)
+
     def unmetered(self) -> Group:
         """The same ranks with a meter of their own, for what only a measurement exchanges."""
         part = copy.copy(self)

@@ -199,6 +199,8 @@ class Place:
     folder: of the run, where this process writes it. config: what config.json says was asked.
     report_seconds: between two reports of steps at the least: nobody reads faster. signs: whose key
         signs the model at the end; None where nobody does.
+    outlives: says that the program goes on when other ranks than the first die, so that the world
+        does not end it for that.
     """
 
     group: Group
@@ -218,6 +220,7 @@ class Place:
     config: Mapping[str, Any] = field(default_factory=dict)
     report_seconds: float = 0.1
     signs: Sign | None = None
+    outlives: Callable[[], None] = lambda: None
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.
@@ -316,6 +319,9 @@ class Strategy:
     moves: ClassVar[frozenset[str]] = frozenset()
     """Fields that only say where the work is done: a run may go on with other values of them."""
 
+    led: ClassVar[bool] = False
+    """Whether, in a world of ranks, rank 0 alone has a learner, and the others `assist` it."""
+
     alone: ClassVar[bool] = False
     """Whether it is one worker, whatever the machine has."""
 
@@ -384,6 +390,10 @@ class Strategy:
     def division(self, task: Task, seed: int) -> Description | None:
         """How the training data lie with their owners, for the report; None if nobody owns any."""
         return None
+
+    def assist(self, task: Task, place: Place, seed: int) -> None:
+        """Where `led`: what a rank other than the first does until the run has ended."""
+        raise NotImplementedError(f"{type(self).__name__} has no method assist")
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         """The strategy at work: the model made under `seed`, ready for its first step."""

@@ -75,7 +75,8 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
 
     clock: what it is about to begin, so that all updates before clock - staleness have to be
     contained; None asks for what there is. own: so many of its own pushes have to be contained.
-    number: of the question, which the answer repeats.
+    number: of the question, which the answer repeats. into: where the answer is to be written, if
+    both see that memory.
     """
 
     shard: int
@@ -87,6 +88,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
     stop: int
     clock: int | None = None
     own: int = 0
+    into: Tensor | None = None
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):

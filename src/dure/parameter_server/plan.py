@@ -10,6 +10,7 @@ from torch import nn
 
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.task import Task
+from dure.parameter_server.gradients import Gradients
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import first_layout
@@ -74,6 +75,19 @@ class Plan:
             staleness=self.staleness,
             schedule=schedule,
             slows=self.slows_stale,
+        )
+
+    def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
+        """What computes gradients with this model."""
+        return Gradients(
+            task,
+            model,
+            seed,
+            self.batch_size,
+            bulk=self.staleness == 0,
+            skips=recipe_of(task, model).plain,
+            groups=len(self.groups),
+            clip_norm=self.clip_norm,
         )
 
 

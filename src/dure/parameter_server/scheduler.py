@@ -16,9 +16,6 @@ Source: Li et al. 2014, section 4.1 (a task scheduler for each group).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 from dure.parameter_server.members import Members
@@ -85,11 +82,7 @@ class Scheduler:
         self._dealt += 1
         return Work(batch, part, self._parts())
 
-    def state(self) -> dict[str, Any]:
-        """Where it stands; all that was granted has been done."""
-        return {"until": self.until, "dealt": self._dealt}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave."""
-        self.until = state["until"]
-        self._dealt = state["dealt"]
+    def resume(self, batches: int) -> None:
+        """So many batches were granted, dealt out and done before."""
+        self.until = batches
+        self._dealt = batches * self._parts()

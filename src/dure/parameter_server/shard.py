@@ -40,8 +40,8 @@ class Terms:
     """On what terms a shard trains, the same for all of a run.
 
     recipe: how its optimizer is made. staleness: by how many clocks a worker may be ahead of the
-    slowest of its group; None: by any. schedule: the factor of the learning rate at a clock. slows: whether an update whose
-    gradient is n updates old counts one n-th.
+    slowest of its group; None: by any. schedule: the factor of the learning rates at a clock.
+    slows: whether an update whose gradient is n updates old counts one n-th.
     """
 
     recipe: Recipe
@@ -198,11 +198,12 @@ class Shard:
             if own < pull.own or (staleness is not None and floor < pull.clock - staleness):
                 return None
         first = pull.start - self.keys.start
+        values = self.values[first : first + pull.stop - pull.start]
         return Values(
             shard=self.number,
             worker=pull.worker,
             number=pull.number,
-            values=self.values[first : first + pull.stop - pull.start].clone(),
+            values=values.clone() if pull.into is None else pull.into.copy_(values),
             version=self.version,
             own=own,
             floor=int(floor) if floor < torch.inf else None,

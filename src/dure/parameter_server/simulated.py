@@ -18,7 +18,7 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.at_work import Worker
-from dure.parameter_server.gradients import Computed, Gradients
+from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
@@ -54,16 +54,7 @@ class SimulatedLearner(Learner):
         self.terms = plan.terms(task, self.model)
         self.shards = plan.shards(self.model)
         self.layout = plan.layout(self.model)
-        self.computing = Gradients(
-            task,
-            self.model,
-            seed,
-            plan.batch_size,
-            bulk=plan.staleness == 0,
-            skips=self.terms.recipe.plain,
-            groups=len(plan.groups),
-            clip_norm=plan.clip_norm,
-        )
+        self.computing = plan.gradients(task, self.model, seed)
         self.period = plan.period or self.computing.steps_per_epoch
         self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
         self.round = 0
@@ -132,9 +123,9 @@ class SimulatedLearner(Learner):
             )
             for number in plan.workers
         }
-        for number, one in self.workers.items():
+        for number, working in self.workers.items():
             device = self.conditions.devices.of(number, self.seed)
-            self.network.add(worker(number), one, Link(out=device.up, into=device.down))
+            self.network.add(worker(number), working, Link(out=device.up, into=device.down))
 
     def _server_link(self) -> Link:
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
@@ -253,7 +244,6 @@ class SimulatedLearner(Learner):
             "now": self.now,
             "shards": [self._owned(number).state() for number in range(len(self.shards))],
             "clocks": {number: one.own.clock for number, one in self.workers.items()},
-            "schedulers": [scheduler.state() for scheduler in self.schedulers],
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
@@ -269,8 +259,8 @@ class SimulatedLearner(Learner):
         self.pushes = state["pushes"]
         self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
         self._begin(state["shards"], state["clocks"])
-        for scheduler, kept in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.restore(kept)
+        for scheduler in self.schedulers:
+            scheduler.resume(self.round * self.period)
 
     def meters(self) -> Sequence[Meter]:
         return [*self.server_meters, *self.worker_meters.values()]

@@ -19,6 +19,7 @@ Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,8 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import Plan, check_model, recipe_of
+from dure.parameter_server.processes.learner import ProcessesLearner, assist
+from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedLearner
 from dure.tasks.batch_norm import check_pieces
 
@@ -62,13 +65,22 @@ class ParameterServer(Strategy):
     clip_norm: float | None = None
 
     name: ClassVar[str] = "parameter-server"
-    kind: ClassVar[Kind] = "clients"
+    kind: ClassVar[Kind] = "ranks"
+    also: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
     unit: ClassVar[str] = "round"
+    led: ClassVar[bool] = True
 
     @property
     def deterministic(self) -> bool:
-        # Under a virtual clock who is first is no affair of the machine.
-        return True
+        # Who is first is the machine's affair where workers do not wait for all others.
+        return self.staleness == 0 and self.groups == 1
+
+    @property
+    def ranks(self) -> int | None:
+        return ranks_of(self.plan)
+
+    def label_in(self, kind: Kind) -> str:
+        return f"{self.label}, simulated" if kind == "clients" else self.label
 
     @property
     def label(self) -> str:
@@ -115,6 +127,11 @@ class ParameterServer(Strategy):
         if self.slows_stale and self.staleness == 0:
             raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
+        if workers is not None and workers != self.ranks:
+            raise ValueError(
+                f"servers={self.servers} and workers={self.workers} are {self.ranks} ranks with "
+                f"the one that leads, but the world has {workers}"
+            )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
@@ -132,5 +149,10 @@ class ParameterServer(Strategy):
                     f"workers: leave it out"
                 )
 
+    def assist(self, task: Task, place: Place, seed: int) -> None:
+        assist(task, place, seed, self.plan)
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        return SimulatedLearner(task, place, seed, self.plan)
+        if place.kind == "clients":
+            return SimulatedLearner(task, place, seed, self.plan)
+        return ProcessesLearner(task, place, seed, self.plan)

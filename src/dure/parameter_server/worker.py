@@ -100,6 +100,13 @@ class WorkerSide:
         self._pulls: dict[int, Pull] = {}
         self._next_beat = -math.inf if beat is not None else math.inf
 
+    def begin_at(self, clock: int) -> None:
+        """So many pushes of this worker the servers have already; for one that has made none."""
+        if self.clock < clock:
+            self.clock = clock
+            for portion in self.portions:
+                portion.safe = clock
+
     @property
     def given_up(self) -> bool:
         """Whether the others go on without this worker."""

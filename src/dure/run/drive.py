@@ -62,7 +62,13 @@ def _drive(job: Job, place: Place) -> Outcome:
         place.check = job.check
         place.folder = job.folder
         place.config = job.config
+        if job.strategy.led and place.group.rank:
+            job.strategy.assist(job.task, place, job.seed)
+            return Outcome({}, {}, History(), {})
         learner = job.strategy.learner(job.task, place, job.seed)
+        if job.strategy.led:
+            # What follows is the affair of this rank alone: others may be dead by then.
+            place.group = place.group.alone()
         driver = Driver(job, place, learner)
         # After the driver is made: it notes how many threads evaluations may use.
         with threads(threads_for(learner.flops_per_step())):

@@ -7,6 +7,7 @@ model's tensors of different dtypes are kept in one buffer a dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,12 @@ def views_of(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+Kind = TypeVar("Kind", bound=Tensor)
+
+
+def by_dtype(tensors: Iterable[Kind]) -> dict[torch.dtype, list[Kind]]:
     """The tensors grouped by dtype, in order of first appearance."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
+    groups: dict[torch.dtype, list[Kind]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     return groups

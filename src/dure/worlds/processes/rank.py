@@ -1,9 +1,9 @@
 """What a forked rank does: joins the job, runs its program, and tells its parent how it went.
 
 Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor
-of a parcel), `error`, `done`. It is told its `Seat` first, later perhaps `interrupt`, and at last
-`end`. It leaves when the parent says so or is gone, so that no rank closes connections that others
-still read from.
+of a parcel), `outlives`, `error`, `done`. It is told its `Seat` first, later perhaps `interrupt`,
+and at last `end`. It leaves when the parent says so or is gone, so that no rank closes connections
+that others still read from.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def join(seat: Seat) -> RollCall:
 def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
     trace = Trace()
     group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
-    return Place(group, trace, lambda event: control.send("event", event), control.interrupted)
+    place = Place(group, trace, lambda event: control.send("event", event), control.interrupted)
+    place.outlives = lambda: control.send("outlives")
+    return place
 
 
 def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:

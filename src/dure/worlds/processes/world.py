@@ -202,6 +202,8 @@ class Supervisor:
         self.report = report
         self.deadline = deadline
         self.failed_at: float | None = None
+        self.outlived = False
+        """Whether the program goes on without those that die, as long as rank 0 lives."""
         self.last_step = "the start"
 
     def watch(self) -> None:
@@ -260,6 +262,8 @@ class Supervisor:
         elif kind == "result":
             member.result.append(parcel.unpack(descriptors[0]))
             os.close(descriptors[0])
+        elif kind == "outlives":
+            self.outlived = True
         elif kind == "error":
             member.error = content
             self._note_failure()
@@ -271,6 +275,8 @@ class Supervisor:
         if member.ended:
             return
         member.death = member.end()
+        if self.outlived and member.rank != 0:
+            return
         self.roll_call.died(member.rank, member.death)
         self._note_failure()
 
@@ -279,6 +285,8 @@ class Supervisor:
 
     def value(self) -> Any:
         """What rank 0 returned; raises the error that says best what went wrong."""
+        if self.outlived and self.members[0].done:
+            return self.members[0].result[0]
         errors = [member.error for member in self.members if member.error is not None]
         own = [error for error in errors if not isinstance(error, PeerLostError)]
         if own:

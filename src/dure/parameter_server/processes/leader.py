@@ -1,0 +1,352 @@
+"""The leader: the manager, the schedulers, and what the run asks of servers and workers.
+
+It lives in a thread of rank 0, since servers have to be heard while the run is evaluated or saved.
+The thread alone touches its port; others hand it a request and wait for what comes of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
+from dure.parameter_server.manager import Manager
+from dure.parameter_server.messages import (
+    MANAGER,
+    Envelope,
+    Replicated,
+    Snapshot,
+    Values,
+    server,
+    worker,
+)
+from dure.parameter_server.plan import Plan
+from dure.parameter_server.processes.meeting import rank_of
+from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.said import Ask, Deal, Failed, Grant, Over, Report, Save
+from dure.parameter_server.scheduler import Scheduler
+from dure.parameter_server.worker import WorkerSide
+
+READER = -1
+"""The number of the leader as one that pulls."""
+
+_RETURN_SECONDS = 0.3
+"""That a process has to come back after its connection broke, if it still lives."""
+
+Shards = list[Mapping[str, Any]]
+
+
+class Leader:
+    """Leads from `start` to `end`. portions: all shards, as those of a worker."""
+
+    def __init__(
+        self, plan: Plan, manager: Manager, portions: Sequence[tuple[int, int, int]], port: Port
+    ) -> None:
+        self.plan = plan
+        self.manager = manager
+        self.port = port
+        self.schedulers = [
+            Scheduler(members, bounded=plan.staleness is not None)
+            for members in manager.layout.groups
+        ]
+        self._reader = WorkerSide(READER, manager.layout, portions, beat=None)
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._over = False
+        self._first: dict[int, Mapping[str, Any]] = {}
+        """Shards of the beginning that were not handed out yet."""
+        self._begun: set[int] = set()
+        self._clocks: dict[int, int] = {}
+        """How many pushes of each worker the servers had at the start."""
+        self._begins: Future[None] | None = None
+        self._meets: Future[list[Report]] | None = None
+        self._reads: Future[list[Tensor]] | None = None
+        self._saves: Future[Shards] | None = None
+        self._saved: dict[int, Mapping[str, Any]] = {}
+        self._reports: list[Report] = []
+        self._stands: dict[int, tuple[int, int]] = {}
+        """What each worker has reported: until which batch, and knowing which layout."""
+        self._gone: dict[str, tuple[float, str]] = {}
+        """Whose connection broke, when, and why."""
+        self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
+
+    def start(self, states: Sequence[Mapping[str, Any]], batches: int) -> None:
+        """Begins to lead; returns when the owners of all shards have these states.
+
+        batches: that were done before.
+        """
+        for scheduler in self.schedulers:
+            scheduler.resume(batches)
+        self._thread.start()
+        self._ask(lambda: self._hand_out(states)).result()
+
+    def meet(self, until: int) -> Future[list[Report]]:
+        """Has all workers do the batches before `until`; what they report when all are there."""
+        return self._ask(lambda: self._grant(until))
+
+    def values(self) -> Future[list[Tensor]]:
+        """The weights, by shard."""
+        return self._ask(self._read)
+
+    def states(self) -> Future[Shards]:
+        """The shards with all that their optimizers remember."""
+        return self._ask(self._save)
+
+    def end(self) -> None:
+        """Tells everybody that it is over."""
+        self._requests.put(self._end)
+        self.port.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _ask(self, begin: Callable[[], Future[Any]]) -> Future[Any]:
+        """Has the thread begin something; what comes of it."""
+        asked: Future[Any] = Future()
+
+        def here() -> None:
+            if self._error is not None:
+                asked.set_exception(self._error)
+                return
+            begun = begin()
+            begun.add_done_callback(lambda done: _pass_on(done, asked))
+
+        self._requests.put(here)
+        self.port.wake()
+        return asked
+
+    # The thread
+
+    def _lead(self) -> None:
+        try:
+            while not self._over:
+                self._turn()
+        except BaseException as error:
+            self._fail(error)
+            while not self._over:  # whoever asks is told
+                self._requests.get()()
+        finally:
+            self.port.close()
+
+    def _turn(self) -> None:
+        wake = min(self.manager.wake, self._reader.wake, self._return())
+        if self._begins is not None:
+            wake = min(wake, time.monotonic() + 0.01)  # calls are answered without a word
+        for sender, said in self.port.hear(wake - time.monotonic()):
+            self._hear(sender, said, time.monotonic())
+        while not self._requests.empty():
+            self._requests.get()()
+        now = time.monotonic()
+        version = self.manager.layout.version
+        self._bury(now)
+        if now >= self.manager.wake:
+            self._say(self.manager.tick(now))
+        if now >= self._reader.wake:
+            self._say(self._reader.tick(now))
+        self._look_at_losses()
+        self._look_at_beginning()
+        if self.manager.layout.version != version:
+            self._changed(now)
+        self._look_at_meeting()
+
+    def _hear(self, sender: str, said: Any, now: float) -> None:
+        version = self.manager.layout.version
+        if isinstance(said, Gone):
+            self._gone[sender] = (now, said.reason)
+        elif isinstance(said, Failed):
+            raise _error_of(said)
+        elif isinstance(said, Report):
+            self._reports.append(said)
+            self._stands[said.worker] = (said.until, said.layout)
+            self._done(said.worker, said.done)
+        elif isinstance(said, Ask):
+            self._done(said.worker, said.done)
+            scheduler = self.schedulers[self.plan.group_of(said.worker)]
+            self.port.say(sender, Deal(scheduler.next(said.worker, 0)))
+        elif isinstance(said, Values):
+            self._reader.receive(sender, said, now)
+            if self._reader.arrived and self._reads is not None:
+                reads, self._reads = self._reads, None
+                reads.set_result([value.clone() for value in self._reader.take()])
+        elif isinstance(said, Snapshot):
+            self._saved[said.shard] = said.state
+            self._look_at_saved()
+        elif isinstance(said, Replicated):
+            self._begun.add(said.shard)
+        else:
+            self._gone.pop(sender, None)
+            self._say(self.manager.receive(sender, said, now))
+        if self.manager.layout.version != version:
+            self._changed(now)
+
+    def _say(self, said: Sequence[Envelope]) -> None:
+        for to, message in said:
+            self.port.say(to, message)
+
+    # Losses
+
+    def _return(self) -> float:
+        """When the next of those whose connection broke has had its time to come back."""
+        return min((since for since, _ in self._gone.values()), default=1e300) + _RETURN_SECONDS
+
+    def _bury(self, now: float) -> None:
+        """Gives up those who have not come back."""
+        for name, (since, reason) in list(self._gone.items()):
+            if now < since + _RETURN_SECONDS:
+                continue
+            del self._gone[name]
+            if name.endswith(" heart"):
+                name = name.removesuffix(" heart")
+            self._say(self.manager.lost(name, reason, now))
+
+    def _changed(self, now: float) -> None:
+        """There is a new layout."""
+        layout = self.manager.layout
+        self._say(self._reader.receive(MANAGER, layout, now))
+        for number, scheduler in enumerate(self.schedulers):
+            scheduler.members = layout.groups[number]
+            for who in scheduler.members.workers:
+                if not self.manager.alive(worker(who)) and who not in layout.closing:
+                    scheduler.gone(who)
+        # What was dealt to the dead is there to be asked for.
+        self._grant_all()
+        if self._saves is not None:
+            self._ask_shards()
+
+    def _look_at_losses(self) -> None:
+        for loss in self.manager.losses:
+            if loss.shards:
+                shards = ", ".join(map(str, loss.shards))
+                raise PeerLostError(
+                    (rank_of(server(loss.server), self.plan),),
+                    f"the run: with it went the weights of shard {shards}, of which nobody has a "
+                    f"copy (replicas=1 keeps one)",
+                    "the round",
+                    loss.reason,
+                )
+        for group in self.plan.groups:
+            if not any(self.manager.alive(worker(who)) for who in group):
+                who = group[-1]
+                raise PeerLostError(
+                    (rank_of(worker(who), self.plan),),
+                    "the run: nobody is left of its group",
+                    "the round",
+                    self.manager.dead[worker(who)],
+                )
+
+    def _alive(self) -> list[int]:
+        return [who for who in self.plan.workers if self.manager.alive(worker(who))]
+
+    # What the run asks
+
+    def _hand_out(self, states: Sequence[Mapping[str, Any]]) -> Future[None]:
+        self._begins = Future()
+        for _, _, times in states[0]["clock"] if states else ():
+            self._clocks.update(times)
+        self._first = dict(enumerate(states))
+        return self._begins
+
+    def _look_at_beginning(self) -> None:
+        """Whether all are there, and the owners of all shards have the first weights."""
+        if self._begins is None:
+            return
+        for shard, state in list(self._first.items()):
+            placed = self.manager.layout.shards[shard]
+            # They call the leader, some sooner and some later.
+            if placed.owner is not None and self.port.reaches(server(placed.owner)):
+                snapshot = Snapshot(shard, placed.epoch, state["version"], state)
+                self.port.say(server(placed.owner), snapshot)
+                del self._first[shard]
+        there = all(self.port.reaches(worker(who)) for who in self._alive())
+        if there and len(self._begun) == len(self.manager.layout.shards):
+            begins, self._begins = self._begins, None
+            begins.set_result(None)
+
+    def _grant(self, until: int) -> Future[list[Report]]:
+        self._meets = Future()
+        for scheduler in self.schedulers:
+            scheduler.until = until
+        self._grant_all()
+        return self._meets
+
+    def _grant_all(self) -> None:
+        for who in self._alive():
+            until = self.schedulers[self.plan.group_of(who)].until
+            self.port.say(worker(who), Grant(until, self._clocks.get(who, 0)))
+
+    def _done(self, who: int, works: Sequence[Any]) -> None:
+        scheduler = self.schedulers[self.plan.group_of(who)]
+        if self.manager.alive(worker(who)):
+            for work in works:
+                scheduler.done(who, work)
+
+    def _look_at_meeting(self) -> None:
+        """Whether all are there, with everything done."""
+        if self._meets is None:
+            return
+        layout = self.manager.layout
+        if layout.closing or self._gone:
+            return
+        for who in self._alive():
+            until, version = self._stands.get(who, (-1, -1))
+            if until != self.schedulers[0].until or version != layout.version:
+                return
+        if self.plan.staleness is None and not all(one.idle for one in self.schedulers):
+            return
+        meets, self._meets = self._meets, None
+        reports, self._reports = self._reports, []
+        meets.set_result(reports)
+
+    def _read(self) -> Future[list[Tensor]]:
+        self._reads = Future()
+        self._say(self._reader.pull(time.monotonic(), None))
+        return self._reads
+
+    def _save(self) -> Future[Shards]:
+        self._saves = Future()
+        self._saved = {}
+        self._ask_shards()
+        return self._saves
+
+    def _ask_shards(self) -> None:
+        for shard, placed in enumerate(self.manager.layout.shards):
+            if shard not in self._saved and placed.owner is not None:
+                self.port.say(server(placed.owner), Save(shard))
+
+    def _look_at_saved(self) -> None:
+        if self._saves is not None and len(self._saved) == len(self.manager.layout.shards):
+            saves, self._saves = self._saves, None
+            saves.set_result([self._saved[shard] for shard in sorted(self._saved)])
+
+    def _end(self) -> None:
+        self._over = True
+        names = [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
+        for name in names:
+            if self.manager.alive(name):
+                self.port.say(name, Over())
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        for waiting in (self._begins, self._meets, self._reads, self._saves):
+            if waiting is not None:
+                waiting.set_exception(error)
+
+
+def _pass_on(done: Future[Any], asked: Future[Any]) -> None:
+    error = done.exception()
+    if error is not None:
+        asked.set_exception(error)
+    else:
+        asked.set_result(done.result())
+
+
+def _error_of(failed: Failed) -> DureError:
+    """The error that a process has told."""
+    if failed.kind == "loss":
+        return LossNotFiniteError(failed.value, failed.who, failed.step, intact=False)
+    return WorkerFailedError(failed.who, failed.step, failed.reason, failed.traceback)

@@ -1,0 +1,78 @@
+"""How the processes of a job come to know each other: who is what, and where.
+
+Rank 0 leads: it is the manager, deals out work, and is the one that is driven. The next ranks are
+the servers, the rest the workers. All of them exchange their cards (`memory.Card`) once, over the
+group of ranks; after that nobody needs the group any more, so that those who live can go on without
+those who die.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import torch.distributed as dist
+
+from dure.collectives.group import Group
+from dure.collectives.shared_memory.two_hosts.across import address_towards
+from dure.parameter_server.messages import MANAGER, server, worker
+from dure.parameter_server.plan import Plan
+from dure.parameter_server.processes.memory import Card, own_card
+from dure.parameter_server.processes.port import Port
+
+SLACK = 1 << 20
+"""Bytes of a frame besides the weights, or what an optimizer remembers of them."""
+
+
+def ranks_of(plan: Plan) -> int:
+    """How many ranks a plan needs."""
+    return 1 + plan.servers + len(plan.workers)
+
+
+def name_of(rank: int, plan: Plan) -> str:
+    """What a rank is."""
+    if rank == 0:
+        return MANAGER
+    if rank <= plan.servers:
+        return server(rank - 1)
+    return worker(plan.workers[rank - 1 - plan.servers])
+
+
+def rank_of(name: str, plan: Plan) -> int:
+    """The inverse of `name_of`."""
+    names = [name_of(rank, plan) for rank in range(ranks_of(plan))]
+    return names.index(name)
+
+
+def meet(group: Group, plan: Plan, nbytes: int) -> Port:
+    """This rank's port, connected to those that it talks to. All ranks call it together.
+
+    nbytes: of the weights. Raises PeerLostError if a rank does not come.
+    """
+    token = group.broadcast_bytes(os.urandom(32) if group.rank == 0 else None)
+    name = name_of(group.rank, plan)
+    # What an optimizer remembers is a few times the weights.
+    port = Port(name, token, most=8 * nbytes + SLACK, host=_own_address(group))
+    cards = group.gather_bytes(msgspec.json.encode(own_card(name, port.address)))
+    told = group.broadcast_bytes(b"[" + b",".join(cards) + b"]" if group.rank == 0 else None)
+    known = {card.name: card for card in msgspec.json.decode(told, type=list[Card])}
+    port.meet(known, _called_by(group.rank, plan))
+    return port
+
+
+def _called_by(rank: int, plan: Plan) -> list[str]:
+    """Whom a rank calls: those before it, so that no two call each other. Workers do not talk."""
+    return [name_of(other, plan) for other in range(min(rank, plan.servers + 1))]
+
+
+def _own_address(group: Group) -> str:
+    """Where others reach this host; loopback where all ranks are on it."""
+    if group.process_group is None or len(group.hosts()) == 1:
+        return "127.0.0.1"
+    found = address_towards(dist.distributed_c10d._get_default_store())
+    if found is None:
+        raise ValueError(
+            "this host's address is not known: start the job with the name or address of rank 0 "
+            "by which other hosts reach it, and not with localhost"
+        )
+    return found
