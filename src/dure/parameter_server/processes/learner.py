@@ -134,10 +134,15 @@ class ProcessesLearner(Learner):
         counted = sum(report.counted for report in reports)
         return Progress(
             loss=mean_over(sum(report.loss for report in reports), counted),
-            samples=sum(report.examples for report in reports),
+            samples=self._samples(),
             wish=wish,
             numbers=self._numbers(),
         )
+
+    def _samples(self) -> int:
+        """Examples of the round's batches: also those of workers that died without a report."""
+        batches = range((self.round - 1) * self.period, self.round * self.period)
+        return sum(len(group.at(batch)) for group in self.computing.batches for batch in batches)
 
     def _take(self, report: Report) -> None:
         self.worker_meters[report.worker].counters = Counters.from_list(report.counters)

@@ -17,6 +17,7 @@ import msgspec
 from torch import Tensor
 
 from dure.parameter_server import messages
+from dure.parameter_server.layout import Layout
 from dure.parameter_server.scheduler import Work
 from dure.record.checkpoint import pack_tree, unpack_tree
 
@@ -106,7 +107,7 @@ Said: TypeAlias = (
     | messages.Replicated
     | messages.Beat
     | messages.Lease
-    | messages.Layout
+    | Layout
     | Shipped
     | Grant
     | Ask

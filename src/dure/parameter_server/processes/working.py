@@ -18,7 +18,7 @@ from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.messages import MANAGER, Beat
+from dure.parameter_server.messages import MANAGER, Beat, Envelope
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.said import Ask, Deal, Grant, Over, Report
@@ -137,9 +137,9 @@ class Working:
         self._left = True
         self.worker.go_on()
 
-    def _say(self, said: Sequence[tuple[str, object]]) -> None:
+    def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
-            self.port.say(to, message)  # type: ignore[arg-type]
+            self.port.say(to, message)
 
     def _waited(self, since: float) -> None:
         self.meter.communication("wait", since, time.perf_counter(), self.worker.own.clock + 1)

@@ -36,6 +36,9 @@ from dure.worlds.processes.store import meeting_file, store_at
 
 Value = TypeVar("Value")
 
+_LAST_SECONDS = 2.0
+"""That the other ranks have to end, where rank 0 has ended and may have lost some of them."""
+
 
 @dataclass(frozen=True)
 class Processes(World):
@@ -202,6 +205,7 @@ class Supervisor:
         self.report = report
         self.deadline = deadline
         self.failed_at: float | None = None
+        self.done_at: float | None = None
         self.outlived = False
         """Whether the program goes on without those that die, as long as rank 0 lives."""
         self.last_step = "the start"
@@ -237,6 +241,10 @@ class Supervisor:
 
         The others have named those that still run, or had time enough.
         """
+        if self.outlived and self.members[0].done:
+            # One that was stopped, and given up, never ends by itself.
+            self.done_at = self.done_at or time.monotonic()
+            return time.monotonic() - self.done_at > _LAST_SECONDS
         if self.failed_at is None:
             return False
         named: set[int] = set()
