@@ -93,6 +93,20 @@ class WorldOptions:
 
 
 @dataclass(frozen=True)
+class RankOptions:
+    """Where the ranks are, for systems whose own flags say how many there are.
+
+    Args:
+        deadline: seconds that a rank waits for a silent peer.
+        backend: what carries the bytes between ranks: dure through shared memory, gloo through
+            sockets.
+    """
+
+    deadline: float = 60.0
+    backend: Literal["dure", "gloo"] = "dure"
+
+
+@dataclass(frozen=True)
 class NamedWorld:
     """Who takes part, where it is neither processes nor threads.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dure.cli.flags import NamedWorld, WorldName, WorldOptions, value_of
+from dure.cli.flags import NamedWorld, RankOptions, WorldName, WorldOptions, value_of
 from dure.contracts.strategy import Strategy, World
 from dure.fleet.conditions import Conditions
 from dure.run.registry import (
@@ -46,7 +46,7 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
     if named is not None and named not in _NAMES and named:
         return {"world": world_class(named), "named": NamedWorld}
     if kind.kind != "clients":
-        return {"world": WorldOptions}
+        return {"world": RankOptions if _counts_workers(kind) else WorldOptions}
     count = value_of("--workers", flags)
     if count is not None:
         raise ValueError(f"{kind.name} counts clients, not workers: use --clients {count}")
@@ -62,9 +62,17 @@ def world_of(strategy: Strategy, given: Any) -> World:
     """The world that the flags describe."""
     if isinstance(given, World):
         return given
+    if isinstance(given, RankOptions):
+        asked = WorldOptions(deadline=given.deadline, backend=given.backend)
+        return _of_workers(strategy, asked)
     if isinstance(given, WorldOptions):
         return _of_workers(strategy, given)
     return Simulated(**{field.name: getattr(given, field.name) for field in fields(given)})
+
+
+def _counts_workers(kind: type[Strategy]) -> bool:
+    """Whether the strategy says itself how many workers there are, by a field of that name."""
+    return "workers" in {field.name for field in fields(kind)}  # type: ignore[arg-type]
 
 
 # dure compare: settings
@@ -88,7 +96,7 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     if named is None or named in _NAMES:
         strategy = parse_strategy(",".join([name, *others]))
         # One --workers serves a whole comparison, in which some systems have no use for it.
-        alone = kind.kind == "clients" or kind.alone
+        alone = kind.kind == "clients" or kind.alone or _counts_workers(kind)
         options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
         return strategy, _of_workers(strategy, options)
     if kind.kind != "clients" and ":" not in named:

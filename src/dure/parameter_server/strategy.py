@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Strategy
+from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
@@ -131,6 +131,14 @@ class ParameterServer(Strategy):
             raise ValueError(
                 f"servers={self.servers} and workers={self.workers} are {self.ranks} ranks with "
                 f"the one that leads, but the world has {workers}"
+            )
+
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for clients over a network, which are no workers."""
+        if world.serves:
+            raise ValueError(
+                "a parameter server's workers are ranks, or simulated: clients over a network "
+                "have federated systems, such as FedAvg"
             )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
