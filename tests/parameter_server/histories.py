@@ -1,7 +1,7 @@
 """Histories of servers and workers under a virtual clock, for tests.
 
-What is learned is small and exact: worker p of a group pulls w towards its own point, with the
-gradient w - x(p, c) at clock c, so that every update of every clock leaves its mark.
+What is learned is small and exact: the examples of batch c pull w towards their mean, with the
+gradient w - mean(x), so that every part of every batch leaves its mark.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from dure.parameter_server.worker import WorkerSide
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 SGD: Optimizer = partial(torch.optim.SGD, lr=0.1)
 INSTANT = Link()
+BATCH = 12
+"""Examples of a batch, so that four workers may have a part each, and three, and two."""
 
 
-def pulled_to(who: int, clock: int, keys: int) -> Tensor:
-    """Where a worker pulls the weights at a clock: shape (keys,), float64."""
+def examples_at(clock: int, keys: int) -> Tensor:
+    """Where the examples of a batch pull the weights: shape (BATCH, keys), float64."""
+    example = torch.arange(BATCH, dtype=torch.float64).unsqueeze(1)
     place = torch.arange(keys, dtype=torch.float64)
-    return torch.sin(place * 0.7 + who * 1.3 + clock * 0.11)
+    return torch.sin(place * 0.7 + example * 1.3 + clock * 0.11)
 
 
 @dataclass
@@ -106,22 +109,20 @@ class History:
     def _again(self, shard: int, start: int, values: Tensor, push: Tensor, weight: float) -> None:
         values.sub_(push * weight, alpha=0.1)
 
-    def _next(self, side: WorkerSide) -> Work | None:
-        scheduler = Scheduler(self.manager.layout.groups[0], bounded=True)
-        scheduler.until = self.clocks
+    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
+        members = side.layout.groups[side.layout.group_of(side.number)]
         # Without a bound too each worker has its part at every clock, so that all is known.
-        return (
-            scheduler.next(side.number, side.clock)
-            if len(self.groups) == 1
-            else (Work(side.clock, 0, 1) if side.clock < self.clocks else None)
-        )
+        scheduler = Scheduler(members, bounded=True)
+        scheduler.until = self.clocks
+        return scheduler.next(side.number, side.clock)
 
     def _compute(
         self, side: WorkerSide, work: Work, values: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], float]:
-        whole = torch.cat(list(values))
-        gradient = whole - pulled_to(side.number, side.clock, self.keys)
-        weight = 1.0 if self.staleness == 0 else 1.0 / work.parts
+        """A batch of twelve is divided as evenly as its parts allow."""
+        points = examples_at(work.batch, self.keys).tensor_split(work.parts)[work.part]
+        gradient = torch.cat(list(values)) - points.mean(dim=0)
+        weight = len(points) if self.staleness == 0 else len(points) / BATCH
         return gradient.split([len(keys) for keys in self.shards]), weight
 
     @property
@@ -164,13 +165,11 @@ class History:
 
 
 def joint(history: History) -> Tensor:
-    """What one worker comes to that has all parts of each clock at once: data parallel."""
+    """What one worker comes to that has all of each batch: data parallel."""
     weights = nn.Parameter(torch.ones(history.keys, dtype=torch.float64))
     optimizer = history.optimizer([weights])
-    workers = history.groups[0]
     for clock in range(history.clocks):
-        points = [pulled_to(who, clock, history.keys) for who in workers]
-        weights.grad = sum(weights.detach() - point for point in points) / len(workers)  # type: ignore[assignment]
+        weights.grad = weights.detach() - examples_at(clock, history.keys).mean(dim=0)
         optimizer.step()
     return weights.detach()
 

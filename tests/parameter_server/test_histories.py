@@ -140,7 +140,8 @@ def test_whatever_happens_it_ends_and_each_push_counts_once(first: int) -> None:
                     8 for _ in history.owners
                 ], said
         # What was done twice, or not at all, would be seen in the weights.
-        if drawn.staleness == 0 and not any(name.startswith("worker") for name in drawn.fallen):
+        # That holds with dead workers as well: others compute their parts.
+        if drawn.staleness == 0:
             assert torch.allclose(history.weights, joint(history), rtol=0, atol=1e-12), said
 
 

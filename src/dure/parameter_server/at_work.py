@@ -18,8 +18,12 @@ from dure.parameter_server.messages import Envelope, Message
 from dure.parameter_server.scheduler import Work
 from dure.parameter_server.worker import WorkerSide
 
-Next = Callable[[WorkerSide], Work | None]
-"""next(side): what is to be computed for it now; None where there is nothing."""
+Next = Callable[[WorkerSide, Work | None], Work | None]
+"""next(side, asked): what is to be computed for it now; None where there is nothing.
+
+asked: None before the weights are asked for. When they have come it is called again, with what it
+has said: who takes part in a clock may have changed until then.
+"""
 Compute = Callable[[WorkerSide, Work, Sequence[Tensor]], tuple[Sequence[Tensor], float]]
 """compute(side, work, values): the gradients of a part, by portion, and what they count."""
 Seconds = Callable[[int, int], float]
@@ -143,13 +147,18 @@ class Worker:
         busy = [job.side for job in self._jobs]
         for owed, side in [(None, self.own), *self._others.items()]:
             over = owed is not None and side.clock >= owed.stop
-            work = None if over or side in busy else self.next(side)
+            work = None if over or side in busy else self.next(side, None)
             if work is not None:
                 self._jobs.append(Job(side, work))
                 said += side.pull(now, side.clock)
-        for job in self._jobs:
+        for job in list(self._jobs):
             if self._computing is None and job.side.arrived:
                 values = job.side.take()
+                work = self.next(job.side, job.work)
+                if work is None:
+                    self._jobs.remove(job)
+                    continue
+                job.work = work
                 job.gradients, job.weight = self.compute(job.side, job.work, values)
                 seconds = self.seconds(job.side.number, job.side.clock)
                 self.computed += seconds

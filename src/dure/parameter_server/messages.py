@@ -95,7 +95,8 @@ class Values(msgspec.Struct, frozen=True, tag=True):
     """The answer to a worker's pull: the keys as they were at one moment.
 
     version: how many updates they contain. own: how many pushes of the one who asked. floor: so
-    many of each worker of its group; None where nobody is waited for any more.
+    many of each worker of its group; None where nobody is waited for any more. layout: the version
+    of the layout by which they were given: whoever takes them has to know who takes part by that.
     """
 
     shard: int
@@ -105,6 +106,7 @@ class Values(msgspec.Struct, frozen=True, tag=True):
     version: int
     own: int
     floor: int | None
+    layout: int
 
 
 Reason = Literal["epoch", "life", "lease"]

@@ -42,13 +42,18 @@ class Scheduler:
         self._again: list[Work] = []
         self._out: dict[int, list[Work]] = {}
 
-    def next(self, worker: int, clock: int) -> Work | None:
-        """What a worker does at its clock; None where it has nothing to do now."""
+    def next(self, worker: int, clock: int, asked: Work | None = None) -> Work | None:
+        """What a worker does at its clock; None where it has nothing to do now.
+
+        asked: what this has said before, when the weights for it were asked for.
+        """
         if self.bounded:
             workers = self.members.at(clock)
             if clock >= self.until or worker not in workers:
                 return None
             return Work(clock, workers.index(worker), len(workers))
+        if asked is not None:
+            return asked
         work = self._again.pop(0) if self._again else self._fresh()
         if work is not None:
             self._out.setdefault(worker, []).append(work)

@@ -77,7 +77,8 @@ class Copy:
 class Server:
     """Server `number`. Its shards come with snapshots.
 
-    beat: seconds between two beats. patience: after so many a message is said again.
+    beat: seconds between two beats; None where nobody asks whether it lives. patience: seconds after
+    which a message is said again.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Server:
         number: int,
         layout: Layout,
         terms: Terms,
-        beat: float = 0.5,
+        beat: float | None = 0.5,
         patience: float = 1.0,
     ) -> None:
         self.number = number
@@ -98,7 +99,7 @@ class Server:
         self.copies = {shard: Copy(layout.shards[shard].epoch) for shard in layout.held_by(number)}
         self.lease = math.inf
         """Until when it may answer; without a manager that has said so, for ever."""
-        self._next_beat = -math.inf
+        self._next_beat = -math.inf if beat is not None else math.inf
         self._speakers: dict[int, str] = {}
         """Who speaks for a worker: itself, or one that computes in its name."""
         self._receivers: dict[type, Callable[..., list[Envelope]]] = {
@@ -299,7 +300,8 @@ class Server:
     # The manager
 
     def _beats(self, now: float) -> list[Envelope]:
-        self._next_beat = now + self.beat
+        if self.beat is not None:
+            self._next_beat = now + self.beat
         counts = []
         for who in self.layout.closing:
             for number, one in self.owned.items():

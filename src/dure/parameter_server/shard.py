@@ -207,6 +207,7 @@ class Shard:
             version=self.version,
             own=own,
             floor=int(floor) if floor < torch.inf else None,
+            layout=layout.version,
         )
 
     # Workers that were given up

@@ -92,7 +92,7 @@ class SimulatedLearner(Learner):
             self.layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
         )
         self.servers = [
-            Server(number, self.layout, self.terms, beat=math.inf, patience=math.inf)
+            Server(number, self.layout, self.terms, beat=None, patience=math.inf)
             for number in range(plan.servers)
         ]
         self.network = VirtualNetwork()
@@ -135,14 +135,13 @@ class SimulatedLearner(Learner):
         portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
         # Where servers answer with what they have applied, a worker's own pushes are there: its
         # messages arrive in order, and a pull that finds them missing waits for the copy.
-        return WorkerSide(
-            number, self.layout, portions, clock=clock, patience=math.inf, beat=math.inf
-        )
+        return WorkerSide(number, self.layout, portions, clock=clock, patience=math.inf, beat=None)
 
     # What workers do
 
-    def _next(self, side: WorkerSide) -> Work | None:
-        return self.schedulers[self.plan.group_of(side.number)].next(side.number, side.clock)
+    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
+        scheduler = self.schedulers[self.plan.group_of(side.number)]
+        return scheduler.next(side.number, side.clock, asked)
 
     def _done(self, side: WorkerSide, work: Work) -> None:
         self.schedulers[self.plan.group_of(side.number)].done(side.number, work)

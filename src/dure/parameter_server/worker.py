@@ -143,8 +143,11 @@ class WorkerSide:
 
     @property
     def arrived(self) -> bool:
-        """Whether every answer to the newest question is there."""
-        return self.asked is not None and not self._pulls
+        """Whether every answer to the newest question is there, and the layout of its givers."""
+        if self.asked is None or self._pulls:
+            return False
+        given = (portion.answer.layout for portion in self.portions if portion.answer is not None)
+        return self.layout.version >= max(given, default=0)
 
     def take(self) -> list[Tensor]:
         """The values that have arrived, by portion, with all of the worker's own pushes."""

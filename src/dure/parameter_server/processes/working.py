@@ -72,10 +72,12 @@ class Working:
 
     # Work
 
-    def _next(self, side: WorkerSide) -> Work | None:
+    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
         self.scheduler.members = side.layout.groups[self.group]
         if self.scheduler.bounded:
             return self.scheduler.next(side.number, side.clock)
+        if asked is not None:
+            return asked
         if self._dealt:
             return self._dealt.pop(0)
         if self._left and not self._asked:

@@ -1,0 +1,129 @@
+"""Servers and workers as real processes: the bits of the simulation, and what becomes of the dead.
+
+A worker that dies is killed in the midst of its work, by a loss that the test has given to it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import dure
+from dure.errors import LossNotFiniteError, WorkerFailedError
+from small import largest_difference, same_bits, small_task
+
+STOP = dure.Stop(rounds=3)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def train(task: dure.Task, strategy: dure.ParameterServer, **options: Any) -> dure.Run:
+    return dure.train(task, strategy, stop=options.pop("stop", STOP), **options)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_it_has_the_bits_of_the_simulation(replicas: int) -> None:
+    task = small_task(optimizer=MOMENTUM)
+    strategy = dure.ParameterServer(servers=2, workers=2, batch_size=8, replicas=replicas)
+    run = train(task, strategy)
+    assert same_bits(run, train(task, strategy, world=dure.Simulated()))
+    workers = [line for line in run.summary["per_worker"] if line["name"].startswith("worker")]
+    # 41 examples are 6 steps; the weights go each way once a step.
+    assert [line["bytes_sent"] for line in workers] == [3 * 6 * 8 * 215] * 2
+
+
+@pytest.mark.parametrize("staleness", [2, None])
+def test_one_worker_has_the_bits_of_a_single_worker(staleness: int | None) -> None:
+    task = small_task(optimizer=MOMENTUM)
+    run = train(task, dure.ParameterServer(3, 1, batch_size=8, staleness=staleness))
+    assert same_bits(run, dure.train(task, dure.SingleWorker(8), stop=dure.Stop(epochs=3)))
+
+
+def test_asynchronous_workers_use_each_example_once_an_epoch() -> None:
+    task = small_task()
+    run = train(task, dure.ParameterServer(2, 3, batch_size=9, staleness=None))
+    assert run.summary["samples"] == 3 * 41
+    assert run.summary["numbers"]["pushes"] == 3 * 5 * 3
+
+
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    task = small_task(optimizer=partial(torch.optim.Adam, lr=0.01))
+    strategy = dure.ParameterServer(2, 2, batch_size=8)
+    train(task, strategy, stop=dure.Stop(rounds=1), out=tmp_path / "run")
+    again = dure.resume(tmp_path / "run", task=task, stop=STOP)
+    assert same_bits(again, train(task, strategy, world=dure.Simulated()))
+
+
+def _first(file: Path) -> bool:
+    """Whether this process is the first that asks."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False
+
+
+def kills_worker(
+    file: Path, how: signal.Signals, at: int, outputs: Tensor, targets: Tensor
+) -> Tensor:
+    """Cross entropy, in whose `at`-th call the first process to get so far is killed."""
+    calls = kills_worker.__dict__
+    calls["count"] = calls.get("count", 0) + 1
+    if calls["count"] == at and torch.is_grad_enabled() and _first(file):
+        os.kill(os.getpid(), how)
+    return F.cross_entropy(outputs, targets)
+
+
+def test_workers_go_on_when_one_is_killed_and_no_example_is_left_out(tmp_path: Path) -> None:
+    loss = partial(kills_worker, tmp_path / "killed", signal.SIGKILL, 7)
+    task = small_task(loss=loss)
+    strategy = dure.ParameterServer(2, 3, batch_size=9)
+    run = train(task, strategy)
+    assert (tmp_path / "killed").exists()
+    assert run.summary["ended"] == "rounds"
+    lost = run.summary["facts"][0]["parameter_server"]["lost"]
+    assert len(lost) == 1
+    assert lost[0][0].startswith("worker")
+    # The joint batches stay what they are, whoever computes their parts.
+    assert (
+        largest_difference(
+            run, dure.train(small_task(), dure.SingleWorker(9), stop=dure.Stop(epochs=3))
+        )
+        < 1e-12
+    )
+
+
+def test_without_a_bound_what_a_dead_worker_had_is_dealt_out_again(tmp_path: Path) -> None:
+    loss = partial(kills_worker, tmp_path / "killed", signal.SIGKILL, 5)
+    strategy = dure.ParameterServer(1, 2, batch_size=8, staleness=None)
+    run = train(small_task(loss=loss), strategy)
+    assert run.summary["samples"] == 3 * 41
+
+
+def test_an_error_of_the_task_ends_the_run_and_names_the_worker() -> None:
+    def failing(outputs: Tensor, targets: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and len(targets) == 1:
+            raise RuntimeError("a batch of one")
+        return F.cross_entropy(outputs, targets)
+
+    task = small_task(loss=failing)
+    with pytest.raises(WorkerFailedError, match="a batch of one"):
+        train(task, dure.ParameterServer(1, 2, batch_size=40))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_worker_and_step() -> None:
+    def infinite(outputs: Tensor, targets: Tensor) -> Tensor:
+        last = torch.is_grad_enabled() and len(targets) == 1
+        return F.cross_entropy(outputs, targets) * (float("nan") if last else 1.0)
+
+    with pytest.raises(LossNotFiniteError) as raised:
+        train(small_task(loss=infinite), dure.ParameterServer(1, 2, batch_size=40))
+    assert raised.value.where == "worker 0"
+    assert raised.value.when == "step 2"
