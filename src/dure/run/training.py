@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
+from dure.federated.halves import layout, one_client
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
@@ -92,7 +93,8 @@ class Training:
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
         self.model = seeded_model(self.task, welcome.seed)
-        self.clients: Clients = strategy.one_client(
+        self.clients: Clients = one_client(
+            strategy,
             self.task,
             self.model,
             Conditions(engine=ENGINE),
@@ -101,7 +103,7 @@ class Training:
             welcome.clients,
             divides=self.part is not None,
         )
-        self.layout: Layout = strategy.layout(self.task, self.model, welcome.clients)
+        self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
