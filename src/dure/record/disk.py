@@ -6,6 +6,7 @@ disk says which file could not be written.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from dure.record.seal import checksum
 
 MOMENT = 2.0
 """Seconds for which a disk may be full before the run fails."""
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What file systems answer that cannot sync a folder; then there is nothing better to do."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -59,12 +63,21 @@ def _itself(path: str, flags: int) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk when this returns, where the system can say so."""
-    # Not every file system has it, and then there is nothing better to do.
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
+    """The names in a folder are on the disk when this returns, where the file system can do that.
+
+    Raises RunFolderWriteError where the disk fails.
+    """
+    with told(path):
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except PermissionError:
+            # A folder of somebody else's, say, that may be passed through and not read.
+            return
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
         finally:
             os.close(descriptor)
 
