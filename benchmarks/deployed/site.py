@@ -88,7 +88,7 @@ def echo(asked: argparse.Namespace) -> str:
     with ClientState(asked.state) as kept:
         session = Session(
             asked.url,
-            context=context_for(Reach(asked.url, authority=asked.tls / "authority.pem")),
+            context=context_for(asked.url, Reach(authority=asked.tls / "authority.pem")),
             state=kept,
             audit=None,
             stop=threading.Event(),

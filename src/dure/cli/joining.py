@@ -110,7 +110,8 @@ class Picture:
                 if what == "not wanted":
                     self.last = in_words(what, about)
             case "failed":
-                self.doing, self.last = "waiting a little", in_words(what, about)
+                self.doing = "waiting a little"
+                self.last = in_words(what, about)
             case "waiting":
                 self.doing = in_words(what, about)
             case _:
@@ -132,7 +133,8 @@ class Picture:
 
     def _record(self) -> str:
         """1 h 05 min · 12 updates counted, 1 did not · the update counts."""
-        counted, did_not = self.outcomes[True], self.outcomes[False]
+        counted = self.outcomes[True]
+        did_not = self.outcomes[False]
         updates = f"{counted} {'update' if counted == 1 else 'updates'} counted"
         if did_not:
             updates += f", {did_not} did not"

@@ -13,7 +13,6 @@ here is the caller's business. Arrays may be numpy's, torch's or anything that n
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.run.site import Reach, opened
+from dure.run.site import Reach, opened, path_of
 from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
@@ -60,13 +59,13 @@ class Client:
         self.examples = examples
         self.over: str | None = None
         """Why the run is over, once it is."""
-        self._name = name or os.uname().nodename
         self._part = part
         self._stop = threading.Event()
         self._ending = ExitStack()
-        reach = Reach(url, self._name, state, part, token, authority, certificate)
+        reach = Reach(name, path_of(state), part, token, path_of(authority), path_of(certificate))
+        self._name = name
         try:
-            self._site = self._ending.enter_context(opened(reach, self._stop))
+            self._site = self._ending.enter_context(opened(url, reach, self._stop))
             self.session = self._site.session
             self._site.policy.hold()
             # First a look: whoever declines takes nobody's place.

@@ -88,7 +88,9 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
         content = path.read_bytes()
         said = json.loads(beside.read_bytes())
         signature = bytes.fromhex(said.pop("signature"))
-        lineage, digest, public = said["lineage"], said["model_sha256"], said["key"]
+        lineage = said["lineage"]
+        digest = said["model_sha256"]
+        public = said["key"]
         true = is_signed(public, _message(said), signature)
     except OSError as error:
         raise LineageError(f"cannot read {error.filename}: {error.strerror}") from error

@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +23,32 @@ from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
 
 
-class Reach(NamedTuple):
-    """How a site reaches its server, and as whom; `dure.join` says what these are."""
+@dataclass(frozen=True)
+class Reach:
+    """Who takes part, and how it reaches its server.
 
-    url: str
+    Args:
+        name: how this client is called; by default as its invitation says, or by its number.
+        state: the folder of what this client keeps; with one it may be killed and started again.
+            policy.toml in it says what this site allows, audit.jsonl what has left it.
+        part: for demonstrations, takes the place of this simulated client: of the task's data only
+            what the partition gives it.
+        token: of an invitation (dure clients invite), needed once.
+        authority: PEM file of who signed the server's certificate; the system's by default.
+        certificate: PEM file of this client's certificate, where the server wants one.
+    """
+
     name: str = ""
-    state: str | Path | None = None
+    state: Path | None = None
     part: int | None = None
     token: str = ""
-    authority: str | Path | None = None
-    certificate: str | Path | None = None
+    authority: Path | None = None
+    certificate: Path | None = None
+
+
+def path_of(given: str | Path | None) -> Path | None:
+    """A path that may be given as text, or not at all."""
+    return None if given is None else Path(given)
 
 
 class Site(NamedTuple):
@@ -65,6 +82,7 @@ class Site(NamedTuple):
 
 @contextmanager
 def opened(
+    url: str,
     reach: Reach,
     stop: threading.Event,
     *,
@@ -74,10 +92,10 @@ def opened(
 ) -> Iterator[Site]:
     """The site, for as long as the block goes on.
 
-    stop: ends every wait. audits: notes what leaves, where the site has a folder. tell: hears of
-    what goes wrong with the link; moved: of bytes of a transfer.
+    url: of its server. stop: ends every wait. audits: notes what leaves, where the site has a
+    folder. tell: hears of what goes wrong with the link; moved: of bytes of a transfer.
     """
-    folder = Path(reach.state) if reach.state is not None else None
+    folder = reach.state
     policy = Policy() if folder is None else Policy.beside(folder)
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
@@ -86,8 +104,8 @@ def opened(
             audit = Audit(folder / "audit.jsonl")
             ending.callback(audit.close)
         session = Session(
-            reach.url,
-            context=context_for(reach),
+            url,
+            context=context_for(url, reach),
             state=kept,
             audit=audit,
             stop=stop,
@@ -101,14 +119,14 @@ def opened(
         yield Site(session, kept, policy)
 
 
-def context_for(reach: Reach) -> ssl.SSLContext | None:
+def context_for(url: str, reach: Reach) -> ssl.SSLContext | None:
     """For TLS with the server; None over plain HTTP."""
-    if not reach.url.startswith("https:"):
+    if not url.startswith("https:"):
         return None
     # Here: a site without TLS does without these libraries.
     from dure.wire.certificates import client_context
 
     own = None
     if reach.certificate is not None:
-        own = Path(reach.certificate), Path(reach.certificate).with_suffix(".key")
-    return client_context(Path(reach.authority) if reach.authority is not None else None, own)
+        own = reach.certificate, reach.certificate.with_suffix(".key")
+    return client_context(reach.authority, own)
