@@ -369,20 +369,32 @@ def test_a_policy_that_asks_waits_for_its_user_and_says_what_of(tmp_path: Path) 
     assert run.summary["ended"] == "rounds"
 
 
-def test_a_check_says_what_would_be_sent_and_sends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "numbers"),
+    [
+        (dure.FedAvg(clients=1, batch_size=4), 215),
+        # Control variates travel beside the weights, personal layers stay.
+        (dure.Scaffold(clients=1, batch_size=4), 2 * 215),
+        (dure.FedPer(clients=1, batch_size=4), 215 - 27),
+    ],
+    ids=lambda one: one.name if isinstance(one, dure.Strategy) else "",
+)
+def test_a_check_says_what_would_be_sent_and_sends_nothing(
+    tmp_path: Path, strategy: dure.Strategy, numbers: int
+) -> None:
     task = small_task()
     lines: list[str] = []
 
     def site(url: str) -> Any:
+        with pytest.raises(ValueError, match="part is 7, but clients have the numbers 0 to 0"):
+            list(check(url, task, Reach(part=7)))
         lines.extend(check(url, task, Reach("a", tmp_path / "state", part=0)))
         return dure.join(url, task, name="a", part=0, state=tmp_path / "state")
 
-    run, (began,) = served(
-        task, dure.FedAvg(clients=1, batch_size=4), site, out=tmp_path / "run", rounds=1
-    )
+    run, (began,) = served(task, strategy, site, out=tmp_path / "run", rounds=1)
     assert began.error is None
     said = "\n".join(lines)
-    assert f"{8 * 215:,} bytes an update" in said
+    assert f"{8 * numbers:,} bytes an update" in said
     assert [line.partition(":")[0] for line in lines] == [
         "network",
         "identity",
@@ -392,6 +404,12 @@ def test_a_check_says_what_would_be_sent_and_sends_nothing(tmp_path: Path) -> No
         "would be sent",
     ]
     assert run.summary["facts"][0]["flights"]
+
+
+def test_a_site_without_training_data_takes_no_place() -> None:
+    # It does not even call with its token: nobody is there.
+    with pytest.raises(ValueError, match="no training data, and a client trains on its own"):
+        dure.join("http://127.0.0.1:9", bare(), token="t" * 32)
 
 
 def test_clients_of_one_machine_need_no_names(tmp_path: Path) -> None:

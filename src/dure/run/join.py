@@ -51,6 +51,8 @@ def join(
     client, and ValueError for a task that cannot be trained.
     """
     reach = Reach(name, path_of(state), part, token, path_of(authority), path_of(certificate))
+    # First of all: a task that will not do spends no token.
+    training = Training(task, name, part)
     with opened(
         url,
         reach,
@@ -59,7 +61,7 @@ def join(
         moved=lambda count: on_progress("moved", {"bytes": count}),
     ) as site:
         session, kept, policy = site
-        training = Training(task, name, part, policy.share_errors)
+        training.share_errors = policy.share_errors
         policy.hold()
         # First a look: whoever declines takes nobody's place.
         site.agree(session.check_in(training.look()), approve)
@@ -85,8 +87,8 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     Network, certificate and identity by a check-in that only looks; disk by a file of the size of
     what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does.
     """
+    training = Training(task, reach.name, reach.part)
     with opened(url, reach, threading.Event(), audits=False) as (session, kept, policy):
-        training = Training(task, reach.name, reach.part)
         welcome = session.check_in(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"

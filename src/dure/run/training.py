@@ -25,7 +25,7 @@ from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Layout
 from dure.wire.requests import (
@@ -53,6 +53,8 @@ class Training:
     """A task of dure's, trained as one client of a federated strategy.
 
     part: the simulated client whose examples it takes; None: all of the task's are its own.
+
+    Raises ValueError for a task without training data, which would take a place and fill none.
     """
 
     task: Task
@@ -66,6 +68,8 @@ class Training:
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not len(self.task.train):
+            raise ValueError("the task has no training data, and a client trains on its own")
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
 
@@ -89,6 +93,9 @@ class Training:
         strategy = decode_strategy(welcome.strategy)
         if not isinstance(strategy, Federated):
             raise ValueError(f"{strategy.name} is no federated system")
+        if self.part is not None and not 0 <= self.part < welcome.clients:
+            last = welcome.clients - 1
+            raise ValueError(f"part is {self.part}, but clients have the numbers 0 to {last}")
         # Who only looks has no number yet.
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
@@ -123,8 +130,12 @@ class Training:
         load_frozen(self.model, tensors)
 
     def would_send(self) -> int:
-        """Bytes of an update, but for what an algorithm sends besides."""
-        return sum(one.nbytes for one in [*trained_of(self.model), *self.model.buffers()])
+        """Bytes of the tensors of an update."""
+        algorithm = self.clients.algorithm
+        weights = algorithm.shared(FlatParameters(self.model).copy())
+        # Besides weights an algorithm sends as much as it is sent (`Algorithm.expects`).
+        sent = [*weights, *self.model.buffers(), *algorithm.down()]
+        return sum(one.nbytes for one in sent)
 
     def one_step(self) -> float:
         """Trains on one batch, and forgets it; how many seconds that took."""
