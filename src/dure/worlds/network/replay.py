@@ -21,14 +21,13 @@ from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import Measure, Measured
 from dure.wire.layout import Federation
-from dure.worlds.here import run_here
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal, backup
 from dure.worlds.network.server.carrier import COHORT, NetworkCarrier
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
-from dure.worlds.network.world import ENGINE, machine
+from dure.worlds.network.world import ENGINE, machine, run_server
 
 Value = TypeVar("Value")
 
@@ -54,12 +53,7 @@ class Replay(World):
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        def here(place: Place) -> Value:
-            place.conditions = self.conditions
-            place.network = lambda federation: self._carrier(federation, place)
-            return program(place)
-
-        return run_here(here, report, "server", self.kind, is_worker=False)
+        return run_server(program, report, self.conditions, self._carrier)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
         copy = Path(place.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))

@@ -132,12 +132,7 @@ class Network(World):
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        def here(place: Place) -> Value:
-            place.conditions = self.conditions
-            place.network = lambda federation: self._carrier(federation, place)
-            return program(place)
-
-        return run_here(here, report, "server", self.kind, is_worker=False)
+        return run_server(program, report, self.conditions, self._carrier)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
         """Begins to serve, and returns what joins the coordinator with the clients.
@@ -197,6 +192,22 @@ class Network(World):
                 f"one with dure certificates, or say --insecure"
             )
         return None, lambda: None
+
+
+def run_server(
+    program: Callable[[Place], Value],
+    report: Callable[[dict[str, Any]], None],
+    conditions: Conditions,
+    carrier: Callable[[Federation, Place], Carrier],
+) -> Value:
+    """Runs the server half in this process. carrier: what joins it with its clients."""
+
+    def here(place: Place) -> Value:
+        place.conditions = conditions
+        place.network = lambda federation: carrier(federation, place)
+        return program(place)
+
+    return run_here(here, report, "server", "clients", is_worker=False)
 
 
 def _check_address(host: str, port: int) -> None:
