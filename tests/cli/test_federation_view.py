@@ -127,6 +127,23 @@ def test_a_client_without_a_terminal_says_a_line_for_each_thing(capsys) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("what", "about"),
+    [
+        ("settled", {"kept": False, "reason": "late\x1b[2J\nthe update counts"}),
+        ("over", {"why": "\x1b[31mthe run\r is over"}),
+        ("checked in", {"client": 1, "differs": ["torch \x1b]0;title\x07"]}),
+    ],
+)
+def test_what_a_server_says_moves_no_cursor(capsys, what: str, about: dict[str, Any]) -> None:
+    with Joining() as shows:
+        shows(what, about)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.removesuffix("\n").isprintable()
+    assert all(letter.isprintable() for line in shows.picture.last for letter in line)
+
+
 def test_json_lines_have_no_pieces_of_transfers(capsys) -> None:
     with Joining(as_json=True) as display:
         display("sending", {"round": 0, "bytes": 10})

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.cli.show import error_console, human_bytes
-from dure.report.words import duration
+from dure.report.words import duration, printable
 
 About = Mapping[str, object]
 
@@ -143,7 +143,11 @@ class Picture:
 
 
 def in_words(what: str, about: About) -> str:
-    """An event in a line."""
+    """An event in a line, in which a server's words are no more than words."""
+    return printable(_in_words(what, about))
+
+
+def _in_words(what: str, about: About) -> str:
     match what:
         case "checked in":
             differs = about.get("differs")

@@ -249,6 +249,7 @@ def join(given: list[str]) -> int:
         raise ValueError(f"{url} is no address of a server: https://HOST:PORT")
     check_names(reference, [])
     from dure.cli.joining import Joining
+    from dure.report.words import printable
     from dure.run import join as joins
     from dure.run.site import Reach
     from dure.tasks.builtin import load_task
@@ -263,7 +264,7 @@ def join(given: list[str]) -> int:
     with Joining(how.json) as display, _stops(stop):
         if how.check:
             for line in joins.check(url, task, reach):
-                print(line)
+                print(printable(line))
             return 0
         try:
             over = joins.join(

@@ -7,6 +7,7 @@ from typing import Any
 
 from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import LineageError
+from dure.report.words import printable
 
 USAGE = "dure verify RUN|MODEL"
 
@@ -42,15 +43,10 @@ def main(given: list[str]) -> int:
         ) from error
     print(f"as it was signed by {found.key}")
     for line in lines:
-        print(_printable(line))
+        print(printable(line))
     if how.key is None:
         print("any key would do: name with --key the one that the server's owner has told you")
     return 0
-
-
-def _printable(line: str) -> str:
-    """Without what would move a terminal's cursor, and so write over other lines."""
-    return "".join(each if each.isprintable() else " " for each in line)
 
 
 def in_words(lineage: dict[str, Any]) -> list[str]:
