@@ -367,6 +367,7 @@ class Federated(Strategy):
             trains=trains_of(task, model),
             frozen=frozen_of(model),
             threads=self._threads(task, model, clients),
+            samples=self.work().most_samples,
         )
         carrier = network(federation)
         server = self.server_half(task, model, place, carrier, seed)

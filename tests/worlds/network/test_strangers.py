@@ -15,8 +15,8 @@ from fuzzed import DIGEST, STREAM, Request, Target
 from dure.errors import ServeError
 from dure.wire.certificates import issue_server, make_authority, server_context
 from dure.worlds.network.server import serving
-from dure.worlds.network.server.app import PART
 from dure.worlds.network.server.serving import Serving
+from dure.worlds.network.server.uploads import PART
 
 SECONDS = 15.0
 """Until which the server has closed what it closes after one, on a busy machine."""

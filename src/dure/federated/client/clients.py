@@ -85,6 +85,11 @@ class LocalWork:
         """Batches in one pass."""
         return batches_per_epoch(examples, self.batch(examples), self.needs_two)
 
+    def most_samples(self, examples: int) -> int:
+        """Examples processed in a round, at the most: each step may be as large as one can be."""
+        # One that is left at the end of a pass may join the batch before it.
+        return self.steps_of(examples) * min(self.batch(examples) + 1, examples)
+
     def batch(self, examples: int) -> int:
         """Examples of a step that is not the last of a pass."""
         return min(self.batch_size or examples, examples)
