@@ -66,6 +66,7 @@ class JoinOptions:
         certificate: PEM file of this client's certificate, where the server wants one.
         check: try network, certificate, disk and one batch, say what would be sent, and end.
         approve: agree to take part in the run that the server serves, where policy.toml asks.
+        give_up: hours for which a server that is not reached is tried; none tries on without end.
         json: print what happens as JSON lines on standard output.
     """
 
@@ -77,6 +78,7 @@ class JoinOptions:
     certificate: Path | None = None
     check: bool = False
     approve: bool = False
+    give_up: float | None = 24.0
     json: bool = False
 
 
@@ -287,7 +289,13 @@ def join(given: list[str]) -> int:
             return 0
         try:
             over = joins.join(
-                url, task, **arguments, approve=how.approve, stop=stop, on_progress=display
+                url,
+                task,
+                **arguments,
+                approve=how.approve,
+                give_up=how.give_up,
+                stop=stop,
+                on_progress=display,
             )
         except joins.stopped() as ended:
             print(f"dure: {str(ended) or 'stopped'}", file=sys.stderr)

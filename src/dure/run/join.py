@@ -18,6 +18,9 @@ from dure.run.training import Training
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
 
+CHECK_SECONDS = 10.0
+"""For which a check tries a server that is not reached."""
+
 Progress = Callable[[str, Mapping[str, object]], None]
 
 
@@ -36,6 +39,7 @@ def join(
     authority: str | Path | None = None,
     certificate: str | Path | None = None,
     approve: bool = False,
+    give_up: float | None = 24.0,
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
@@ -47,13 +51,15 @@ def join(
     keeps; a client that has one can be killed and started again. token: of an invitation, needed
     once. authority: PEM file of who signed the server's certificate; the system's by default.
     certificate: PEM file of this client's own, where the server wants one. approve: agrees to the
-    run that is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of
+    run that is served, where policy.toml asks. give_up: hours for which a server that is not
+    reached is tried; None tries on without end. stop: ends it when it is set. on_progress: hears of
     what happens, such as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
-    client, and ValueError for a task that cannot be trained.
+    client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
+    task that cannot be trained.
     """
-    reach = Reach(url, name, state, part, token, authority, certificate)
+    reach = Reach(url, name, state, part, token, authority, certificate, give_up)
     with opened(
         reach,
         stop or threading.Event(),
@@ -92,9 +98,11 @@ def check(
     """Tries what `join` would need, and says in lines what it found and what would be sent.
 
     Network, certificate and identity by a check-in that only looks; disk by a file of the size of
-    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does.
+    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does,
+    after `CHECK_SECONDS` where the server is not reached.
     """
-    reach = Reach(url, name, state, part, token, authority, certificate)
+    hours = CHECK_SECONDS / 3600
+    reach = Reach(url, name, state, part, token, authority, certificate, hours)
     with opened(reach, threading.Event(), audits=False) as (session, kept, policy):
         training = Training(task, name, part)
         welcome = session.check_in(training.look())

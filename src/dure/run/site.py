@@ -32,6 +32,16 @@ class Reach(NamedTuple):
     token: str = ""
     authority: str | Path | None = None
     certificate: str | Path | None = None
+    give_up: float | None = 24.0
+
+    @property
+    def give_up_seconds(self) -> float | None:
+        """Raises ValueError where it is no time."""
+        if self.give_up is not None and not self.give_up > 0:
+            raise ValueError(
+                f"give_up is {self.give_up}, but a server is tried for more than 0 hours"
+            )
+        return None if self.give_up is None else 3600 * self.give_up
 
 
 class Site(NamedTuple):
@@ -78,6 +88,7 @@ def opened(
     what goes wrong with the link; moved: of bytes of a transfer.
     """
     folder = Path(reach.state) if reach.state is not None else None
+    _ = reach.give_up_seconds
     policy = Policy() if folder is None else Policy.beside(folder)
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
@@ -94,6 +105,7 @@ def opened(
             tell=tell,
             moved=moved,
             bytes_per_second=policy.bandwidth,
+            give_up=reach.give_up_seconds,
         )
         ending.callback(session.close)
         if reach.token and kept.about is None:

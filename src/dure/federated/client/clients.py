@@ -145,6 +145,9 @@ class Clients:
         self.memories: dict[int, Memory] = {}
         self.trained: dict[int, float] = {}
         """When each client last began to train, where data come and go."""
+        self.look: Callable[[], None] | None = None
+        """Called between batches by engines that train one client after another; what it raises
+        ends the training."""
         self._make = engine
         self._engine: Engine | None = None
         self.chosen: str | None = None
@@ -369,6 +372,7 @@ class Clients:
             self.why = self.why if again else engine.why
             self.chunk = engine.chunk
             self.threads = engine.threads
+        self._engine.look = self.look
         return self._engine
 
     def close(self) -> None:
