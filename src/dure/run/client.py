@@ -35,8 +35,8 @@ class Client:
     """One client of the federation at `url`: iterating over it gives what there is to train.
 
     examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
-    certificate, approve, give_up: as in `dure.join`. What policy.toml in `state` says holds here too, but
-    for how long the loop trains, which is its own business.
+    certificate, approve, give_up: as in `dure.join`. What policy.toml in `state` says holds here
+    too, but for how long the loop trains, which is its own business.
 
     Raises dure.errors.DureError for a server that does not take this client, or a run that the
     site does not take part in.

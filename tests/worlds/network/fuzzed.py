@@ -88,7 +88,7 @@ class Target:
             heartbeat=0.01,
             patience=0.01,
             compare=lambda theirs, ours: ["the loss"] if theirs.loss else [],
-            samples=lambda examples: 3 * examples,
+            samples=lambda examples: 2 * examples,
         )
         self.app = App(served, self.desk, self.shelf, self.journal, self.updates, self.access)
         self.serving = Serving(self.app.asgi(), "127.0.0.1", 0, None, self.app.lives_in)

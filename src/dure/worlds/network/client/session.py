@@ -325,7 +325,8 @@ class Session:
         model = self.state.model_file()
         what = "no model yet" if model is None else f"the model of round {model[0]}"
         waiting = len(self.state.updates())
-        unsent = f", and {waiting} updates whose outcome is not known" if waiting else ""
+        updates = "update" if waiting == 1 else "updates"
+        unsent = f", and {waiting} {updates} of unknown outcome" if waiting else ""
         return f"kept in {self.state.folder}: {what}{unsent}; join again to go on"
 
     def _note(

@@ -136,7 +136,11 @@ class App:
                 self.watching.mistake()
                 return refusal(500, "the server has made a mistake; its log says where")
 
-        return Route(path, endpoint, methods=None if method is None else [method])
+        route = Route(path, endpoint, methods=[method or "GET"])
+        if method is None:
+            # Given none, Starlette would take GET alone, and refuse others before the gate.
+            route.methods = set()
+        return route
 
     async def _checked(self, handler: Handler, request: Request, admitted: Admitted) -> Response:
         """What cannot be right is counted against the client that has sent it."""

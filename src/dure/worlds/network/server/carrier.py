@@ -145,7 +145,7 @@ class NetworkCarrier:
         self.flown: list[Flight] = []
         self._begun = False
         self._follows = False
-        """Whether time that has passed follows from events; of earlier versions, from ticks alone."""
+        """Whether any event says that time has passed; for earlier versions, ticks alone do."""
         self._again: list[int] = []
         """Tickets of a checkpoint, whose assignments are to be put on the desk again."""
         self._underway: dict[int, Underway] = {}
