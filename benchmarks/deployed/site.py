@@ -11,7 +11,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -63,7 +63,9 @@ class Echo:
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
         pass
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+    def train(
+        self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+    ) -> Answered:
         time.sleep(self.work)
         reserve = Reserve(
             ticket=train.ticket,

@@ -137,7 +137,8 @@ def test_a_web_server_is_no_server_of_dure(capsys: pytest.CaptureFixture[str]) -
 
     with answering(answer) as port:
         status, said = joins(f"http://127.0.0.1:{port}", capsys=capsys)
-    assert (status, said) == (1, ["dure: the server answers 404 Not Found"])
+    what = f"dure: what answers at 127.0.0.1:{port} is no server of dure: it answers 404 Not Found"
+    assert (status, said) == (1, [what])
 
 
 def test_a_certificate_of_somebody_unknown_ends_the_command(

@@ -144,6 +144,7 @@ def _serving(
         trains=trains_of(task, model),
         frozen=frozen_of(model),
         threads=_threads(strategy, task, model, clients),
+        samples=strategy.work().most_samples,
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)

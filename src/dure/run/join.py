@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from dure.contracts.task import Task
@@ -18,6 +19,9 @@ from dure.run.training import Training
 from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
+
+CHECK_SECONDS = 10.0
+"""For which a check tries a server that is not reached."""
 
 Progress = Callable[[str, Mapping[str, object]], None]
 
@@ -37,20 +41,23 @@ def join(
     authority: str | Path | None = None,
     certificate: str | Path | None = None,
     approve: bool = False,
+    give_up: float | None = 24.0,
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
     """Takes part in the federation that the server at `url` serves, until its run is over.
 
     task: what is learned, with this site's own examples. name, state, part, token, authority,
-    certificate: as `dure.run.site.Reach` says. approve: agrees to the run that is served, where
-    policy.toml asks. stop: ends it when it is set. on_progress: hears of what happens, such as
-    ("training", {"round": 3}).
+    certificate, give_up: as `dure.run.site.Reach` says. approve: agrees to the run that is served,
+    where policy.toml asks. stop: ends it when it is set. on_progress: hears of what happens, such
+    as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
-    client, and ValueError for a task that cannot be trained.
+    client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
+    task that cannot be trained.
     """
-    reach = Reach(name, path_of(state), part, token, path_of(authority), path_of(certificate))
+    files = path_of(authority), path_of(certificate)
+    reach = Reach(name, path_of(state), part, token, *files, give_up)
     # First of all: a task that will not do spends no token.
     training = Training(task, name, part)
     with opened(
@@ -85,9 +92,11 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     """Tries what `join` would need, and says in lines what it found and what would be sent.
 
     Network, certificate and identity by a check-in that only looks; disk by a file of the size of
-    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does.
+    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does,
+    after `CHECK_SECONDS` where the server is not reached.
     """
     training = Training(task, reach.name, reach.part)
+    reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event(), audits=False) as (session, kept, policy):
         welcome = session.check_in(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"

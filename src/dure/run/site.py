@@ -36,6 +36,7 @@ class Reach:
         token: of an invitation (dure clients invite), needed once.
         authority: PEM file of who signed the server's certificate; the system's by default.
         certificate: PEM file of this client's certificate, where the server wants one.
+        give_up: hours for which a server that is not reached is tried; none tries on without end.
     """
 
     name: str = ""
@@ -44,6 +45,16 @@ class Reach:
     token: str = ""
     authority: Path | None = None
     certificate: Path | None = None
+    give_up: float | None = 24.0
+
+    @property
+    def give_up_seconds(self) -> float | None:
+        """Raises ValueError where it is no time."""
+        if self.give_up is not None and not self.give_up > 0:
+            raise ValueError(
+                f"give_up is {self.give_up}, but a server is tried for more than 0 hours"
+            )
+        return None if self.give_up is None else 3600 * self.give_up
 
 
 def path_of(given: str | Path | None) -> Path | None:
@@ -96,6 +107,7 @@ def opened(
     folder. tell: hears of what goes wrong with the link; moved: of bytes of a transfer.
     """
     folder = reach.state
+    _ = reach.give_up_seconds
     policy = Policy() if folder is None else Policy.beside(folder)
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
@@ -112,6 +124,7 @@ def opened(
             tell=tell,
             moved=moved,
             bytes_per_second=policy.bandwidth,
+            give_up=reach.give_up_seconds,
         )
         ending.callback(session.close)
         if reach.token and kept.about is None:

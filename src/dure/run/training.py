@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from dure.wire.requests import (
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.loop import Answered
-from dure.worlds.network.client.session import Session
+from dure.worlds.network.client.session import NotWantedError, Session
 
 ENGINE: EngineName = "loop"
 """How clients on a network train."""
@@ -149,7 +149,14 @@ class Training:
         optimizer.step()
         return time.perf_counter() - started
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+    def train(
+        self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+    ) -> Answered:
+        def look() -> None:
+            if not wanted():
+                raise NotWantedError
+
+        self.clients.look = look
         weights, buffers, extra = self.layout.apart(tensors)
         assignment = Assignment(
             ticket=train.ticket,

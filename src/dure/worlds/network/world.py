@@ -272,7 +272,8 @@ class _Server:
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.access import Access
-        from dure.worlds.network.server.app import App, Served
+        from dure.worlds.network.server.app import App
+        from dure.worlds.network.server.attendance import Served
         from dure.worlds.network.server.desk import Desk
         from dure.worlds.network.server.log_lines import logged_to
         from dure.worlds.network.server.register import Register
@@ -320,6 +321,7 @@ class _Server:
             heartbeat=world.heartbeat,
             patience=3 * world.heartbeat,
             compare=differences,
+            samples=federation.samples,
         )
         self._renew = [renew]
         app = App(
@@ -343,7 +345,7 @@ class _Server:
 
     def _shows_status(self, world: Network, access: Access, place: Place) -> None:
         """Begins to serve what an operator sees, on a listener of its own."""
-        from dure.worlds.network.server.carrier import differences
+        from dure.worlds.network.server.cohort import differences
         from dure.worlds.network.server.serving import Serving
         from dure.worlds.network.server.status import TOKEN, Status, kept_token
 
