@@ -66,7 +66,7 @@ class JoinOptions:
         certificate: PEM file of this client's certificate, where the server wants one.
         check: try network, certificate, disk and one batch, say what would be sent, and end.
         approve: agree to take part in the run that the server serves, where policy.toml asks.
-        give_up: hours for which a server that is not reached is tried; none tries on without end.
+        give_up: hours for which a server that is not reached is tried; None tries on without end.
         json: print what happens as JSON lines on standard output.
     """
 
