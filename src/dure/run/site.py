@@ -36,7 +36,7 @@ class Reach:
         token: of an invitation (dure clients invite), needed once.
         authority: PEM file of who signed the server's certificate; the system's by default.
         certificate: PEM file of this client's certificate, where the server wants one.
-        give_up: hours for which a server that is not reached is tried; none tries on without end.
+        give_up: hours for which a server that is not reached is tried; None tries on without end.
     """
 
     name: str = ""

@@ -18,6 +18,7 @@ import pytest
 from torch import Tensor, nn
 
 import dure
+from dure.worlds.network.client.link import RefusedError
 from small import network, small_task
 
 SECONDS = 60.0
@@ -124,3 +125,26 @@ def test_training_for_a_round_that_is_over_is_left_off(tmp_path: Path) -> None:
     assert "not wanted" in heard
     assert "sending" not in heard
     assert heard[-1] != "waiting"
+
+
+def test_a_loop_of_its_own_sends_no_more_examples_than_it_has_said(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def loop(url: str) -> None:
+        with dure.Client(url, examples=5, name="own") as client:
+            for work in client:
+                with pytest.raises(ValueError, match="has said that it has 5"):
+                    work.send(work.arrays, examples=6)
+                with pytest.raises(RefusedError) as refused:
+                    work.send(work.arrays, samples=1000)
+                told.append(str(refused.value))
+                assert not work.sent
+                assert work.send(work.arrays, examples=5, samples=10)
+
+    strategy = dure.FedAvg(clients=1, batch_size=4)
+    run = served(tmp_path / "run", strategy, loop, stop=dure.Stop(rounds=1))
+    assert told == [
+        "the update cannot be: it has processed 1,000 samples, and of 5 examples 10 are asked for "
+        "at most"
+    ]
+    assert run.summary["samples"] == 10
