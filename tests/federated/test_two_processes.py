@@ -247,7 +247,8 @@ def test_a_server_that_is_started_again_goes_on_while_its_clients_have_lived_on(
             first = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             for _ in range(ROUNDS // 2):
                 first.advance(0)
-            weights, state = unpack_checkpoint(pack_checkpoint(first.weights(), first.state()))
+            contents = pack_checkpoint(first.weights(), first.state())
+            weights, state = unpack_checkpoint(tuple(map(bytes, contents)))
             again = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             again.restore(weights, state)
             for _ in range(ROUNDS - ROUNDS // 2):

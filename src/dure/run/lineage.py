@@ -56,10 +56,9 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(_spelled(config)).hexdigest()
 
 
-def signed(lineage: Mapping[str, Any], model: bytes, sign: Sign) -> dict[str, Any]:
-    """The content of model.lineage.json. model: the file of the weights."""
-    key = sign.public
-    said = {"lineage": lineage, "model_sha256": hashlib.sha256(model).hexdigest(), "key": key}
+def signed(lineage: Mapping[str, Any], model: str, sign: Sign) -> dict[str, Any]:
+    """The content of model.lineage.json. model: the SHA-256 of the file of the weights."""
+    said = {"lineage": lineage, "model_sha256": model, "key": sign.public}
     # As it will be read again: a tuple, for one, comes back as a list.
     said = json.loads(_spelled(said))
     return {**said, "signature": sign.sign(_message(said)).hex()}

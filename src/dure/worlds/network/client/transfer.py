@@ -32,8 +32,9 @@ from torch import Tensor
 
 from dure.errors import DureError
 from dure.record.disk import sync_folder, told
+from dure.record.weights import header_of
 from dure.wire.requests import RequestError, Reserve, Reserved, from_json
-from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, header_of, receive
+from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, receive
 from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.client.link import (
     Answer,
