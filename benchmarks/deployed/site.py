@@ -11,7 +11,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -63,7 +63,9 @@ class Echo:
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
         pass
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+    def train(
+        self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+    ) -> Answered:
         time.sleep(self.work)
         reserve = Reserve(
             ticket=train.ticket,
@@ -88,7 +90,7 @@ def echo(asked: argparse.Namespace) -> str:
     with ClientState(asked.state) as kept:
         session = Session(
             asked.url,
-            context=context_for(Reach(asked.url, authority=asked.tls / "authority.pem")),
+            context=context_for(asked.url, Reach(authority=asked.tls / "authority.pem")),
             state=kept,
             audit=None,
             stop=threading.Event(),

@@ -88,7 +88,10 @@ class LossNotFiniteError(DureError):
     def __init__(self, loss: float, where: str, when: str, intact: bool = True) -> None:
         # All arguments: an exception is pickled by them, when a rank sends it to another process.
         super().__init__(loss, where, when, intact)
-        self.loss, self.where, self.when, self.intact = loss, where, when, intact
+        self.loss = loss
+        self.where = where
+        self.when = when
+        self.intact = intact
 
     def __str__(self) -> str:
         return (
@@ -106,7 +109,10 @@ class WorkerFailedError(DureError):
 
     def __init__(self, who: str, step: str, reason: str, traceback: str = "") -> None:
         super().__init__(who, step, reason, traceback)
-        self.who, self.step, self.reason, self.traceback = who, step, reason, traceback
+        self.who = who
+        self.step = step
+        self.reason = reason
+        self.traceback = traceback
 
     def __str__(self) -> str:
         return f"{self.who} failed in {self.step}: {self.reason}"
@@ -136,7 +142,8 @@ class MismatchError(DureError, RuntimeError):
 
     def __init__(self, operation: str, calls: tuple[tuple[tuple[int, ...], str], ...]) -> None:
         super().__init__(operation, calls)
-        self.operation, self.calls = operation, calls
+        self.operation = operation
+        self.calls = calls
 
     def __str__(self) -> str:
         made = "; ".join(f"{_ranks(ranks)} called {call}" for ranks, call in self.calls)
@@ -154,7 +161,10 @@ class PeerLostError(DureError, RuntimeError):
 
     def __init__(self, ranks: tuple[int, ...], operation: str, step: str, reason: str) -> None:
         super().__init__(ranks, operation, step, reason)
-        self.ranks, self.operation, self.step, self.reason = ranks, operation, step, reason
+        self.ranks = ranks
+        self.operation = operation
+        self.step = step
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{_ranks(self.ranks)} {self.reason}, during {self.operation} of {self.step}"

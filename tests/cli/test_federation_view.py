@@ -115,16 +115,63 @@ def test_a_client_shows_its_round_its_transfer_and_what_came_of_the_last() -> No
     assert "12.3 MB" not in text
 
 
-def test_a_client_without_a_terminal_says_a_line_for_each_thing(capsys) -> None:
+def a_round(display: Joining, number: int, kept: bool = True, reason: str = "") -> None:
+    """All events of a round."""
+    display("fetching", {"round": number, "bytes": 812_000})
+    display("training", {"round": number})
+    display("sending", {"round": number, "bytes": 812_000})
+    display("moved", {"bytes": 10})
+    display("sent", {"round": number, "bytes": 812_000})
+    display("settled", {"kept": kept, "reason": reason})
+    display("measuring", {"round": number + 1})
+
+
+def test_a_client_without_a_terminal_says_one_line_a_round(capsys) -> None:
     with Joining() as display:
-        display("training", {"round": 0})
-        display("moved", {"bytes": 10})
-        display("waiting", {"why": "the server is away; trying again in 1 s"})
-        display("waiting", {"why": "the server is away; trying again in 2 s"})
+        display("checked in", {"client": 1})
+        for number in range(3):
+            a_round(display, number)
+        a_round(display, 3, kept=False, reason="it is not finite")
+        display("fetching", {"round": 4, "bytes": 812_000})
+        display("training", {"round": 4})
+        display("not wanted", {"round": 4, "why": "the run is over"})
+        display("over", {"why": "the run is over"})
     assert capsys.readouterr().err.splitlines() == [
-        "dure: round 1: training",
-        "dure: the server is away; trying again in 1 s",
+        "dure: checked in as client 1",
+        "dure: round 1: sent 812 kB; the update counts",
+        "dure: round 2: sent 812 kB; the update counts",
+        "dure: round 3: sent 812 kB; the update counts",
+        "dure: round 4: sent 812 kB; the update: it is not finite",
+        "dure: round 5: left off, the update is not wanted any more: the run is over",
+        "dure: the run is over",
     ]
+
+
+@pytest.mark.parametrize(
+    ("what", "about"),
+    [
+        ("settled", {"kept": False, "reason": "late\x1b[2J\nthe update counts"}),
+        ("over", {"why": "\x1b[31mthe run\r is over"}),
+        ("checked in", {"client": 1, "differs": ["torch \x1b]0;title\x07"]}),
+    ],
+)
+def test_what_a_server_says_moves_no_cursor(capsys, what: str, about: dict[str, Any]) -> None:
+    with Joining() as shows:
+        shows(what, about)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.removesuffix("\n").isprintable()
+    assert all(letter.isprintable() for line in shows.picture.last for letter in line)
+
+
+def test_a_server_that_is_away_is_told_once_for_each_time(capsys) -> None:
+    with Joining() as display:
+        for _ in range(2):
+            display("waiting", {"why": "the server is away; trying again in 1 s"})
+            display("waiting", {"why": "the server is away; trying again in 2 s"})
+            a_round(display, 0)
+    said = [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["dure: the server is away", "dure: round 1: sent 812 kB"] * 2
 
 
 def test_json_lines_have_no_pieces_of_transfers(capsys) -> None:

@@ -121,6 +121,22 @@ def test_a_server_that_is_not_there_is_told_once_and_tried_on(
     assert stopped == "dure: stopped"
 
 
+def test_a_server_that_stays_away_is_given_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dure.run.join.CHECK_SECONDS", 0.36)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    for flags in (["--give-up", "0.0001"], ["--check"]):
+        status, said = joins(url, *flags, capsys=capsys)
+        assert status == 1
+        assert said[-1].startswith(f"dure: {url} was not reached for 0.36 s: ")
+        assert said[-1].endswith("nothing is kept here without --state")
+    status, said = joins(url, "--give-up", "0", capsys=capsys)
+    assert status == 2
+    assert "more than 0 hours" in said[0]
+
+
 def test_http_to_a_server_of_https_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     # As uvicorn does where what it has read is no TLS.
     with answering(lambda connection: connection.recv(1 << 16) and None) as port:
@@ -137,7 +153,8 @@ def test_a_web_server_is_no_server_of_dure(capsys: pytest.CaptureFixture[str]) -
 
     with answering(answer) as port:
         status, said = joins(f"http://127.0.0.1:{port}", capsys=capsys)
-    assert (status, said) == (1, ["dure: the server answers 404 Not Found"])
+    what = f"dure: what answers at 127.0.0.1:{port} is no server of dure: it answers 404 Not Found"
+    assert (status, said) == (1, [what])
 
 
 def test_a_certificate_of_somebody_unknown_ends_the_command(

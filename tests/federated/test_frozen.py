@@ -98,7 +98,8 @@ def bytes_of(run: dure.Run) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_frozen_layer_is_as_a_constant_in_every_system(name: str) -> None:
-    mine, other = train(frozen, SYSTEMS[name]), train(Constant, SYSTEMS[name])
+    # A constant is no layer that many clients compute at once.
+    mine, other = (train(one, SYSTEMS[name], engine="loop") for one in (frozen, Constant))
     assert torch.equal(trained(mine), trained(other))
     assert bytes_of(mine) == bytes_of(other)
     for metric in other.history.evaluations[0].metrics:
@@ -120,15 +121,32 @@ def test_the_bytes_are_those_of_what_is_trained() -> None:
         assert server == (5 * received, 5 * sent), name
 
 
-@pytest.mark.parametrize("engine", ["loop", "loop-processes"])
+@pytest.mark.skipif(not forks_here(), reason="no forked processes here")
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("name", ["fed-avg", "fed-prox", "scaffold", "ditto"])
 def test_engines_that_can_agree_to_the_bit(name: str, engine: str) -> None:
-    if engine != "loop" and not forks_here():
-        pytest.skip("no forked processes here")
-    mine = train(frozen, SYSTEMS[name], engine=engine)
-    assert same_bits(mine, train(frozen, SYSTEMS[name]))
+    mine = train(frozen, SYSTEMS[name], engine=f"{engine}-processes")
+    assert same_bits(mine, train(frozen, SYSTEMS[name], engine=engine))
     fresh = seeded_model(small_task(model=frozen), 0)
     assert torch.equal(mine.model[0].weight, fresh[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("layers", [(0,), (2,), (4,), (0, 4), (0, 2)])
+@pytest.mark.parametrize(
+    "name", ["fed-sgd", "fed-avg", "fed-prox", "scaffold", "fed-adam", "ditto"]
+)
+def test_many_clients_at_once_are_the_loop_but_for_rounding(
+    name: str, layers: tuple[int, ...]
+) -> None:
+    def some() -> nn.Module:
+        model = network()
+        for layer in layers:
+            model[layer].requires_grad_(False)  # type: ignore[index,operator]
+        return model
+
+    mine = train(some, SYSTEMS[name])
+    assert mine.summary["facts"][0]["engine"] == "batched"
+    assert largest_difference(mine, train(some, SYSTEMS[name], engine="loop")) < 1e-12
 
 
 def features(model: nn.Module, examples: dure.Examples) -> dure.Examples:
@@ -298,7 +316,7 @@ def test_clients_train_on_the_frozen_weights_of_the_run(system: str, engine: str
         model[0].load_state_dict(mine.model[0].state_dict())  # type: ignore[index,operator]
         return model
 
-    other = train(again, SYSTEMS[system])
+    other = train(again, SYSTEMS[system], engine=engine.removesuffix("-processes"))
     assert same_bits(mine, other)
     for metric in other.history.evaluations[0].metrics:
         assert mine.history.curve(metric) == other.history.curve(metric)
@@ -381,7 +399,7 @@ def test_a_frozen_parameter_that_training_changes_is_refused_by_name(
 ) -> None:
     how = "is trained now" if does == "trains it" else "was changed all the same"
     with pytest.raises(WorkerFailedError, match=rf"client \d .* first\.weight .* {how}"):
-        train(lambda: Moving(does, "training"), SYSTEMS[system], engine="auto")
+        train(lambda: Moving(does, "training"), SYSTEMS[system])
 
 
 @pytest.mark.skipif(not forks_here(), reason="no forked processes here")

@@ -15,8 +15,9 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import Place
 from dure.data.partition import NaturalKey
 from dure.federated.client.clients import Clients
+from dure.federated.client.held_out import split
 from dure.federated.server.server import Server
-from dure.federated.strategy import Federated, _held_out
+from dure.federated.strategy import Federated
 from dure.tasks.measurement import Measurement
 from small import examples, small_task
 from small import network as small_network
@@ -151,14 +152,14 @@ def test_what_is_held_out_goes_before_the_test_data_and_keeps_its_bits() -> None
 
 def test_the_newest_examples_of_each_client_are_held_out() -> None:
     parts = [torch.arange(0, 20, 2), torch.tensor([1]), torch.arange(21, 40, 3)]
-    own, kept = _held_out(parts, 0.3, 0, "newest")
+    own, kept = split(parts, 0.3, 0, "newest")
     assert [part.tolist() for part in own] == [
         [0, 2, 4, 6, 8, 10, 12],
         [1],
         [21, 24, 27, 30, 33],
     ]
     assert [part.tolist() for part in kept] == [[14, 16, 18], [], [36, 39]]
-    drawn, _ = _held_out(parts, 0.3, 0)
+    drawn, _ = split(parts, 0.3, 0)
     assert drawn[0].tolist() != own[0].tolist()
     assert len(drawn[0]) == len(own[0])
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import dure
 from dure.contracts.strategy import Place, seeded_model
+from dure.federated.halves import clients_half, server_half
 from dure.federated.server.server import Server
 from dure.federated.strategy import Federated
 from dure.machine.threads import threads
@@ -78,7 +79,7 @@ def live(connection: Connection) -> None:
         strategy, task_of = CASES[name]
         task = task_of()
         conditions = dure.Simulated(engine="loop")
-        clients = strategy.clients_half(task, seeded_model(task, 0), conditions, 0)
+        clients = clients_half(strategy, task, seeded_model(task, 0), conditions, 0)
         torch.set_num_threads(1)  # as the driver does, for steps as small as these
         connection.send_bytes(to_bytes(clients.join()))
         while content := connection.recv_bytes():
@@ -222,7 +223,7 @@ def test_in_two_processes_a_federation_has_the_bits_of_the_simulation(
 
         def program(place: Place) -> None:
             task = task_of()
-            server = strategy.server_half(task, seeded_model(task, 0), place, pipe, 0)
+            server = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             assert isinstance(server, Server)
             losses = [server.advance(0).loss for _ in range(ROUNDS)]
             assert losses == [step.loss for step in run.history.steps]
@@ -243,11 +244,12 @@ def test_a_server_that_is_started_again_goes_on_while_its_clients_have_lived_on(
 
         def program(place: Place) -> None:
             task = task_of()
-            first = strategy.server_half(task, seeded_model(task, 0), place, pipe, 0)
+            first = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             for _ in range(ROUNDS // 2):
                 first.advance(0)
-            weights, state = unpack_checkpoint(pack_checkpoint(first.weights(), first.state()))
-            again = strategy.server_half(task, seeded_model(task, 0), place, pipe, 0)
+            contents = pack_checkpoint(first.weights(), first.state())
+            weights, state = unpack_checkpoint(tuple(map(bytes, contents)))
+            again = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             again.restore(weights, state)
             for _ in range(ROUNDS - ROUNDS // 2):
                 again.advance(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import dure
 import dure.machine.memory
 from dure.contracts.strategy import Place
 from dure.machine.memory import available_memory, memory_kept
+from dure.run import drive
 
 glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only the malloc of the GNU C library is asked"
@@ -23,6 +26,7 @@ glibc = pytest.mark.skipif(
 SCRIPT = """
 import json, resource, threading, torch
 from dure.machine.memory import available_memory, memory_kept
+from dure.run import drive
 torch.set_num_threads(1)
 
 def faults():
@@ -138,3 +142,58 @@ def test_memory_that_is_available_is_a_part_of_what_there_is() -> None:
     available = available_memory()
     assert available is not None
     assert 0 < available < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+SERVES = """
+import json, torch
+from dure.machine.memory import memory_kept, memory_returned
+
+def resident():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+
+def left(way):
+    with way():
+        before = resident()
+        blocks = [torch.ones(2**19) for _ in range(50)]  # two megabytes each
+        small = [bytearray(200) for _ in range(50)]  # what comes later, and stays
+        del blocks
+        return resident() - before
+
+print(json.dumps({"returned": left(memory_returned), "kept": left(memory_kept)}))
+"""
+
+
+@glibc
+def test_a_server_has_no_memory_that_it_has_freed() -> None:
+    left = run(SERVES)
+    assert left["returned"] < 5 << 20
+    # Which the thresholds bring about, and not the sizes.
+    assert left["kept"] > 90 << 20
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_whether_memory_is_kept_follows_from_where_clients_train(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    seen: list[str] = []
+
+    class EndedError(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def noted(name):
+        seen.append(name)
+        yield
+
+    def ends(job, place):
+        raise EndedError
+
+    for name in ("memory_kept", "memory_returned"):
+        monkeypatch.setattr(drive, name, lambda name=name: noted(name))
+    monkeypatch.setattr(drive, "_drive", ends)
+    place = types.SimpleNamespace(network=(lambda federation: None) if elsewhere else None)
+    with pytest.raises(EndedError):
+        drive.drive(None, place)
+    assert seen == ["memory_returned" if elsewhere else "memory_kept"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
 import pickle
 import random
+import struct
+import tracemalloc
 import weakref
 from functools import partial
 
@@ -18,18 +21,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, RunFolderWriteError
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record import checkpoint
 from dure.record.checkpoint import (
+    Contents,
     pack_checkpoint,
     pack_tree,
     read_checkpoint,
     save_checkpoint,
+    stored,
     unpack_checkpoint,
     write_atomically,
 )
-from dure.record.weights import weights_to_bytes
+from dure.record.weights import TensorFile, weights_to_bytes
 
 REAL = [
     torch.float32,
@@ -66,7 +71,13 @@ TREES = st.recursive(
 
 def there_and_back(tree):
     """Through the bytes of a checkpoint's files."""
-    return unpack_checkpoint(pack_checkpoint({}, tree))[1]
+    return unpack_checkpoint(as_files(pack_checkpoint({}, tree)))[1]
+
+
+def as_files(contents: Contents) -> tuple[bytes, bytes, bytes]:
+    """What the three files hold."""
+    weights, tensors, state = map(bytes, contents)
+    return weights, tensors, state
 
 
 def same(a, b) -> bool:
@@ -127,7 +138,9 @@ def test_an_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(make):
     optimizer, resumed = make(model.parameters()), make(other.parameters())
     for number in range(3):
         step(model, optimizer, number)
-    weights, state = unpack_checkpoint(pack_checkpoint(model.state_dict(), optimizer.state_dict()))
+    weights, state = unpack_checkpoint(
+        as_files(pack_checkpoint(model.state_dict(), optimizer.state_dict()))
+    )
     assert same(state, optimizer.state_dict())
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
@@ -147,7 +160,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_written_under_both_names_and_stay_tied():
     model, other = Tied(), Tied()
-    weights, _ = unpack_checkpoint(pack_checkpoint(model.state_dict(), {}))
+    weights, _ = unpack_checkpoint(as_files(pack_checkpoint(model.state_dict(), {})))
     assert same(weights, {name: weights[name] for name in weights})
     assert torch.equal(weights["first.weight"], weights["second.weight"])
     other.load_state_dict(weights)
@@ -172,7 +185,7 @@ def test_generators_go_on_where_they_were():
     assert draws() == first
 
 
-def parts(step: int) -> tuple[bytes, bytes, bytes]:
+def parts(step: int) -> Contents:
     return pack_checkpoint(
         {"w": torch.full((3,), float(step))}, {"step": step, "tensor": torch.ones(2)}
     )
@@ -184,7 +197,7 @@ def test_the_newest_checkpoint_is_read_and_the_older_ones_are_gone(tmp_path):
     save_checkpoint(folder, 7, parts(7))
     assert save_checkpoint(folder, 12, parts(12)).name == "00000012"
     assert [p.name for p in folder.iterdir()] == ["00000012"]
-    assert read_checkpoint(folder) == parts(12)
+    assert read_checkpoint(folder) == as_files(parts(12))
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
@@ -199,9 +212,9 @@ def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch, c
         patch.setattr(checkpoint.os, call, killed)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(folder, 12, parts(12))
-    assert read_checkpoint(folder) == parts(7)
+    assert read_checkpoint(folder) == as_files(parts(7))
     save_checkpoint(folder, 12, parts(12))  # what was left half written is in nobody's way
-    assert read_checkpoint(folder) == parts(12)
+    assert read_checkpoint(folder) == as_files(parts(12))
     assert [p.name for p in folder.iterdir()] == ["00000012"]
 
 
@@ -212,7 +225,7 @@ def test_a_kill_before_the_old_checkpoint_is_removed_leaves_the_new_one(tmp_path
         patch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
         save_checkpoint(folder, 12, parts(12))
     assert len(list(folder.iterdir())) == 2
-    assert read_checkpoint(folder) == parts(12)
+    assert read_checkpoint(folder) == as_files(parts(12))
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -296,3 +309,78 @@ def test_the_library_reads_what_is_written(tensor: torch.Tensor) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Pieces:
+    """Lets a file's pieces pass, and notes how many bytes each has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.fails_at = -1
+        real = checkpoint.write_synced
+        monkeypatch.setattr(
+            checkpoint, "write_synced", lambda path, content: real(path, self.noted(content))
+        )
+
+    def noted(self, content):
+        for piece in [content] if isinstance(content, bytes) else content:
+            if len(self.sizes) == self.fails_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.sizes.append(len(piece))
+            yield piece
+
+
+LARGE = {f"layer{n}": torch.arange(float(300_000 + n)) for n in range(8)}
+TRANSPOSED = {"t": torch.arange(4.0).reshape(2, 2).T}
+
+
+def test_a_checkpoint_is_written_without_a_second_copy_of_a_tensor(tmp_path, monkeypatch) -> None:
+    """Neither of the weights nor of the state: pieces are views of the tensors' own memory."""
+    pieces = Pieces(monkeypatch)
+    contents = pack_checkpoint(LARGE, {"moments": LARGE})
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        save_checkpoint(tmp_path, 1, contents)
+        assert tracemalloc.get_traced_memory()[1] - before < 300_000
+    finally:
+        tracemalloc.stop()
+    # A header, then tensor by tensor.
+    assert sorted(pieces.sizes)[-16:] == sorted(2 * [4 * (300_000 + n) for n in range(8)])
+    view = next(one for one in contents.weights if len(one) == LARGE["layer3"].nbytes)
+    LARGE["layer3"][0] = 7
+    assert bytes(view[:4]) == struct.pack("<f", 7)
+    LARGE["layer3"][0] = 0
+
+
+def test_the_files_of_a_checkpoint_are_those_that_the_library_reads(tmp_path) -> None:
+    saved = save_checkpoint(tmp_path, 1, pack_checkpoint(LARGE | TRANSPOSED, [LARGE["layer2"]]))
+    assert same(safetensors.torch.load_file(saved / "model.safetensors"), LARGE | TRANSPOSED)
+    state = safetensors.torch.load_file(saved / "state.safetensors")
+    assert same(state, {"0": LARGE["layer2"]})
+    assert stored(tmp_path) is not None  # and the checksums that were counted are right
+
+
+def test_a_disk_that_is_full_in_the_midst_leaves_the_old_checkpoint_and_room(
+    tmp_path, monkeypatch
+) -> None:
+    save_checkpoint(tmp_path, 7, parts(7))
+    before = read_checkpoint(tmp_path)
+    pieces = Pieces(monkeypatch)
+    count = len(list(pack_checkpoint(LARGE, {}).weights))
+    for fails_at in (0, 1, count // 2, count, count + 1):
+        pieces.sizes, pieces.fails_at = [], fails_at
+        with pytest.raises(RunFolderWriteError, match=r"cannot write .*00000012: No space left"):
+            save_checkpoint(tmp_path, 12, pack_checkpoint(LARGE, {}))
+        assert read_checkpoint(tmp_path) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["00000007"]
+    pieces.fails_at = -1
+    save_checkpoint(tmp_path, 12, pack_checkpoint(LARGE, {}))
+    assert [path.name for path in tmp_path.iterdir()] == ["00000012"]
+
+
+@given(st.dictionaries(st.text(), TENSORS, max_size=4))
+def test_whoever_asks_twice_gets_the_same_bytes(tensors) -> None:
+    """A disk that was full for a moment is tried again."""
+    file = TensorFile(tensors)
+    assert b"".join(file) == b"".join(file) == weights_to_bytes(tensors)

@@ -10,7 +10,7 @@ import pytest
 
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record import disk
-from dure.record.disk import Lines, patiently, write_atomically
+from dure.record.disk import Lines, patiently, sync_folder, write_atomically
 from dure.record.seal import checksum
 
 LINES = [f"line {number}\n".encode() for number in range(9)]
@@ -120,3 +120,32 @@ def test_what_fails_for_a_moment_is_done_again(monkeypatch) -> None:
     assert left == 0
     with pytest.raises(RunFolderWriteError):
         patiently(write_it)
+
+
+def failing(code: int):
+    def fsync(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fsync
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_file_system_that_syncs_no_folders_will_do(
+    tmp_path: Path, monkeypatch, code: int
+) -> None:
+    monkeypatch.setattr(disk.os, "fsync", failing(code))
+    sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fails_as_a_folder_is_synced_is_told(
+    tmp_path: Path, monkeypatch, code: int
+) -> None:
+    monkeypatch.setattr(disk.os, "fsync", failing(code))
+    with pytest.raises(RunFolderWriteError, match=f"{tmp_path}: {os.strerror(code)}"):
+        sync_folder(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderWriteError, match="No such file"):
+        sync_folder(tmp_path / "gone")

@@ -20,7 +20,9 @@ from torch import nn
 import dure
 from dure.errors import DureError
 from dure.run.join import check
+from dure.run.site import Reach
 from dure.worlds.network.server.desk import GRACE
+from dure.worlds.network.server.register import FILE, Register
 from small import CLASSES, FEATURES, examples, network, same_bits, small_task
 
 SECONDS = 60.0
@@ -289,6 +291,60 @@ def test_a_model_of_ones_own_is_trained_without_a_server(tmp_path: Path) -> None
     assert losses[1] < losses[0]
 
 
+def test_a_model_of_ones_own_has_the_frozen_weights_of_the_run(tmp_path: Path) -> None:
+    def body_and_head() -> nn.Module:
+        model = network()
+        model[0].requires_grad_(False)  # type: ignore[index,operator]
+        return model
+
+    task = small_task(model=body_and_head)
+    state = tmp_path / "state"
+    # Under another seed than that under which models are made offline.
+    run, (began,) = served(
+        task,
+        dure.FedAvg(clients=1, batch_size=4),
+        joins(task, 0, state=state),
+        out=tmp_path / "run",
+        seed=5,
+    )
+    assert began.error is None
+    newest = dure.personal_model(state, task).state_dict()
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(newest[name], value)
+    found = dure.personalise(state, task)
+    assert found.before["test_loss"] == pytest.approx(run.summary["test_loss"], abs=1e-12)
+    assert torch.equal(found.model[0].weight, run.model[0].weight)  # type: ignore[index]
+
+
+def test_what_no_model_of_ones_own_can_be_trained_with_is_refused(tmp_path: Path) -> None:
+    def normed() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)
+        ).double()
+
+    task = small_task(model=normed, train=examples(9))
+    state = tmp_path / "state"
+    served(
+        task,
+        dure.FedAvg(clients=1, batch_size=4),
+        joins(task, 0, state=state),
+        out=tmp_path / "run",
+        rounds=1,
+    )
+    # Nine examples in batches of four: the ninth alone has no variance.
+    dure.personalise(state, task, batch_size=4)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        dure.personalise(state, task, batch_size=0)
+    with pytest.raises(ValueError, match="no training data"):
+        dure.personalise(state, small_task(model=normed, train=None))
+    kept = dure.personal_model(state, task).state_dict()
+    steep = small_task(model=normed, train=examples(9), lr=float("inf"))
+    with pytest.raises(ValueError, match="diverged"):
+        dure.personalise(state, steep, batch_size=4)
+    for name, value in dure.personal_model(state, task).state_dict().items():
+        assert torch.equal(value, kept[name])
+
+
 def test_a_policy_that_asks_waits_for_its_user_and_says_what_of(tmp_path: Path) -> None:
     strict, asking = tmp_path / "strict", tmp_path / "asking"
     for folder, text in ((strict, "local_epochs = 1\n"), (asking, 'approve = "ask"\n')):
@@ -313,20 +369,32 @@ def test_a_policy_that_asks_waits_for_its_user_and_says_what_of(tmp_path: Path) 
     assert run.summary["ended"] == "rounds"
 
 
-def test_a_check_says_what_would_be_sent_and_sends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "numbers"),
+    [
+        (dure.FedAvg(clients=1, batch_size=4), 215),
+        # Control variates travel beside the weights, personal layers stay.
+        (dure.Scaffold(clients=1, batch_size=4), 2 * 215),
+        (dure.FedPer(clients=1, batch_size=4), 215 - 27),
+    ],
+    ids=lambda one: one.name if isinstance(one, dure.Strategy) else "",
+)
+def test_a_check_says_what_would_be_sent_and_sends_nothing(
+    tmp_path: Path, strategy: dure.Strategy, numbers: int
+) -> None:
     task = small_task()
     lines: list[str] = []
 
     def site(url: str) -> Any:
-        lines.extend(check(url, task, name="a", part=0, state=tmp_path / "state"))
+        with pytest.raises(ValueError, match="part is 7, but clients have the numbers 0 to 0"):
+            list(check(url, task, Reach(part=7)))
+        lines.extend(check(url, task, Reach("a", tmp_path / "state", part=0)))
         return dure.join(url, task, name="a", part=0, state=tmp_path / "state")
 
-    run, (began,) = served(
-        task, dure.FedAvg(clients=1, batch_size=4), site, out=tmp_path / "run", rounds=1
-    )
+    run, (began,) = served(task, strategy, site, out=tmp_path / "run", rounds=1)
     assert began.error is None
     said = "\n".join(lines)
-    assert f"{8 * 215:,} bytes an update" in said
+    assert f"{8 * numbers:,} bytes an update" in said
     assert [line.partition(":")[0] for line in lines] == [
         "network",
         "identity",
@@ -336,6 +404,35 @@ def test_a_check_says_what_would_be_sent_and_sends_nothing(tmp_path: Path) -> No
         "would be sent",
     ]
     assert run.summary["facts"][0]["flights"]
+
+
+def test_a_site_without_training_data_takes_no_place() -> None:
+    # It does not even call with its token: nobody is there.
+    with pytest.raises(ValueError, match="no training data, and a client trains on its own"):
+        dure.join("http://127.0.0.1:9", bare(), token="t" * 32)
+
+
+def test_clients_of_one_machine_need_no_names(tmp_path: Path) -> None:
+    task = small_task()
+
+    def loop_of_its_own(url: str) -> None:
+        with dure.Client(url, examples=8, part=1) as client:
+            for work in client:
+                model = network()
+                work.load(model)
+                work.send(model)
+
+    _, began = served(
+        task,
+        dure.FedAvg(clients=2, batch_size=4),
+        lambda url: dure.join(url, task, part=0),
+        loop_of_its_own,
+        out=tmp_path / "run",
+        rounds=1,
+    )
+    assert [site.error for site in began] == [None, None]
+    with Register(tmp_path / "run" / FILE) as register:
+        assert [client.name for client in register.clients()] == ["client 0", "client 1"]
 
 
 def test_a_recorded_run_is_made_again_and_a_copy_of_its_folder_goes_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -14,7 +15,7 @@ import dure
 from dure.cli.main import main
 from dure.errors import LineageError
 from dure.record.run import load_run
-from dure.run.lineage import FILE, METADATA, config_digest, verify
+from dure.run.lineage import FILE, METADATA, config_digest, signed, verify
 from dure.wire.signatures import Key
 from small import small_task
 
@@ -106,6 +107,32 @@ def test_the_command_says_it_and_its_exit_status_too(served, copy, capsys) -> No
     (copy / "model.safetensors").write_bytes(b"another")
     assert main(["verify", str(copy)]) == 1
     assert "not the model that was signed" in capsys.readouterr().err
+
+
+def sign(folder: Path, lineage: object) -> None:
+    """Anybody's signature under anything."""
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    said = signed(lineage, digest, Key.make())  # type: ignore[arg-type]
+    (folder / FILE).write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("lineage", [{}, [], "x", 3, {"versions": {}, "clients": 5}])
+def test_what_is_signed_and_is_no_lineage_is_told_in_a_line(copy, capsys, lineage) -> None:
+    sign(copy, lineage)
+    assert main(["verify", str(copy)]) == 1
+    said = capsys.readouterr()
+    assert "is not what a server says of a model" in said.err
+    assert "as it was signed" not in said.out
+
+
+def test_a_lineage_cannot_write_over_what_is_said_of_it(copy, capsys) -> None:
+    lineage = verify(copy).lineage
+    forged = "\x1b[2J\x1b[Hfed\nas it was signed by 00ff"
+    sign(copy, {**lineage, "system": {"name": forged}, "run": forged})
+    assert main(["verify", str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert len([line for line in said.splitlines() if line.startswith("as it was signed")]) == 1
 
 
 def test_a_simulated_run_is_not_signed(tmp_path) -> None:

@@ -153,7 +153,7 @@ def change_state(folder: Path, change: Callable[[dict[str, Any]], None]) -> None
         pack_checkpoint(weights, state),
         strict=True,
     ):
-        (newest / path).write_bytes(content)
+        (newest / path).write_bytes(bytes(content))
 
 
 def as_the_first_version(state: dict[str, Any]) -> None:

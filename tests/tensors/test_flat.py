@@ -114,3 +114,24 @@ def test_columns_of_one_matrix_are_apart_and_frozen_ones_may_be_the_same():
         check_apart(nn.ParameterList([left, nn.Parameter(whole[:, 2:4])]))
     same = [nn.Parameter(whole, requires_grad=False), nn.Parameter(whole, requires_grad=False)]
     check_apart(nn.ParameterList(same))
+
+
+def test_parameters_that_were_let_go_need_no_memory_until_they_are_loaded():
+    model, inputs = Mixed(), torch.randn(4, 3)
+    flat = FlatParameters(model)
+    before, values = model(inputs), flat.copy()
+    taken = model.state_dict()["first.weight"]
+    kept = taken.clone()
+    for _ in range(2):
+        flat.let_go()
+    parameters = trained_of(model)
+    assert sum(one.untyped_storage().nbytes() for one in parameters) <= 8 * len(parameters)
+    assert model.first.weight.shape == (3, 3)
+    assert model.second.weight is model.first.weight
+    assert model(inputs).isnan().all()  # never silently something else
+    assert torch.equal(taken, kept)  # whoever holds a view has what was there
+    flat.load(values)
+    assert torch.equal(model(inputs), before)
+    assert all(torch.equal(a, b) for a, b in zip(flat.copy(), values, strict=True))
+    model(inputs).sum().backward()
+    assert model.first.weight.grad is not None

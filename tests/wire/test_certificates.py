@@ -27,24 +27,24 @@ from dure.wire.certificates import (
 )
 
 
+def filled(folder: Path) -> Path:
+    """With an authority, and what it has signed for a server and a client."""
+    make_authority(folder)
+    issue_server(folder, ["fed.example.org", "10.1.2.3"])
+    issue_client(folder, "ward-3")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """An authority, a server's certificate and a client's."""
-    made = tmp_path_factory.mktemp("authority")
-    make_authority(made)
-    issue_server(made, ["fed.example.org", "10.1.2.3"])
-    issue_client(made, "ward-3")
-    return made
+    return filled(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory) -> Path:
     """Another authority, with a certificate for the same names."""
-    made = tmp_path_factory.mktemp("strange")
-    make_authority(made)
-    issue_server(made, ["fed.example.org", "10.1.2.3"])
-    issue_client(made, "ward-3")
-    return made
+    return filled(tmp_path_factory.mktemp("strange"))
 
 
 def server_pair(folder: Path) -> Pair:

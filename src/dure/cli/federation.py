@@ -46,7 +46,8 @@ class FederationView:
             self.serving = event["serving"]
             return f"serving at {self.serving}"
         if "status" in event:
-            self.status, self.token = event["status"], event["token"]
+            self.status = event["status"]
+            self.token = event["token"]
             return f"status at {self.status}, for the token in {self.token}"
         if "waiting" in event:
             self.waiting = event["waiting"]
@@ -65,7 +66,8 @@ class FederationView:
             return None
         # Nothing is said of a federation as it began.
         first = self._said is None and not now["missing"]
-        self._said, self._printed = about, at
+        self._said = about
+        self._printed = at
         return None if first else f"{self._clients()}; {self._waits()}"
 
     def drawn(self) -> Table | None:
@@ -125,7 +127,8 @@ class FederationView:
     def _bytes(self) -> str:
         if not self.now:
             return ""
-        received, sent = self.now["received"], self.now["sent"]
+        received = self.now["received"]
+        sent = self.now["sent"]
         return f"{size(sent)} to clients, {size(received)} from them"
 
 

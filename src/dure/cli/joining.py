@@ -1,7 +1,8 @@
 """What the terminal of a client shows.
 
-On a terminal a live picture, elsewhere a line for each thing that happens. Everything goes to
-standard error, but for the lines of `--json`.
+On a terminal a live picture. Elsewhere lines, as a system's journal keeps them: one for each round,
+when it is known what became of its update, and one for what is out of the ordinary. Everything goes
+to standard error, but for the lines of `--json`, which are of every event.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.cli.show import error_console, human_bytes
-from dure.report.words import duration
+from dure.report.words import duration, printable
 
 About = Mapping[str, object]
 
@@ -35,6 +36,8 @@ class Joining:
         self.picture = Picture()
         self._live: Live | None = None
         self._said = ""
+        self._sent = ""
+        """The beginning of the line of the newest update, until it is known what became of it."""
 
     def __enter__(self) -> Joining:
         if not self.as_json and self.console.is_terminal:
@@ -62,17 +65,30 @@ class Joining:
                 print(json.dumps({"time": time.time(), "event": what, **about}), flush=True)
                 return
             text = in_words(what, about)
-            if self._live is not None:
-                if what in _LASTING:
-                    self.console.print(text, markup=False, highlight=False)
-            # A server that is away is told once, and not at each attempt.
-            elif text.partition(";")[0] != self._said:
-                print(f"dure: {text}", file=sys.stderr, flush=True)
-            self._said = text.partition(";")[0]
+            if self._live is None:
+                self._say(what, about, text)
+            elif what in _LASTING:
+                self.console.print(text, markup=False, highlight=False)
+
+    def _say(self, what: str, about: About, text: str) -> None:
+        """A plain line, where it is one of the few."""
+        if what == "sent":
+            self._sent = f"round {_round(about)}: sent {_size(about)}; "
+        if what in _ON_THE_WAY:
+            return
+        if what == "settled":
+            text, self._sent = self._sent + text, ""
+        # A server that is away is told once, and not at each attempt.
+        if text.partition(";")[0] != self._said:
+            print(f"dure: {text}", file=sys.stderr, flush=True)
+        self._said = text.partition(";")[0]
 
 
 _LASTING = ("checked in", "failed", "over", "refused")
 """What stays to be read on a terminal."""
+
+_ON_THE_WAY = ("fetching", "training", "sending", "sent", "measuring")
+"""What the line of a round says after it."""
 
 
 @dataclass
@@ -110,7 +126,8 @@ class Picture:
                 if what == "not wanted":
                     self.last = in_words(what, about)
             case "failed":
-                self.doing, self.last = "waiting a little", in_words(what, about)
+                self.doing = "waiting a little"
+                self.last = in_words(what, about)
             case "waiting":
                 self.doing = in_words(what, about)
             case _:
@@ -132,7 +149,8 @@ class Picture:
 
     def _record(self) -> str:
         """1 h 05 min · 12 updates counted, 1 did not · the update counts."""
-        counted, did_not = self.outcomes[True], self.outcomes[False]
+        counted = self.outcomes[True]
+        did_not = self.outcomes[False]
         updates = f"{counted} {'update' if counted == 1 else 'updates'} counted"
         if did_not:
             updates += f", {did_not} did not"
@@ -141,7 +159,11 @@ class Picture:
 
 
 def in_words(what: str, about: About) -> str:
-    """An event in a line."""
+    """An event in a line, in which a server's words are no more than words."""
+    return printable(_in_words(what, about))
+
+
+def _in_words(what: str, about: About) -> str:
     match what:
         case "checked in":
             differs = about.get("differs")
@@ -150,11 +172,12 @@ def in_words(what: str, about: About) -> str:
         case "waiting":
             return f"{about['why']}"
         case "fetching":
-            return f"round {_round(about)}: fetching {human_bytes(float(str(about['bytes'])))}"
+            return f"round {_round(about)}: fetching {_size(about)}"
         case "sending":
-            return f"round {_round(about)}: sending {human_bytes(float(str(about['bytes'])))}"
+            return f"round {_round(about)}: sending {_size(about)}"
         case "not wanted":
-            return f"round {_round(about)}: the update is not wanted any more"
+            why = f": {about['why']}" if about.get("why") else ""
+            return f"round {_round(about)}: left off, the update is not wanted any more{why}"
         case "settled":
             return "the update counts" if about["kept"] else f"the update: {about['reason']}"
         case "failed":
@@ -163,6 +186,10 @@ def in_words(what: str, about: About) -> str:
             return str(about["why"])
         case _:
             return f"round {_round(about)}: {what}" if "round" in about else what
+
+
+def _size(about: About) -> str:
+    return human_bytes(float(str(about["bytes"])))
 
 
 def _round(about: About) -> int:

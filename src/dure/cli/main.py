@@ -35,6 +35,7 @@ from dure.cli.flags import (
 from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
 from dure.errors import DureError, WorkerFailedError, suggestion
 from dure.machine.streams import open_streams
+from dure.report.words import printable
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -154,7 +155,8 @@ def _warnings_in_a_line() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    # A server or a folder that somebody sent may be quoted in it.
+    return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 def _dispatch(given: list[str]) -> int:

@@ -53,28 +53,14 @@ class LocalOptions:
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """Who takes part.
+    """How to take part.
 
     Args:
-        name: how this client is called; by default the name of this machine.
-        state: the folder of what this client keeps; with one it may be killed and started again.
-            policy.toml in it says what this site allows, audit.jsonl what has left it.
-        part: for demonstrations, takes the place of this simulated client: of the task's data only
-            what the partition gives it.
-        token: of an invitation (dure clients invite), needed once.
-        authority: PEM file of who signed the server's certificate; the system's by default.
-        certificate: PEM file of this client's certificate, where the server wants one.
         check: try network, certificate, disk and one batch, say what would be sent, and end.
         approve: agree to take part in the run that the server serves, where policy.toml asks.
         json: print what happens as JSON lines on standard output.
     """
 
-    name: str = ""
-    state: Path | None = None
-    part: int | None = None
-    token: str = ""
-    authority: Path | None = None
-    certificate: Path | None = None
     check: bool = False
     approve: bool = False
     json: bool = False
@@ -263,31 +249,26 @@ def join(given: list[str]) -> int:
         raise ValueError(f"{url} is no address of a server: https://HOST:PORT")
     check_names(reference, [])
     from dure.cli.joining import Joining
+    from dure.report.words import printable
     from dure.run import join as joins
+    from dure.run.site import Reach
     from dure.tasks.builtin import load_task
 
-    parts = {"task": options_of_task(reference), "how": JoinOptions}
+    parts = {"task": options_of_task(reference), "reach": Reach, "how": JoinOptions}
     about = "Take part in a federation that a server on a network serves."
     asked = parse_flags(f"dure join URL {reference}", parts, flags, about)
+    reach: Reach = asked["reach"]
     how: JoinOptions = asked["how"]
     task: Task = load_task(reference, **given_options(asked["task"]))
     stop = threading.Event()
     with Joining(how.json) as display, _stops(stop):
-        arguments: dict[str, Any] = {
-            "name": how.name or os.uname().nodename,
-            "state": how.state,
-            "part": how.part,
-            "token": how.token,
-            "authority": how.authority,
-            "certificate": how.certificate,
-        }
         if how.check:
-            for line in joins.check(url, task, **arguments):
-                print(line)
+            for line in joins.check(url, task, reach):
+                print(printable(line))
             return 0
         try:
             over = joins.join(
-                url, task, **arguments, approve=how.approve, stop=stop, on_progress=display
+                url, task, **vars(reach), approve=how.approve, stop=stop, on_progress=display
             )
         except joins.stopped() as ended:
             print(f"dure: {str(ended) or 'stopped'}", file=sys.stderr)

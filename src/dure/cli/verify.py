@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dure.cli.flags import names_before_flags, parse_flags
+from dure.errors import LineageError
+from dure.report.words import printable
 
 USAGE = "dure verify RUN|MODEL"
 
@@ -32,9 +34,16 @@ def main(given: list[str]) -> int:
     from dure.run.lineage import verify
 
     found = verify(names[0], how.key)
+    try:
+        lines = in_words(found.lineage)
+    # Whoever has a key can sign anything.
+    except (KeyError, AttributeError, TypeError) as error:
+        raise LineageError(
+            f"what {found.key} has signed is not what a server says of a model"
+        ) from error
     print(f"as it was signed by {found.key}")
-    for line in in_words(found.lineage):
-        print(line)
+    for line in lines:
+        print(printable(line))
     if how.key is None:
         print("any key would do: name with --key the one that the server's owner has told you")
     return 0

@@ -426,10 +426,11 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
 
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
-    """(train, test) with floating-point tensors in the dtype of the model's parameters."""
-    # The first floating-point parameter speaks for all; a model without any has torch's default.
-    dtype = next(
-        (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
-    )
+    """(train, test) with floating-point tensors in the dtype of what the model trains."""
+    floating = [one for one in model.parameters() if one.is_floating_point()]
+    # What is frozen may be kept shorter, as below adapters, or longer, as a constant. The first of
+    # the others speaks for all; a model without any has torch's default.
+    speaking = [one for one in floating if one.requires_grad] or floating
+    dtype = speaking[0].dtype if speaking else torch.get_default_dtype()
     # Inputs in the model's dtype: a float64 model trains in float64.
     return task.train.to(dtype), None if task.test is None else task.test.to(dtype)

@@ -59,8 +59,8 @@ class Task:
     """What is learned.
 
     model: a function without arguments that returns a fresh `nn.Module`; called under the run's
-        seed. A float64 model trains in float64: floating-point inputs are converted to the model's
-        dtype.
+        seed. A float64 model trains in float64: floating-point examples are converted to the dtype
+        of the parameters that it trains.
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
         (sum, count), for one that does not count every example alike: see `Loss`.
     train, test: `Examples`, a pair of tensors (inputs, targets), or a map-style Dataset of such

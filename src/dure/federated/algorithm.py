@@ -16,8 +16,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from dure.contracts.task import Task
 from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.optimizers import optimizer_of
 from dure.protocol.messages import Assignment, Update
+from dure.tensors.flat import FlatParameters
 
 Memory = list[Tensor]
 """What a client keeps between its rounds; it never travels."""
@@ -42,6 +45,14 @@ class Start(NamedTuple):
     weights: Sequence[Tensor]
     clients: int
     lr: float
+
+
+def start_of(task: Task, model: nn.Module, clients: int) -> Start:
+    """With what an algorithm for the model and so many clients begins."""
+    # Only to read the rate; clients' optimizers are made by their engine.
+    optimizer = optimizer_of(task, list(model.parameters()))
+    lr = float(optimizer.param_groups[0].get("lr", float("nan")))
+    return Start(model, FlatParameters(model).copy(), clients, lr)
 
 
 class Algorithm:

@@ -14,6 +14,9 @@ A user who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOL
 do not listen. After the run what is free is given back, and the thresholds are those that glibc
 comes to once it has seen large blocks come and go.
 
+A server of clients that are elsewhere trains nothing. There large blocks are mapped by themselves
+and go when they are freed, so that it needs memory for what it has now.
+
 Source: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters".
 """
 
@@ -23,7 +26,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 _TRIM_THRESHOLD = -1
@@ -37,6 +40,9 @@ Of what is free at the end of the heap, above which the heap is cut; and of a bl
 block is mapped by itself. Larger blocks stay mapped: in the heap an aligned one seldom fits where
 another was, and the heap would grow.
 """
+
+_RETURNED = (4 << 20, 1 << 20)
+"""The same while a process serves: models and their parts are never in the heap."""
 
 _USUAL = (64 << 20, 32 << 20)
 """The same after a run: the most to which glibc raises them by itself, when large blocks go.
@@ -57,9 +63,18 @@ _lock = threading.Lock()
 _runs = 0
 
 
-@contextmanager
-def memory_kept() -> Iterator[None]:
+def memory_kept() -> AbstractContextManager[None]:
     """Keeps freed memory inside the block; blocks may overlap, in one thread or in several."""
+    return _thresholds(*_KEPT)
+
+
+def memory_returned() -> AbstractContextManager[None]:
+    """The opposite, likewise, for a process that serves."""
+    return _thresholds(*_RETURNED)
+
+
+@contextmanager
+def _thresholds(trim: int, mmap: int) -> Iterator[None]:
     global _runs
     # A user's own settings stand.
     if any(name in os.environ for name in _OWN):
@@ -69,7 +84,7 @@ def memory_kept() -> Iterator[None]:
     with _lock:
         _runs += 1
         if _runs == 1:
-            _set(*_KEPT)
+            _set(trim, mmap)
     try:
         yield
     finally:

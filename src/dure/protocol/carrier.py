@@ -160,12 +160,15 @@ class Carrier(Protocol):
     virtual_seconds of a simulation, wall_seconds of a network.
     """
 
-    now: float
     lasts: float | None
     patient: bool
     clock_is: str
     flown: list[Flight]
     checked: bool
+
+    @property
+    def now(self) -> float:
+        """As above."""
 
     def join(self) -> Join:
         """Who the clients are."""

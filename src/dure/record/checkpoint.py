@@ -20,19 +20,18 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy
 from torch import Tensor
 
 from dure.errors import RunFolderError
-from dure.record.disk import sync_folder, told, write_atomically, write_synced
+from dure.record.disk import Summed, sync_folder, told, write_atomically, write_synced
 from dure.record.seal import Seal, begins_as_of, checksum, opened, sealed
-from dure.record.weights import weights_from_bytes, weights_to_bytes
+from dure.record.weights import TensorFile, weights_from_bytes, weights_to_bytes
 
 VERSION = 2
 """Of the state in a checkpoint. The first had no number, and counters without names."""
@@ -96,14 +95,26 @@ def tree_from_bytes(content: bytes) -> Any:
     return unpack_tree(json.loads(packed), weights_from_bytes(tensors))
 
 
-def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> tuple[bytes, bytes, bytes]:
-    """The three files of a checkpoint."""
+class Contents(NamedTuple):
+    """The three files of a checkpoint, whose tensors are still the learner's.
+
+    They become bytes while they are written, piece by piece, so that no second copy of a model is
+    made. Until then nobody may change the tensors.
+    """
+
+    weights: TensorFile
+    tensors: TensorFile
+    state: bytes
+
+
+def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> Contents:
+    """What a checkpoint will hold. Raises TypeError for what cannot be in one."""
     packed, tensors = pack_tree(state)
-    return weights_to_bytes(weights), weights_to_bytes(tensors), json.dumps(packed).encode()
+    return Contents(TensorFile(weights), TensorFile(tensors), json.dumps(packed).encode())
 
 
 def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tensor], Any]:
-    """(weights, state): the inverse of `pack_checkpoint`."""
+    """(weights, state): the inverse of `pack_checkpoint`. parts: the files, as bytes."""
     return weights_from_bytes(parts[0]), unpack_tree(
         json.loads(parts[2]), weights_from_bytes(parts[1])
     )
@@ -127,7 +138,7 @@ def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
 def save_checkpoint(
     folder: Path,
     step: int,
-    parts: tuple[bytes, bytes, bytes],
+    contents: Contents,
     seal: Seal | None = None,
     known: Collection[str] = (),
 ) -> Path:
@@ -151,7 +162,7 @@ def save_checkpoint(
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         try:
-            _write_parts(beside, parts, seal)
+            _write(beside, contents, seal)
             os.rename(beside, final)
         except OSError:
             shutil.rmtree(beside, ignore_errors=True)
@@ -164,16 +175,15 @@ def save_checkpoint(
     return final
 
 
-def _write_parts(folder: Path, parts: tuple[bytes, bytes, bytes], seal: Seal) -> None:
+def _write(folder: Path, contents: Contents, seal: Seal) -> None:
     """The three files, on the disk when this returns; state.json last, as it names the others."""
-    # Both release the interpreter: the checksums cost no time next to the disk.
-    with ThreadPoolExecutor(1) as pool:
-        sums = [pool.submit(checksum, content) for content in parts[:2]]
-        for name, content in zip(_PARTS[:2], parts[:2], strict=True):
-            write_synced(folder / name, content)
-        files = {name: each.result() for name, each in zip(_PARTS[:2], sums, strict=True)}
+    files: dict[str, str] = {}
+    for name, file in zip(_PARTS[:2], contents[:2], strict=True):
+        pieces = Summed(file)
+        write_synced(folder / name, pieces)
+        files[name] = pieces.checksum
     whole = msgspec.structs.replace(seal, files=files)
-    write_synced(folder / _PARTS[2], sealed(parts[2], whole))
+    write_synced(folder / _PARTS[2], sealed(contents.state, whole))
     sync_folder(folder)
 
 

@@ -6,9 +6,11 @@ disk says which file could not be written.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,9 +20,18 @@ from dure.record.seal import checksum
 MOMENT = 2.0
 """Seconds for which a disk may be full before the run fails."""
 
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What file systems answer that cannot sync a folder; then there is nothing better to do."""
 
-def write_atomically(path: Path, content: bytes) -> None:
+
+Piece = bytes | memoryview
+"""Bytes that are next to each other in a file."""
+
+
+def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
     """Writes a file so that a reader sees the old content or the new one, even across a kill.
+
+    content: the file, or its pieces, of which each is written before the next one is asked for.
 
     Raises RunFolderWriteError, and leaves the old content, if it cannot be written.
     """
@@ -38,10 +49,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file whose content is on the disk when this returns. Raises OSError."""
+def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
+    """Writes a file whose content is on the disk when this returns. Raises OSError.
+
+    content: as for `write_atomically`.
+    """
     with open(path, "wb", opener=_itself) as file:
-        file.write(content)
+        for piece in (content,) if isinstance(content, bytes) else content:
+            file.write(piece)
         file.flush()
         # Else the name could be on the disk before the content, when the power fails.
         os.fsync(file.fileno())
@@ -59,12 +74,21 @@ def _itself(path: str, flags: int) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk when this returns, where the system can say so."""
-    # Not every file system has it, and then there is nothing better to do.
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
+    """The names in a folder are on the disk when this returns, where the file system can do that.
+
+    Raises RunFolderWriteError where the disk fails.
+    """
+    with told(path):
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except PermissionError:
+            # A folder of somebody else's, say, that may be passed through and not read.
+            return
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
         finally:
             os.close(descriptor)
 
@@ -143,3 +167,30 @@ class Lines:
     def _cut(self) -> None:
         if os.fstat(self._file.fileno()).st_size > self.length:
             os.ftruncate(self._file.fileno(), self.length)
+
+
+class Summed:
+    """The pieces of a file on their way to the disk, and their checksum.
+
+    checksum: of the pieces that were taken. It is counted while the disk has the piece.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.checksum = checksum(b"")
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[Piece]:
+        with ThreadPoolExecutor(1) as pool:
+            for piece in self._pieces:
+                # Counting releases the interpreter, as writing does; a thread costs time too.
+                if len(piece) < _WORTH:
+                    self.checksum = checksum(piece, self.checksum)
+                    yield piece
+                else:
+                    counted = pool.submit(checksum, piece, self.checksum)
+                    yield piece
+                    self.checksum = counted.result()
+
+
+_WORTH = 1 << 20
+"""Bytes whose checksum is worth a thread's time."""

@@ -45,7 +45,8 @@ class Lock:
 
     def release(self) -> None:
         """Lets others in. May be called again."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor = self._descriptor
+        self._descriptor = None
         # In a child that was forked, the number may be another file's by now.
         if descriptor in _HELD:
             # Out of the set before it is closed: its number may be another file's right after.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.checkpoint import (
+    Contents,
     Stored,
     check_version,
     damaged,
@@ -24,13 +25,13 @@ from dure.record.checkpoint import (
     stored,
     unpack_checkpoint,
 )
-from dure.record.disk import Lines, cut, patiently, sync_folder, told, write_atomically
+from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.lock import Lock
-from dure.record.seal import Seal, checksum
+from dure.record.seal import Seal, checksum, sha256
 from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
-from dure.record.weights import weights_from_bytes, weights_to_bytes
+from dure.record.weights import TensorFile, weights_from_bytes
 from dure.tensors.buffers import load_weights
 
 _MAY_CHANGE = ("world", "label", "versions", "run")
@@ -332,8 +333,8 @@ class RunFolder:
         # Before the first append of this process: an open file would be the replaced one.
         write_atomically(self.path / "history.jsonl", history.encoded())
 
-    def save_checkpoint(self, step: int, parts: tuple[bytes, bytes, bytes]) -> None:
-        """Writes the checkpoint of `step`, whose files are `parts`, and removes the older ones.
+    def save_checkpoint(self, step: int, contents: Contents) -> None:
+        """Writes the checkpoint of `step` and removes the older ones.
 
         Only those of this run are removed. Raises RunFolderWriteError.
         """
@@ -349,7 +350,7 @@ class RunFolder:
         )
         known = () if self._newest is None else (self._newest.path.name,)
         folder = self.path / "checkpoint"
-        patiently(lambda: save_checkpoint(folder, step, parts, seal, known))
+        patiently(lambda: save_checkpoint(folder, step, contents, seal, known))
 
     def _asked(self) -> dict[str, Any]:
         """What config.json says, read once: whoever holds the folder may rely on it."""
@@ -373,21 +374,22 @@ class RunFolder:
         summary: Mapping[str, Any],
         lanes: list[Lane],
         metadata: Mapping[str, str] | None = None,
-        beside: Mapping[str, Callable[[bytes], Mapping[str, Any]]] | None = None,
+        beside: Mapping[str, Callable[[str], Mapping[str, Any]]] | None = None,
     ) -> dict[str, Any]:
         """Writes what an ended run leaves: weights, summary, timeline. Returns the summary.
 
         To it is added the checksum of the weights. metadata: of the file of the weights. beside:
-        other files of JSON, each made of the bytes of that file. Raises RunFolderWriteError.
+        other files of JSON, each made of the SHA-256 of that file. Raises RunFolderWriteError.
         """
         self.flush()
-        model = weights_to_bytes(weights, metadata)
-        write_atomically(self.path / "model.safetensors", model)
+        model = TensorFile(weights, metadata)
+        pieces = Summed(model)
+        write_atomically(self.path / "model.safetensors", pieces)
         for name, made in (beside or {}).items():
-            self.write_json(name, made(model))
+            self.write_json(name, made(sha256(model)))
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
         # Last: where there is a summary, everything else is there too.
-        written = {**summary, "model_checksum": checksum(model)}
+        written = {**summary, "model_checksum": pieces.checksum}
         self.write_json("summary.json", written)
         self.close()
         return written

@@ -14,8 +14,10 @@ Checkpoints that were written before there were seals have the bare state in `st
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -42,9 +44,17 @@ class Seal(msgspec.Struct):
     history: tuple[int, str] = (0, "00000000")
 
 
-def checksum(content: bytes, before: str = "00000000") -> str:
+def checksum(content: bytes | memoryview, before: str = "00000000") -> str:
     """CRC-32 of the bytes, as eight hexadecimal digits. before: that of the bytes before them."""
     return f"{zlib.crc32(content, int(before, 16)):08x}"
+
+
+def sha256(pieces: Iterable[bytes | memoryview]) -> str:
+    """SHA-256 of the bytes, piece after piece, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def sealed(state: bytes, seal: Seal) -> bytes:

@@ -7,7 +7,8 @@ one more dimension at the end, and the file's metadata says which names these ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 _PAIRS = "complex128"
 """The metadata's key for the names of what is written as pairs."""
 
-_NAMES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -38,44 +39,84 @@ _NAMES = {
 """What the format calls the dtypes of torch."""
 
 
+_Form = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+
+
+class TensorFile:
+    """A state_dict, say, as a file in safetensors, whose bytes are formed as they are read.
+
+    Iterating gives the file in pieces: the header, then each tensor as a view of its own memory. A
+    tensor that lies elsewhere or with gaps is copied when its turn comes, and its copy is gone
+    before the next one is made. Tied tensors are written once for each of their names. Whoever
+    iterates again gets the same bytes, as long as nobody has changed the tensors.
+
+    Raises TypeError for a dtype that the format lacks.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        said = dict(metadata or {})
+        pairs = [name for name, tensor in weights.items() if tensor.dtype == torch.complex128]
+        if pairs:
+            said[_PAIRS] = json.dumps(pairs)
+        # The widest first, so that the elements of each lie at multiples of their size.
+        self._tensors = dict(
+            sorted(weights.items(), key=lambda item: (-_form(item[1])[0].itemsize, item[0]))
+        )
+        self._header = header_of({name: _form(one) for name, one in self._tensors.items()}, said)
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self._header
+        for tensor in self._tensors.values():
+            if tensor.numel():
+                yield elements_of(tensor)
+
+    def __bytes__(self) -> bytes:
+        """The whole file, which is the only copy."""
+        return b"".join(self)
+
+
+def _form(tensor: Tensor) -> _Form:
+    """As what a tensor is written."""
+    if tensor.dtype == torch.complex128:
+        return torch.float64, (*tensor.shape, 2)
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def header_of(forms: Mapping[str, _Form], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes before the first element, of tensors that follow each other in this order.
+
+    Raises TypeError for a dtype that the format lacks.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, (dtype, shape) in forms.items():
+        if dtype not in DTYPES:
+            raise TypeError(f"safetensors have no {dtype}, which {name} is")
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Elements of every dtype begin at a multiple of eight.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def elements_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's elements: a view of its memory, or of a copy where that has gaps."""
+    # torch keeps conjugation and sign of complex tensors as flags, which raw bytes would lose.
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    content: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
+
+
 def weights_to_bytes(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """A state_dict, say, in safetensors. Tied tensors are written once for each of their names."""
-    plain: dict[str, Tensor] = {}
-    pairs: list[str] = []
-    for name, value in weights.items():
-        # torch keeps conjugation and sign of complex tensors as flags, which raw bytes would lose.
-        plain[name] = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if value.dtype == torch.complex128:
-            plain[name] = torch.view_as_real(plain[name])
-            pairs.append(name)
-    said = dict(metadata or {})
-    if pairs:
-        said[_PAIRS] = json.dumps(pairs)
-    return _written(plain, said)
-
-
-def _written(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The file's bytes, which are the only copy: the library's writer makes two, and refuses views
-    into one buffer."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    parts: list[Any] = []
-    at = 0
-    # The widest first, so that the elements of each lie at multiples of their size.
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        if tensor.dtype not in _NAMES:
-            raise TypeError(f"safetensors have no {tensor.dtype}, which {name} is")
-        end = at + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, end]}
-        if tensor.numel():
-            content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            parts.append(memoryview(content))
-        at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    """The bytes of such a file, where they are to travel; into a file they go piece by piece."""
+    return bytes(TensorFile(weights, metadata))
 
 
 def weights_from_bytes(content: bytes) -> dict[str, Tensor]:

@@ -97,3 +97,8 @@ def _three_digits(value: float) -> str:
     text = f"{value:.{digits}f}"
     # Rounded to 0.00: then one digit of what it is.
     return text if float(text) else f"{value:.1g}"
+
+
+def printable(text: str) -> str:
+    """Without what would move a terminal's cursor, and so write over what was said by others."""
+    return "".join(each if each.isprintable() else " " for each in text)

@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from dure.errors import RunFolderError
+from dure.record.disk import told
 from dure.record.run import RunFolder
 
 ATTEMPTS = 20
@@ -24,14 +25,27 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """Copies the run in `folder`, which may be served meanwhile, to a new folder.
 
     The copy can be resumed as the run itself could have been at this moment. Raises RunFolderError
-    if there is no run, or `to` is not empty.
+    if there is no run, or `to` is not empty, and RunFolderWriteError if it cannot be written: then
+    nothing is left in it, which could be taken for a whole one.
     """
     source = Path(folder)
     target = Path(to)
     RunFolder.open(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
-    target.mkdir(parents=True, exist_ok=True)
+    with told(target):
+        target.mkdir(parents=True, exist_ok=True)
+    try:
+        with told(target):
+            return _copied(source, target)
+    except BaseException:
+        with suppress(OSError):
+            _empty(target)
+        raise
+
+
+def _copied(source: Path, target: Path) -> Path:
+    """Copies until no checkpoint came in between."""
     for _ in range(ATTEMPTS):
         before = _newest(source)
         _copy(source, target)
@@ -59,6 +73,8 @@ def _copy(source: Path, target: Path) -> None:
 
 def _copy_database(source: Path, target: Path) -> None:
     """Raises RunFolderError for one that cannot be read."""
+    # Names of clients are nobody else's business in the copy either, from its first byte on.
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, source.stat().st_mode & 0o777))
     try:
         with closing(sqlite3.connect(source)) as there, closing(sqlite3.connect(target)) as copy:
             # All pages in one step: else a server that writes on would make it begin anew.

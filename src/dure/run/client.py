@@ -13,7 +13,6 @@ here is the caller's business. Arrays may be numpy's, torch's or anything that n
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.run.site import Reach, opened
+from dure.run.site import Reach, opened, path_of
 from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
@@ -35,8 +34,8 @@ class Client:
     """One client of the federation at `url`: iterating over it gives what there is to train.
 
     examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
-    certificate, approve: as in `dure.join`. What policy.toml in `state` says holds here too, but
-    for how long the loop trains, which is its own business.
+    certificate, approve, give_up: as in `dure.join`. What policy.toml in `state` says holds here
+    too, but for how long the loop trains, which is its own business.
 
     Raises dure.errors.DureError for a server that does not take this client, or a run that the
     site does not take part in.
@@ -54,19 +53,21 @@ class Client:
         authority: str | Path | None = None,
         certificate: str | Path | None = None,
         approve: bool = False,
+        give_up: float | None = 24.0,
     ) -> None:
         if examples < 1:
             raise ValueError(f"examples is {examples}, but a client trains on at least one")
         self.examples = examples
         self.over: str | None = None
         """Why the run is over, once it is."""
-        self._name = name or os.uname().nodename
         self._part = part
         self._stop = threading.Event()
         self._ending = ExitStack()
-        reach = Reach(url, self._name, state, part, token, authority, certificate)
+        files = path_of(authority), path_of(certificate)
+        reach = Reach(name, path_of(state), part, token, *files, give_up)
+        self._name = name
         try:
-            self._site = self._ending.enter_context(opened(reach, self._stop))
+            self._site = self._ending.enter_context(opened(url, reach, self._stop))
             self.session = self._site.session
             self._site.policy.hold()
             # First a look: whoever declines takes nobody's place.
@@ -194,13 +195,19 @@ class Work:
     ) -> bool:
         """Sends how the weights moved; whether the server has it.
 
+        The server weighs updates by their examples, and refuses more samples than it asked for.
+
         model: a module of torch, or a mapping of arrays by name. examples: on which it trained, at
         most those that were said. loss: mean over them. samples: processed, local epochs counted.
         metrics: numbers for the report. False where the update is not wanted any more.
 
-        Raises ValueError for tensors of other names or shapes, or that are not finite.
+        Raises ValueError for tensors of other names or shapes, or that are not finite, and for more
+        examples than the client has; RefusedError where the server takes no such update.
         """
-        count = self._client.examples if examples is None else examples
+        own = self._client.examples
+        count = own if examples is None else examples
+        if not 1 <= count <= own:
+            raise ValueError(f"examples is {count}, but this client has said that it has {own}")
         moved = self._moved(_named(model))
         if not math.isfinite(loss):
             raise ValueError(f"loss is {loss}, but it is a finite number")
@@ -214,13 +221,15 @@ class Work:
             seconds=time.perf_counter() - self._began,
             metrics=dict(metrics or {}),
         )
-        self.sent = True
         try:
-            return self._client.session.send(reserve, moved, self.wanted)
+            sent = self._client.session.send(reserve, moved, self.wanted)
         except RefusedError as refused:
+            # The round ended while it was on its way.
             if refused.status != 410:
                 raise
-            return False
+            sent = False
+        self.sent = True
+        return sent
 
     def _moved(self, there: Mapping[str, Any]) -> dict[str, Tensor]:
         """What travels: the changes of weights, and buffers as they are now."""

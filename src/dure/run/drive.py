@@ -28,7 +28,7 @@ from dure.contracts.strategy import (
 )
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
 from dure.machine.compiler import left_out
-from dure.machine.memory import memory_kept
+from dure.machine.memory import memory_kept, memory_returned
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.history import Evaluation, History, Step, finite
@@ -43,7 +43,9 @@ from dure.run.summary import summarise
 
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
-    with left_out(), memory_kept():
+    # A server with clients elsewhere trains nothing.
+    memory = memory_kept() if place.network is None else memory_returned()
+    with left_out(), memory:
         return _drive(job, place)
 
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from dure.contracts.task import Task
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
-from dure.run.site import Reach, opened
+from dure.run.site import Reach, opened, path_of
 from dure.run.training import Training
+from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
+
+CHECK_SECONDS = 10.0
+"""For which a check tries a server that is not reached."""
 
 Progress = Callable[[str, Mapping[str, object]], None]
 
@@ -36,32 +41,34 @@ def join(
     authority: str | Path | None = None,
     certificate: str | Path | None = None,
     approve: bool = False,
+    give_up: float | None = 24.0,
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
     """Takes part in the federation that the server at `url` serves, until its run is over.
 
-    task: what is learned, with this site's own examples. part: for demonstrations, takes the place
-    of simulated client `part`: of the task's examples only those that the strategy's partition
-    gives it. name: how the client is called; by default its host. state: the folder of what it
-    keeps; a client that has one can be killed and started again. token: of an invitation, needed
-    once. authority: PEM file of who signed the server's certificate; the system's by default.
-    certificate: PEM file of this client's own, where the server wants one. approve: agrees to the
-    run that is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of
-    what happens, such as ("training", {"round": 3}).
+    task: what is learned, with this site's own examples. name, state, part, token, authority,
+    certificate, give_up: as `dure.run.site.Reach` says. approve: agrees to the run that is served,
+    where policy.toml asks. stop: ends it when it is set. on_progress: hears of what happens, such
+    as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
-    client, and ValueError for a task that cannot be trained.
+    client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
+    task that cannot be trained.
     """
-    reach = Reach(url, name, state, part, token, authority, certificate)
+    files = path_of(authority), path_of(certificate)
+    reach = Reach(name, path_of(state), part, token, *files, give_up)
+    # First of all: a task that will not do spends no token.
+    training = Training(task, name, part)
     with opened(
+        url,
         reach,
         stop or threading.Event(),
         tell=lambda text: on_progress("waiting", {"why": text}),
         moved=lambda count: on_progress("moved", {"bytes": count}),
     ) as site:
         session, kept, policy = site
-        training = Training(task, name, part, policy.share_errors)
+        training.share_errors = policy.share_errors
         policy.hold()
         # First a look: whoever declines takes nobody's place.
         site.agree(session.check_in(training.look()), approve)
@@ -69,6 +76,9 @@ def join(
         session.belongs(welcome, name)
         training.begin(welcome, None if kept.temporary else kept.memory())
         training.take_frozen(session, welcome)
+        frozen = frozen_of(training.model)
+        if frozen and not kept.temporary:
+            kept.keep_frozen(frozen)
         with threads(training.threads), left_out():
             return Loop(session, training, on_progress, site.closed).run()
 
@@ -78,25 +88,16 @@ def stopped() -> type[Exception]:
     return StoppedError
 
 
-def check(
-    url: str,
-    task: Task,
-    *,
-    name: str = "",
-    state: str | Path | None = None,
-    part: int | None = None,
-    token: str = "",
-    authority: str | Path | None = None,
-    certificate: str | Path | None = None,
-) -> Iterator[str]:
+def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     """Tries what `join` would need, and says in lines what it found and what would be sent.
 
     Network, certificate and identity by a check-in that only looks; disk by a file of the size of
-    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does.
+    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does,
+    after `CHECK_SECONDS` where the server is not reached.
     """
-    reach = Reach(url, name, state, part, token, authority, certificate)
-    with opened(reach, threading.Event(), audits=False) as (session, kept, policy):
-        training = Training(task, name, part)
+    training = Training(task, reach.name, reach.part)
+    reach = replace(reach, give_up=CHECK_SECONDS / 3600)
+    with opened(url, reach, threading.Event(), audits=False) as (session, kept, policy):
         welcome = session.check_in(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"

@@ -56,10 +56,9 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(_spelled(config)).hexdigest()
 
 
-def signed(lineage: Mapping[str, Any], model: bytes, sign: Sign) -> dict[str, Any]:
-    """The content of model.lineage.json. model: the file of the weights."""
-    key = sign.public
-    said = {"lineage": lineage, "model_sha256": hashlib.sha256(model).hexdigest(), "key": key}
+def signed(lineage: Mapping[str, Any], model: str, sign: Sign) -> dict[str, Any]:
+    """The content of model.lineage.json. model: the SHA-256 of the file of the weights."""
+    said = {"lineage": lineage, "model_sha256": model, "key": sign.public}
     # As it will be read again: a tuple, for one, comes back as a list.
     said = json.loads(_spelled(said))
     return {**said, "signature": sign.sign(_message(said)).hex()}
@@ -88,7 +87,9 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
         content = path.read_bytes()
         said = json.loads(beside.read_bytes())
         signature = bytes.fromhex(said.pop("signature"))
-        lineage, digest, public = said["lineage"], said["model_sha256"], said["key"]
+        lineage = said["lineage"]
+        digest = said["model_sha256"]
+        public = said["key"]
         true = is_signed(public, _message(said), signature)
     except OSError as error:
         raise LineageError(f"cannot read {error.filename}: {error.strerror}") from error

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
-from dure.data.batches import batches_per_epoch
+from dure.data.batches import batches_per_epoch, check_batch_size
 from dure.errors import RunFolderError
 from dure.machine.compiler import left_out
 from dure.randomness.seeds import generator
+from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
+from dure.tensors.finite import all_finite
 from dure.tensors.flat import trained_of
+from dure.tensors.frozen import frozen_of, load_frozen
 from dure.worlds.network.client.state import ClientState
 
 
@@ -41,10 +44,14 @@ def personalise(
     state: the folder of a client (`dure.join(state=...)`). task: with the data that the client has
     now.
 
-    Raises RunFolderError where no global model was fetched yet, and ValueError for another task.
+    Raises RunFolderError where no global model was fetched yet, and ValueError for another task,
+    one without training data, and training that diverges.
     """
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}, but a model of one's own is trained at least once")
+    check_batch_size(batch_size)
+    if not len(task.train):
+        raise ValueError("the task has no training data, and a model of one's own needs some")
     with ClientState(Path(state)) as kept, left_out():
         round, model = _newest(kept, task)
         before = _measured(task, model)
@@ -74,6 +81,14 @@ def _newest(kept: ClientState, task: Task) -> tuple[int, nn.Module]:
             f"{kept.folder} has no model yet: join the federation once with --state {kept.folder}"
         )
     model = seeded_model(task, 0)
+    frozen = kept.frozen()
+    # They were drawn under the run's seed, and no model that is fetched has them.
+    if frozen_of(model) and not frozen:
+        raise RunFolderError(
+            f"{kept.folder} lacks the weights that are not trained: join the federation once more "
+            f"with --state {kept.folder}"
+        )
+    load_frozen(model, frozen)
     _load(model, {name: one for name, one in found[1].items() if not name.startswith("extra:")})
     return found[0], model
 
@@ -95,16 +110,21 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int) -> None:
     train, _ = examples_for(model, task)
     size = min(batch_size, len(train))
+    # One example that is left joins the batch before it, where the model cannot train on it alone.
+    batches = batches_per_epoch(len(train), size, needs_two(model, train))
     optimizer = task.optimizer(trained_of(model))
     model.train()
     for epoch in range(epochs):
         order = torch.randperm(len(train), generator=generator(seed, "personal", epoch))
-        for step in range(batches_per_epoch(len(train), size)):
-            inputs, targets = train.batch(order[step * size : (step + 1) * size])
+        for step in range(batches):
+            end = len(train) if step == batches - 1 else (step + 1) * size
+            inputs, targets = train.batch(order[step * size : end])
             optimizer.zero_grad()
             loss = task.loss(model(inputs), targets)
             torch.autograd.backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
             optimizer.step()
+    if not all(all_finite(one.detach()) for one in trained_of(model)):
+        raise ValueError("the training has diverged: nothing is kept; take a smaller learning rate")
 
 
 def _measured(task: Task, model: nn.Module) -> dict[str, float]:

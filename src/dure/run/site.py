@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +23,43 @@ from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
 
 
-class Reach(NamedTuple):
-    """How a site reaches its server, and as whom; `dure.join` says what these are."""
+@dataclass(frozen=True)
+class Reach:
+    """Who takes part, and how it reaches its server.
 
-    url: str
+    Args:
+        name: how this client is called; by default as its invitation says, or by its number.
+        state: the folder of what this client keeps; with one it may be killed and started again.
+            policy.toml in it says what this site allows, audit.jsonl what has left it.
+        part: for demonstrations, takes the place of this simulated client: of the task's data only
+            what the partition gives it.
+        token: of an invitation (dure clients invite), needed once.
+        authority: PEM file of who signed the server's certificate; the system's by default.
+        certificate: PEM file of this client's certificate, where the server wants one.
+        give_up: hours for which a server that is not reached is tried; None tries on without end.
+    """
+
     name: str = ""
-    state: str | Path | None = None
+    state: Path | None = None
     part: int | None = None
     token: str = ""
-    authority: str | Path | None = None
-    certificate: str | Path | None = None
+    authority: Path | None = None
+    certificate: Path | None = None
+    give_up: float | None = 24.0
+
+    @property
+    def give_up_seconds(self) -> float | None:
+        """Raises ValueError where it is no time."""
+        if self.give_up is not None and not self.give_up > 0:
+            raise ValueError(
+                f"give_up is {self.give_up}, but a server is tried for more than 0 hours"
+            )
+        return None if self.give_up is None else 3600 * self.give_up
+
+
+def path_of(given: str | Path | None) -> Path | None:
+    """A path that may be given as text, or not at all."""
+    return None if given is None else Path(given)
 
 
 class Site(NamedTuple):
@@ -65,6 +93,7 @@ class Site(NamedTuple):
 
 @contextmanager
 def opened(
+    url: str,
     reach: Reach,
     stop: threading.Event,
     *,
@@ -74,10 +103,11 @@ def opened(
 ) -> Iterator[Site]:
     """The site, for as long as the block goes on.
 
-    stop: ends every wait. audits: notes what leaves, where the site has a folder. tell: hears of
-    what goes wrong with the link; moved: of bytes of a transfer.
+    url: of its server. stop: ends every wait. audits: notes what leaves, where the site has a
+    folder. tell: hears of what goes wrong with the link; moved: of bytes of a transfer.
     """
-    folder = Path(reach.state) if reach.state is not None else None
+    folder = reach.state
+    _ = reach.give_up_seconds
     policy = Policy() if folder is None else Policy.beside(folder)
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
@@ -86,14 +116,15 @@ def opened(
             audit = Audit(folder / "audit.jsonl")
             ending.callback(audit.close)
         session = Session(
-            reach.url,
-            context=context_for(reach),
+            url,
+            context=context_for(url, reach),
             state=kept,
             audit=audit,
             stop=stop,
             tell=tell,
             moved=moved,
             bytes_per_second=policy.bandwidth,
+            give_up=reach.give_up_seconds,
         )
         ending.callback(session.close)
         if reach.token and kept.about is None:
@@ -101,14 +132,14 @@ def opened(
         yield Site(session, kept, policy)
 
 
-def context_for(reach: Reach) -> ssl.SSLContext | None:
+def context_for(url: str, reach: Reach) -> ssl.SSLContext | None:
     """For TLS with the server; None over plain HTTP."""
-    if not reach.url.startswith("https:"):
+    if not url.startswith("https:"):
         return None
     # Here: a site without TLS does without these libraries.
     from dure.wire.certificates import client_context
 
     own = None
     if reach.certificate is not None:
-        own = Path(reach.certificate), Path(reach.certificate).with_suffix(".key")
-    return client_context(Path(reach.authority) if reach.authority is not None else None, own)
+        own = reach.certificate, reach.certificate.with_suffix(".key")
+    return client_context(reach.authority, own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
+from dure.federated.halves import layout, one_client
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Layout
 from dure.wire.requests import (
@@ -41,7 +42,7 @@ from dure.wire.requests import (
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.loop import Answered
-from dure.worlds.network.client.session import Session
+from dure.worlds.network.client.session import NotWantedError, Session
 
 ENGINE: EngineName = "loop"
 """How clients on a network train."""
@@ -52,6 +53,8 @@ class Training:
     """A task of dure's, trained as one client of a federated strategy.
 
     part: the simulated client whose examples it takes; None: all of the task's are its own.
+
+    Raises ValueError for a task without training data, which would take a place and fill none.
     """
 
     task: Task
@@ -65,6 +68,8 @@ class Training:
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not len(self.task.train):
+            raise ValueError("the task has no training data, and a client trains on its own")
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
 
@@ -88,11 +93,15 @@ class Training:
         strategy = decode_strategy(welcome.strategy)
         if not isinstance(strategy, Federated):
             raise ValueError(f"{strategy.name} is no federated system")
+        if self.part is not None and not 0 <= self.part < welcome.clients:
+            last = welcome.clients - 1
+            raise ValueError(f"part is {self.part}, but clients have the numbers 0 to {last}")
         # Who only looks has no number yet.
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
         self.model = seeded_model(self.task, welcome.seed)
-        self.clients: Clients = strategy.one_client(
+        self.clients: Clients = one_client(
+            strategy,
             self.task,
             self.model,
             Conditions(engine=ENGINE),
@@ -101,7 +110,7 @@ class Training:
             welcome.clients,
             divides=self.part is not None,
         )
-        self.layout: Layout = strategy.layout(self.task, self.model, welcome.clients)
+        self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
@@ -121,8 +130,12 @@ class Training:
         load_frozen(self.model, tensors)
 
     def would_send(self) -> int:
-        """Bytes of an update, but for what an algorithm sends besides."""
-        return sum(one.nbytes for one in [*trained_of(self.model), *self.model.buffers()])
+        """Bytes of the tensors of an update."""
+        algorithm = self.clients.algorithm
+        weights = algorithm.shared(FlatParameters(self.model).copy())
+        # Besides weights an algorithm sends as much as it is sent (`Algorithm.expects`).
+        sent = [*weights, *self.model.buffers(), *algorithm.down()]
+        return sum(one.nbytes for one in sent)
 
     def one_step(self) -> float:
         """Trains on one batch, and forgets it; how many seconds that took."""
@@ -136,7 +149,14 @@ class Training:
         optimizer.step()
         return time.perf_counter() - started
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
+    def train(
+        self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+    ) -> Answered:
+        def look() -> None:
+            if not wanted():
+                raise NotWantedError
+
+        self.clients.look = look
         weights, buffers, extra = self.layout.apart(tensors)
         assignment = Assignment(
             ticket=train.ticket,

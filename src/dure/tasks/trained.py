@@ -53,7 +53,8 @@ def differences(theirs: Trains, ours: Trains) -> list[str]:
     if (theirs.frozen is None) != (ours.frozen is None):
         found.append("other parameters are frozen than at the server")
     for what in ("loss", "optimizer"):
-        mine, served = getattr(theirs, what), getattr(ours, what)
+        mine = getattr(theirs, what)
+        served = getattr(ours, what)
         if mine != served:
             found.append(f"the {what} is {mine}, and {served} at the server")
     if theirs.features and ours.features and theirs.features != ours.features:

@@ -29,7 +29,8 @@ def add_multiple(total: Tensor, tensor: Tensor, factor: float) -> Tensor:
     if total.numel() <= BLOCK or not _in_one_piece(total, tensor):
         return total.add_(tensor.to(total.dtype) * factor)
     products = torch.empty(BLOCK, dtype=total.dtype)
-    sums, flat = total.view(-1), tensor.view(-1)
+    sums = total.view(-1)
+    flat = tensor.view(-1)
     for start in range(0, len(sums), BLOCK):
         length = min(BLOCK, len(sums) - start)
         part = flat.narrow(0, start, length).to(total.dtype)

@@ -6,6 +6,7 @@ model's tensors of different dtypes are kept in one buffer a dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -92,13 +93,12 @@ class FlatParameters:
         self.buffers: list[Tensor] = []
         self.names: list[list[tuple[str, tuple[int, ...]]]] = []
         """What lies in each buffer, one after another: the parameters' names and shapes."""
+        self._groups = list(by_dtype(trained_of(model)).values())
         known = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in by_dtype(trained_of(model)).values():
+        for group in self._groups:
             self.names.append([(known[id(one)], tuple(one.shape)) for one in group])
             buffer = torch.cat([parameter.detach().reshape(-1) for parameter in group])
-            for parameter, view in zip(group, views_of(buffer, group), strict=True):
-                # The parameter stays the same object: optimizers, hooks and modules still hold it.
-                parameter.data = view
+            _put(group, views_of(buffer, group))
             self.buffers.append(buffer)
 
     def copy(self) -> list[Tensor]:
@@ -107,5 +107,31 @@ class FlatParameters:
 
     def load(self, values: Sequence[Tensor]) -> None:
         """Sets the weights to `values`, which are what `copy` returned, or like it."""
+        self.take_memory()
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
+
+    def let_go(self) -> None:
+        """The parameters need no memory until the next `load`; till then all of them are NaN.
+
+        Whoever has taken views of them keeps those, and their memory.
+        """
+        for group in self._groups if self.buffers else ():
+            nothing = torch.full((), math.nan, dtype=group[0].dtype, device=group[0].device)
+            _put(group, [nothing.expand(parameter.shape) for parameter in group])
+        self.buffers = []
+
+    def take_memory(self) -> None:
+        """Ends what `let_go` began. The weights are anything."""
+        for group in () if self.buffers else self._groups:
+            count = sum(parameter.numel() for parameter in group)
+            buffer = torch.empty(count, dtype=group[0].dtype, device=group[0].device)
+            _put(group, views_of(buffer, group))
+            self.buffers.append(buffer)
+
+
+def _put(parameters: Sequence[Tensor], values: Iterable[Tensor]) -> None:
+    """Gives the parameters their values, in the values' memory."""
+    for parameter, value in zip(parameters, values, strict=True):
+        # The parameter stays the same object: optimizers, hooks and modules still hold it.
+        parameter.data = value

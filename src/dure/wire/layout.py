@@ -9,7 +9,7 @@ cut into views, and what arrives lies in one piece again (`dure.wire.tensors.roo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,11 +57,16 @@ class Layout(NamedTuple):
         return forms_of(self.named(weights, buffers, extra))
 
 
+def _without_end(examples: int) -> int:
+    return 1 << 53
+
+
 class Federation(NamedTuple):
     """What a network has to know of a federation to speak with its clients.
 
     clients: how many numbers there are. trains: what a site has to train. frozen: the weights that
-    are not trained. threads: with how many a client is to compute.
+    are not trained. threads: with how many a client is to compute. samples: how many a client with
+    so many examples processes in a round, at the most.
     """
 
     clients: int
@@ -70,6 +75,7 @@ class Federation(NamedTuple):
     trains: Trains
     frozen: Mapping[str, Tensor] = {}
     threads: int = 1
+    samples: Callable[[int], int] = _without_end
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:

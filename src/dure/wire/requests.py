@@ -163,10 +163,11 @@ class Watch(Said, frozen=True):
 
 
 class Watched(Said, frozen=True):
-    """wanted: whether the update would still count."""
+    """wanted: whether the update would still count. over: the run has ended, for this reason."""
 
     wanted: bool
     reason: str = ""
+    over: str | None = None
 
 
 class Reserve(Said, frozen=True):

@@ -63,13 +63,11 @@ try:
 except ImportError as error:
     raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
 
-CLIENT, NONCE, SERIAL, DIGEST, SIGNATURE = (
-    "dure-client",
-    "dure-nonce",
-    "dure-serial",
-    "dure-digest",
-    "dure-signature",
-)
+CLIENT = "dure-client"
+NONCE = "dure-nonce"
+SERIAL = "dure-serial"
+DIGEST = "dure-digest"
+SIGNATURE = "dure-signature"
 """The headers, in lower case."""
 
 WINDOW = 1024

@@ -18,7 +18,6 @@ Source: the format's page, https://github.com/huggingface/safetensors.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import sys
@@ -30,6 +29,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dure.record.seal import sha256
+from dure.record.weights import DTYPES, elements_of, header_of
+
 MOST_HEADER = 16 << 20
 """Bytes that a header may have: some hundred thousand tensors."""
 
@@ -38,20 +40,7 @@ MOST_DIMENSIONS = 64
 
 _LENGTH = struct.Struct("<Q")
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 if sys.byteorder != "little":  # elements travel as they lie in memory
     raise ImportError("safetensors are little-endian, and this machine is not")
@@ -83,21 +72,6 @@ def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
     return {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def header_of(forms: Mapping[str, Form]) -> bytes:
-    """The bytes before the first element. Raises TypeError for a dtype that the format lacks."""
-    entries: dict[str, _Entry] = {}
-    at = 0
-    for name, form in forms.items():
-        if form.dtype not in _NAMES:
-            raise TypeError(f"safetensors have no {form.dtype}, which {name} is")
-        entries[name] = _Entry(_NAMES[form.dtype], list(form.shape), (at, at + form.nbytes))
-        at += form.nbytes
-    text = msgspec.json.encode(entries)
-    # Elements of every dtype begin at a multiple of eight.
-    text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
-
-
 def size_of(forms: Mapping[str, Form]) -> int:
     """Bytes of the whole stream."""
     return len(header_of(forms)) + sum(form.nbytes for form in forms.values())
@@ -108,7 +82,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     yield memoryview(header_of(forms_of(tensors)))
     for tensor in tensors.values():
         if tensor.numel():
-            yield bytes_of(tensor.detach().cpu().contiguous())
+            yield elements_of(tensor)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -118,10 +92,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of the stream, as hexadecimal digits: the name of a model that does not change."""
-    digest = hashlib.sha256()
-    for piece in pieces(tensors):
-        digest.update(piece)
-    return digest.hexdigest()
+    return sha256(pieces(tensors))
 
 
 Read = Callable[[memoryview], int]

@@ -10,6 +10,7 @@ import torch
 import dure
 from dure.contracts.strategy import seeded_model
 from dure.federated.algorithm import Start
+from dure.federated.halves import clients_half
 from dure.protocol.messages import Assignment, Failure, Update, nbytes
 from dure.tensors.flat import FlatParameters
 from small import network, small_task
@@ -29,7 +30,7 @@ def asked(client: int, value: float = 0.1) -> Assignment:
 
 
 def clients_of(strategy: Any, task: dure.Task) -> Any:
-    return strategy.clients_half(task, seeded_model(task, 0), dure.Simulated(engine="loop"), 0)
+    return clients_half(strategy, task, seeded_model(task, 0), dure.Simulated(engine="loop"), 0)
 
 
 @pytest.mark.parametrize("client", [-1, 3, 1_000])

@@ -147,8 +147,17 @@ def convolutional(draw):
 
 
 @settings(max_examples=60)
-@given(convolutional(), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.booleans(), FAMILY)
-def test_it_is_the_loop_for_convolutions_of_any_geometry(model, sizes, patches, optimizer):
+@given(
+    convolutional(),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.booleans(),
+    FAMILY,
+    st.lists(st.booleans(), min_size=3, max_size=3),
+)
+def test_it_is_the_loop_for_convolutions_of_any_geometry(model, sizes, patches, optimizer, frozen):
+    *before_last, _ = [module for module in model.modules() if list(module.parameters(False))]
+    for module, stays in zip(before_last, frozen, strict=False):
+        module.requires_grad_(not stays)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(30, 2, 7, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(3, (30,), generator=generator)
@@ -238,10 +247,32 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def frozen() -> nn.Module:
+def half_frozen() -> nn.Module:
     model = network()
     model[0].weight.requires_grad_(False)
     return model
+
+
+class Counts(nn.Sequential):
+    """Computes otherwise from its third pass on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self.passes = 0
+
+    def forward(self, inputs):
+        self.passes += 1
+        return super().forward(inputs) if self.passes < 3 else super().forward(2 * inputs)
+
+
+class Remembers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self.seen: list[int] = []
+
+    def forward(self, inputs):
+        self.seen.append(len(self.seen))
+        return super().forward(inputs)
 
 
 def parametrized() -> nn.Module:
@@ -314,7 +345,10 @@ def double(make):
         ({"model": double(Depends)}, "forward depends on its inputs"),
         ({"model": double(Twice)}, "two layers share their weights"),
         ({"model": double(lambda: Scaled(6, 3))}, "outside of the layers"),
-        ({"model": frozen}, "some parameters are not trained"),
+        ({"model": half_frozen}, "of a layer's weight and bias one is trained"),
+        ({"model": lambda: network().requires_grad_(False)}, "no parameter is trained"),
+        ({"model": double(Counts)}, "changes what the model keeps"),
+        ({"model": double(Remembers)}, "changes what the model keeps"),
         ({"model": parametrized}, "is not a layer that is known here"),
         ({"model": hooked}, "the model has hooks"),
         ({"model": looked_back}, "the model has hooks"),

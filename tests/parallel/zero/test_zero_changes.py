@@ -41,6 +41,19 @@ def backward(model: nn.Module, place: Place, seed: int = 0) -> None:
     F.cross_entropy(model(inputs), targets).backward()
 
 
+def train_alone(
+    model: nn.Module, steps: int, after: Callable[[nn.Module], None] = lambda model: None
+) -> None:
+    """The steps of all ranks, by one; after: what is done with the model behind each."""
+    optimizer = sgd(model)
+    for seed in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batches(seed + 1, 6)[seed]
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        after(model)
+
+
 class Changing(nn.Module):
     """Two networks; forward changes the second by `change(its weights, the first's)`."""
 
@@ -84,12 +97,7 @@ def test_stage_3_refuses_forward_passes_that_change_parameters_and_the_others_fo
     def program(place: Place) -> list[Any]:
         found: list[Any] = []
         alone = Changing(change, frozen=True)
-        optimizer = sgd(alone)
-        for seed in range(3):
-            optimizer.zero_grad()
-            inputs, targets = batches(seed + 1, 6)[seed]
-            F.cross_entropy(alone(inputs), targets).backward()
-            optimizer.step()
+        train_alone(alone, 3)
         for options in STAGES:
             model = Changing(change, frozen=True)
             optimizer, zero = divided(place, model, **options)
@@ -209,13 +217,7 @@ def test_weights_may_be_clipped_between_steps() -> None:
 
     def program(place: Place) -> list[float]:
         alone = network()
-        optimizer = sgd(alone)
-        for seed in range(3):
-            optimizer.zero_grad()
-            inputs, targets = batches(seed + 1, 6)[seed]
-            F.cross_entropy(alone(inputs), targets).backward()
-            optimizer.step()
-            clip(alone)
+        train_alone(alone, 3, clip)
         found = []
         for options in STAGES:
             model = network()
@@ -459,12 +461,7 @@ def test_after_a_backward_pass_that_failed_the_next_one_is_whole_or_refused() ->
 
                     if layer == 4:
                         alone = network()
-                        by_hand = sgd(alone)
-                        for seed in range(2):
-                            by_hand.zero_grad()
-                            inputs, targets = batches(seed + 1, 6)[seed]
-                            F.cross_entropy(alone(inputs), targets).backward()
-                            by_hand.step()
+                        train_alone(alone, 2)
                         step()
                         whole = network()
                         whole.load_state_dict(zero.state_dict(everywhere=True))

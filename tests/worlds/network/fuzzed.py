@@ -29,7 +29,8 @@ from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server import desk as desk_module
 from dure.worlds.network.server.access import Access
-from dure.worlds.network.server.app import App, Served
+from dure.worlds.network.server.app import App
+from dure.worlds.network.server.attendance import Served
 from dure.worlds.network.server.conduct import Limits
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.register import FILE, Register
@@ -87,6 +88,7 @@ class Target:
             heartbeat=0.01,
             patience=0.01,
             compare=lambda theirs, ours: ["the loss"] if theirs.loss else [],
+            samples=lambda examples: 2 * examples,
         )
         self.app = App(served, self.desk, self.shelf, self.journal, self.updates, self.access)
         self.serving = Serving(self.app.asgi(), "127.0.0.1", 0, None, self.app.lives_in)
@@ -128,14 +130,14 @@ class Target:
             "journal": self.journal.last,
             "files": whole,
             "clients": self.register.clients(),
-            "reserved": dict(self.app.reserved),
+            "reserved": dict(self.app.uploads.reserved),
         }
 
     def sizes(self) -> dict[str, int]:
         """Of what could grow."""
         return {
             "seats": len(self.desk.seats),
-            "reserved": len(self.app.reserved),
+            "reserved": len(self.app.uploads.reserved),
             "uploads": len(self.updates._uploads),
             "kinds of refusals": len(self.access.status()["refusals"]),
         }

@@ -15,8 +15,8 @@ from fuzzed import DIGEST, STREAM, Request, Target
 from dure.errors import ServeError
 from dure.wire.certificates import issue_server, make_authority, server_context
 from dure.worlds.network.server import serving
-from dure.worlds.network.server.app import PART
 from dure.worlds.network.server.serving import Serving
+from dure.worlds.network.server.uploads import PART
 
 SECONDS = 15.0
 """Until which the server has closed what it closes after one, on a busy machine."""
@@ -133,3 +133,31 @@ def test_those_who_do_not_even_begin_with_tls(
 def test_a_port_is_taken(target: Target) -> None:
     with pytest.raises(ServeError, match="in use"):
         Serving(target.app.asgi(), "127.0.0.1", target.serving.port, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/next/"),
+        ("POST", "/v1/x/"),
+        ("GET", "/v1/x"),
+        ("GET", "/"),
+        ("GET", "/v1/next"),
+        ("DELETE", "/v1/tensors/x"),
+        ("POST", "/v1/uploads/7/8"),
+        ("OPTIONS", "/v1/uploads"),
+    ],
+)
+def test_what_is_no_route_is_told_to_those_alone_who_may_ask(
+    method: str, path: str, target: Target
+) -> None:
+    def status(who: str) -> int:
+        headers = [] if who == "nobody" else target.signed(who, method, path, b"")
+        answered, fresh, _ = target.send(Request(method, path.encode(), headers, b"", who))
+        if answered == 401 and who != "nobody":
+            target.renew(who, fresh)
+            headers = target.signed(who, method, path, b"")
+            answered, _, _ = target.send(Request(method, path.encode(), headers, b"", who))
+        return answered
+
+    assert (status("nobody"), status("stranger"), status("client")) == (401, 403, 404)

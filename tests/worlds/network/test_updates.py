@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.errors import RunFolderError, RunFolderWriteError
-from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, header_of, pieces
+from dure.record.weights import header_of
+from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, pieces
 from dure.worlds.network import updates as module
 from dure.worlds.network.updates import PartError, Updates, Upload
 

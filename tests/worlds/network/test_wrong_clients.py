@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from deployed import Deployment, Plan
+from fuzzed import DIGEST, STREAM, TICKET, Target
 from scripted import Scripted
 from torch import nn
 
 import dure
 from dure.run.join import join
 from dure.wire.certificates import issue_client, make_authority
-from dure.worlds.network.client.link import NotTrustedError, RefusedError, StoppedError
+from dure.worlds.network.client.link import NotTrustedError, RefusedError
 from dure.worlds.network.server.register import FILE, Register
 from small import network, small_task
 
@@ -67,16 +67,80 @@ def test_an_update_that_is_not_finite(served: Deployment) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"samples": 2**70}, {"examples": 2**70}, {"counted": 1e300}, {"samples": -1}]
+    ("said", "told"),
+    [
+        ({"examples": 6}, "of 6 examples, and its client has 5"),
+        ({"examples": 0}, "of 0 examples"),
+        ({"examples": 2**53}, "and its client has 5"),
+        # Two steps of a pass, of which none can be of more than all examples.
+        ({"samples": 11}, "11 samples, and of 5 examples 10 are asked for at most"),
+        ({"samples": 2**53}, "are asked for at most"),
+        ({"samples": 0}, "processed 0 samples"),
+        ({"samples": 2**70}, "no Reserve"),
+        ({"samples": -1}, "no Reserve"),
+        ({"examples": 2**70}, "no Reserve"),
+    ],
 )
-def test_an_update_that_claims_what_cannot_be(said: dict[str, float], served: Deployment) -> None:
+def test_an_update_of_more_than_was_asked_for_is_refused_and_changes_nothing(
+    said: dict[str, int], told: str, target: Target
+) -> None:
+    body = {**UPDATE, **said}
+    before, counted = target.state(), refusals(target)
+    status, answer = target.said("client", "/v1/uploads", body)
+    assert status in (400, 422)
+    assert told in answer.decode()
+    assert target.state() == before
+    # Of these, so many make a quarantine.
+    assert refusals(target) == counted + 1
+    assert target.said("client", "/v1/uploads", UPDATE)[0] == 200
+
+
+UPDATE = {
+    "ticket": TICKET,
+    "bytes": len(STREAM),
+    "digest": DIGEST,
+    "examples": 5,
+    "samples": 10,
+    "loss": 1.0,
+}
+
+
+def refusals(target: Target) -> int:
+    return sum(target.access.status()["refusals"].values())
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    with Target(tmp_path) as target:
+        yield target
+
+
+@pytest.mark.parametrize("examples", [-1, 2**53 + 1, 2**70, 1.5, "5", None])
+def test_so_many_examples_nobody_has(examples: object, target: Target) -> None:
+    said = {"version": 1, "name": "other", "examples": examples}
+    before = target.state()
+    assert target.said("other", "/v1/check-in", said)[0] == 400
+    assert target.state() == before
+
+
+def test_a_loss_that_counts_what_cannot_be_does_not_count(served: Deployment) -> None:
+    with Scripted(served.url, 0) as good, Scripted(served.url, 1) as wrong:
+        wrong.send(*wrong.update(wrong.work(), counted=1e300))
+        assert "counts more than its examples have" in goes_on(served, good, wrong)
+
+
+def test_a_player_that_was_refused_for_what_it_said_may_say_it_right(served: Deployment) -> None:
     with Scripted(served.url, 0) as good, Scripted(served.url, 1) as wrong:
         train = wrong.work()
-        try:
-            wrong.send(*wrong.update(train, **said))
-        except dure.errors.DureError:
-            wrong.send(*wrong.update(train, samples=0))
-        goes_on(served, good, wrong)
+        with pytest.raises(RefusedError, match="cannot be"):
+            wrong.send(*wrong.update(train, samples=1000))
+        wrong.answer(train)
+        good.answer(good.work())
+        for player in (good, wrong):
+            player.answer(player.work())
+        for player in (good, wrong):
+            player.hears_the_end()
+        assert served.ended().facts["outcomes"] == {"accepted": 4}
 
 
 def test_an_update_that_comes_twice_at_once_counts_once(served: Deployment) -> None:
@@ -196,26 +260,11 @@ def test_certificates_of_others(tmp_path: Path) -> None:
             ask(authority=unknown_authority, certificate=mine)
         with pytest.raises(ValueError, match="expired"):
             ask(authority=deployment.authority, certificate=expired)
-        # The server closes the connection and says no more: so might one that is restarted.
+        # The server closes connections and says no more.
         for certificate in (None, forged):
-            assert "does it ask for a certificate" in first_wait(
-                partial(ask, authority=deployment.authority, certificate=certificate)
-            )
+            with pytest.raises(NotTrustedError, match="does it ask for a certificate"):
+                ask(authority=deployment.authority, certificate=certificate)
         assert ask(authority=deployment.authority, certificate=mine) == "the run is over"
-
-
-def first_wait(ask: Callable[..., Any]) -> str:
-    """Why a client waits for the first time, at which it is stopped."""
-    stop = threading.Event()
-    heard: list[str] = []
-
-    def told(what: str, about: Mapping[str, object]) -> None:
-        heard.append(str(about))
-        stop.set()
-
-    with pytest.raises(StoppedError):
-        ask(stop=stop, on_progress=told)
-    return heard[0]
 
 
 # A site's own code

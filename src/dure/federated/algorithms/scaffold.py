@@ -61,7 +61,8 @@ class Scaffold(Federated):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         super().check_model(task, model, workers)
         optimizer = optimizer_of(task, list(model.parameters()))
-        groups, extras = optimizer.param_groups, ("momentum", "weight_decay", "maximize")
+        groups = optimizer.param_groups
+        extras = ("momentum", "weight_decay", "maximize")
         if type(optimizer) is not torch.optim.SGD or any(
             group[extra] for group in groups for extra in extras
         ):

@@ -85,6 +85,11 @@ class LocalWork:
         """Batches in one pass."""
         return batches_per_epoch(examples, self.batch(examples), self.needs_two)
 
+    def most_samples(self, examples: int) -> int:
+        """Examples processed in a round, at the most: each step may be as large as one can be."""
+        # One that is left at the end of a pass may join the batch before it.
+        return self.steps_of(examples) * min(self.batch(examples) + 1, examples)
+
     def batch(self, examples: int) -> int:
         """Examples of a step that is not the last of a pass."""
         return min(self.batch_size or examples, examples)
@@ -140,6 +145,9 @@ class Clients:
         self.memories: dict[int, Memory] = {}
         self.trained: dict[int, float] = {}
         """When each client last began to train, where data come and go."""
+        self.look: Callable[[], None] | None = None
+        """Called between batches by engines that train one client after another; what it raises
+        ends the training."""
         self._make = engine
         self._engine: Engine | None = None
         self.chosen: str | None = None
@@ -364,6 +372,7 @@ class Clients:
             self.why = self.why if again else engine.why
             self.chunk = engine.chunk
             self.threads = engine.threads
+        self._engine.look = self.look
         return self._engine
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Whole cohorts of clients at once: one call of a kernel where a loop makes one for each client.
 
 For models that are a chain of known layers (`program`), known losses (`losses`) and SGD (`sgd`).
+Layers that are not trained are the same for all clients, and have no weights here.
 The weights of the C clients of a cohort lie side by side, and a step is some 25 calls for all of
 them, forward and backward by hand, without a graph; the gradients of weights are added to the
 weights by the product that makes them.
@@ -45,6 +46,7 @@ from dure.federated.engines.program import Program, program_of
 from dure.federated.engines.sgd import SGD, CannotBatchError, sgd_of
 from dure.machine.devices import to_device
 from dure.machine.threads import SMALL_STEP, threads
+from dure.tensors.flat import trained_of
 
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products."""
@@ -101,7 +103,7 @@ def batched_engine(
     parameters = list(model.parameters())
     try:
         program = program_of(task, model, examples)
-        rule = sgd_of(optimizer_of(task, parameters), parameters)
+        rule = sgd_of(optimizer_of(task, parameters), trained_of(model))
     except CannotBatchError as reason:
         return str(reason)
     if together and program.loss.rows is cross_entropy:

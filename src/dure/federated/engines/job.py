@@ -91,6 +91,9 @@ class Engine:
     name: str
     why: str = ""
     """Why it is this engine that computes, in a line; empty where it was asked for."""
+    look: Callable[[], None] | None = None
+    """Called between the batches of a client that trains alone; what it raises, a DureError, ends
+    the training."""
     batch_size: int | None = None
     """The batch size of a client's step; None is all of its data."""
     cohort: int = 1

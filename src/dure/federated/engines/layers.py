@@ -93,6 +93,20 @@ class Linear(Layer):
         return before
 
 
+class FrozenLinear(Layer):
+    """nn.Linear that is not trained: the same for all clients, and one product for all."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        return torch.matmul(g, self.weight) if needs_input else g
+
+
 class Pointwise(Layer):
     """A function of each element. derivative: of (gradient, output, input)."""
 
@@ -357,6 +371,40 @@ class Convolution(Layer):
             if needs_input
             else g
         )
+
+
+class FrozenConvolution(Layer):
+    """nn.Conv2d that is not trained: the images of all clients are one batch."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.how = (stride, padding, dilation)
+        self.x = torch.empty(0)
+
+    def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.x = innermost(x.flatten(0, 1))
+        outputs = torch.conv2d(self.x, self.weight, self.bias, *self.how)
+        return outputs.view(*x.shape[:2], *outputs.shape[1:])
+
+    def backward(self, g: Tensor, needs_input: bool) -> Tensor:
+        if not needs_input:
+            return g
+        before, _, _ = torch.ops.aten.convolution_backward(
+            innermost(g.flatten(0, 1)),
+            self.x,
+            self.weight,
+            None,
+            *self.how,
+            False,
+            (0, 0),
+            1,
+            [True, False, False],
+        )
+        images: Tensor = before.view(*g.shape[:2], *before.shape[1:])
+        return images
 
 
 def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:

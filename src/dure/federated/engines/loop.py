@@ -145,7 +145,10 @@ class LoopEngine(Engine):
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
+        look = self.look
         for batch in torch.split(order, list(sizes)):
+            if look is not None:
+                look()
             inputs, targets = self.examples.batch(batch)
             if self.device.type != "cpu":
                 inputs, targets = to_device((inputs, targets), self.device)

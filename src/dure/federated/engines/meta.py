@@ -105,6 +105,8 @@ class MetaEngine(Engine):
         ran: list[tuple[Found, int]] = []
         batches = Batches(len(job.indices), self.batch_size, self.seed, job.client, job.joins)
         for found, size in steps(job, batches):
+            if self.look is not None:
+                self.look()
             ran.append((found, size))
             failure = loss_failure(each.loss for each, _ in ran)
             if failure is not None:

@@ -33,13 +33,14 @@ from dure.federated.engines.losses import (
 )
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
 from dure.tasks.loss_shares import CountedLoss
+from dure.tensors.flat import trained_of
 
 TRIED = 3
 """Examples on which a chain is compared with its model."""
 
 
 class Program:
-    """The model's layers, its loss, and its weights in the order of its parameters."""
+    """The model's layers, its loss, and its weights in the order of its trained parameters."""
 
     def __init__(self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights]) -> None:
         self.chain = list(chain)
@@ -114,7 +115,8 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     parameters = list(model.parameters())
     _check(model, parameters, examples)
     loss = loss_of(task.loss, examples)
-    weights = {id(each): Weights(tuple(each.shape)) for each in parameters}
+    trained = trained_of(model)
+    weights = {id(each): Weights(tuple(each.shape)) for each in trained}
     reader = _Reader(model, weights)
     if len(reader.used) != len(parameters):
         raise CannotBatchError("the model does not use each of its parameters exactly once")
@@ -129,7 +131,7 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     if parameters[0].device.type == "cpu" and pooling.library() is not None:
         chain = pooling.in_c(chain)
     program = Program(chain, loss, list(weights.values()))
-    _try(program, task=task, model=model, parameters=parameters, examples=examples)
+    _try(program, task=task, model=model, parameters=trained, examples=examples)
     for each in program.weights:
         # The trial's memory was that of one client.
         each.forget()
@@ -148,8 +150,8 @@ def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examp
     # Batch-norm mixes the examples of a batch and changes its buffers: no layer here does.
     if next(model.buffers(), None) is not None:
         raise CannotBatchError("the model has buffers")
-    if not all(each.requires_grad for each in parameters):
-        raise CannotBatchError("some parameters are not trained")
+    if not any(each.requires_grad for each in parameters):
+        raise CannotBatchError("no parameter is trained")
     kinds = {each.dtype for each in parameters}
     if len(kinds) != 1 or kinds & {torch.float32, torch.float64} != kinds:
         raise CannotBatchError("the parameters are not all float32, or all float64")
@@ -180,9 +182,9 @@ def _try(
     inputs, targets = (part.to(device) for part in examples.batch(some))
     with torch.enable_grad():
         outputs = model(inputs)
-        if not all(each.requires_grad for each in parameters):
-            raise CannotBatchError("the model freezes parameters as it computes")
         found = _loss(program.loss, task.loss, examples, outputs, targets)
+        if list(map(id, trained_of(model))) != list(map(id, parameters)):
+            raise CannotBatchError("which parameters are trained changes as the model computes")
         expected = torch.autograd.grad(found, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
@@ -268,10 +270,14 @@ class _Reader:
         # Around the model, so that a model which is one known layer is a call as well. In training
         # mode, as it will be used: dropout has to be seen.
         self.root = nn.Sequential(model.train())
+        before = _kept_by(model)
         try:
             graph = fx.Tracer().trace(self.root)
         except Exception as error:
             raise CannotBatchError(f"the model's forward depends on its inputs: {error}") from error
+        # Traced once, it would not be asked again how it computes.
+        if _kept_by(model) != before:
+            raise CannotBatchError("the model's forward changes what the model keeps")
         self.value: fx.Node | None = None
         self.rows: set[fx.Node] = set()
         """Numbers that are the length of the batch."""
@@ -334,19 +340,28 @@ class _Reader:
     def _module(self, module: nn.Module) -> list[Layer]:
         kind = type(module)
         if isinstance(module, nn.Linear) and kind is nn.Linear:
-            return [layers.Linear(*self._parameters(module))]
+            if self._uses(module):
+                return [layers.Linear(*self._parameters(module))]
+            return [layers.FrozenLinear(*_constants(module))]
         if isinstance(module, nn.Conv2d) and kind is nn.Conv2d:
             return [self._convolution(module)]
         if kind in _MODULES:
             return _MODULES[kind](module)
         raise CannotBatchError(f"{kind.__name__} is not a layer that is known here")
 
-    def _parameters(self, module: nn.Linear | nn.Conv2d) -> tuple[Weights, Weights | None]:
+    def _uses(self, module: nn.Linear | nn.Conv2d) -> bool:
+        """Notes the layer's parameters; whether they are trained."""
         # A layer that is called twice would be stepped twice, and its inputs overwritten.
         for parameter in module.parameters():
             if id(parameter) in self.used:
                 raise CannotBatchError("two layers share their weights")
             self.used.append(id(parameter))
+        trained = {parameter.requires_grad for parameter in module.parameters()}
+        if len(trained) > 1:
+            raise CannotBatchError("of a layer's weight and bias one is trained")
+        return trained.pop()
+
+    def _parameters(self, module: nn.Linear | nn.Conv2d) -> tuple[Weights, Weights | None]:
         return self.weights[id(module.weight)], None if module.bias is None else self.weights[
             id(module.bias)
         ]
@@ -354,11 +369,30 @@ class _Reader:
     def _convolution(self, module: nn.Conv2d) -> Layer:
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
             raise CannotBatchError("a Conv2d has groups, or padding other than a number of zeros")
+        how = (_pair(module.stride), _pair(module.padding), _pair(module.dilation))
+        if not self._uses(module):
+            return layers.FrozenConvolution(*_constants(module), *how)
         # One output channel has the elements of a patch: that many times the image is written out.
         few = module.weight[0].numel() <= layers.FEW
         kind = layers.PatchConvolution if few else layers.Convolution
-        how = (_pair(module.stride), _pair(module.padding), _pair(module.dilation))
         return kind(*self._parameters(module), *how)
+
+
+def _constants(module: nn.Linear | nn.Conv2d) -> tuple[Tensor, Tensor | None]:
+    """The weights of a layer that is not trained."""
+    return module.weight.detach(), None if module.bias is None else module.bias.detach()
+
+
+def _kept_by(model: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of all modules: themselves, or what is in them where that may change."""
+    return [{name: _within(value) for name, value in vars(one).items()} for one in model.modules()]
+
+
+def _within(value: Any) -> Any:
+    # Objects are compared by identity: of tensors, equality is a tensor.
+    if isinstance(value, dict):
+        return {key: id(one) for key, one in value.items()}
+    return [id(one) for one in value] if isinstance(value, (list, set)) else id(value)
 
 
 def _pair(value: Any) -> Pair:

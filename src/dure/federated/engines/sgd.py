@@ -43,9 +43,9 @@ class SGD:
 
 
 def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> SGD:
-    """The settings of `optimizer`.
+    """The settings of `optimizer`. parameters: those that are trained; it may have others too.
 
-    Raises CannotBatchError if it does anything else, or not to all parameters alike.
+    Raises CannotBatchError if it does anything else, or not to all of them alike.
     """
     if type(optimizer) is not torch.optim.SGD:
         raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
@@ -54,7 +54,8 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
     if listened(optimizer):
         raise CannotBatchError("the optimizer has hooks")
     group = optimizer.param_groups[0]
-    if {id(each) for each in group["params"]} != {id(each) for each in parameters}:
+    moved = {id(each) for each in group["params"] if each.requires_grad}
+    if moved != {id(each) for each in parameters}:
         raise CannotBatchError("the optimizer leaves parameters out")
     if group["maximize"] or group.get("differentiable") or isinstance(group["lr"], Tensor):
         raise CannotBatchError(

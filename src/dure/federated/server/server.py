@@ -147,6 +147,8 @@ class Server(Learner):
         """Makes one new global model: assignments out, local training, updates back, combined."""
         coordinator = self.coordinator
         number = coordinator.model.number
+        # Nobody looks at the run's model before it is measured or written again.
+        self.flat.let_go()
         # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
         started = time.perf_counter()
@@ -387,6 +389,7 @@ class Server(Learner):
                 "the checkpoint was written by a dure whose federations sent frozen parameters "
                 "too, and this one sends only what is trained: resume it with that one"
             )
+        self.flat.take_memory()
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.frozen = Frozen(self.model)

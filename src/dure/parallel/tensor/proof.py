@@ -178,7 +178,8 @@ class _Trial:
     # What differs.
 
     def _gradients(self) -> _Wrong | None:
-        right, tried = self.right.gradients, self.tried.gradients
+        right = self.right.gradients
+        tried = self.tried.gradients
         found = first_difference(right, tried, self.computed_in)
         if found is None:
             return None
@@ -191,7 +192,8 @@ class _Trial:
         return self._apart(_LOSS, [self.right.loss], [self.tried.loss])
 
     def _evaluation(self) -> _Wrong | None:
-        right, tried = self.right.evaluated, self.tried.evaluated
+        right = self.right.evaluated
+        tried = self.tried.evaluated
         found = self._apart(_EVALUATION, right[:1], tried[:1])
         if found is not None or not self.outputs_alike:
             return found
@@ -213,7 +215,8 @@ class _Trial:
         return None if found is None else _Wrong(what, int(found.name), share=found.share)
 
     def _buffers(self) -> _Wrong | None:
-        right, tried = self.right.buffers, self.tried.buffers
+        right = self.right.buffers
+        tried = self.tried.buffers
         # One of another shape is a rank's own, as of a mask for its heads.
         tried = {name: one for name, one in tried.items() if _alike(one, right.get(name))}
         found = first_difference({name: right[name] for name in tried}, tried, self.computed_in)
@@ -241,7 +244,8 @@ class _Trial:
         return None
 
     def _draws(self) -> _Wrong | None:
-        right, tried = self.right.settled.drawn, self.tried.settled.drawn
+        right = self.right.settled.drawn
+        tried = self.tried.settled.drawn
         if self.group.size == 1 or len(right) != len(tried):
             return None
         for place, (whole, mine) in enumerate(zip(right, tried, strict=True)):

@@ -29,7 +29,7 @@ from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
 from dure.record.checkpoint import pack_tree, unpack_tree
 from dure.record.disk import write_atomically
-from dure.record.weights import pairs_in, weights_from_bytes, weights_to_bytes
+from dure.record.weights import TensorFile, pairs_in, weights_from_bytes
 
 VERSION = 2
 """Of the index. Before it had one, in version 1, runs were pairs [start, stop]."""
@@ -67,7 +67,7 @@ def _new(folder: Path, name: str) -> Path:
     return folder / f"{name}.new"
 
 
-def _part(shares: Sequence[Share], division: Division) -> bytes:
+def _part(shares: Sequence[Share], division: Division) -> TensorFile:
     """This rank's file."""
     tensors: dict[str, Tensor] = {}
     runs: dict[str, dict[str, int]] = {}
@@ -87,7 +87,7 @@ def _part(shares: Sequence[Share], division: Division) -> bytes:
                     tensors[f"state/{key}/{name}"] = value
                 else:
                     numbers.setdefault(name, {})[key] = value
-    return weights_to_bytes(tensors, {"runs": json.dumps(runs), "numbers": json.dumps(numbers)})
+    return TensorFile(tensors, {"runs": json.dumps(runs), "numbers": json.dumps(numbers)})
 
 
 def _write_index(
@@ -123,7 +123,7 @@ def _write_index(
         "order": [divided.get(id(parameter)) for parameter in division.parameters],
         "settings": settings,
     }
-    write_atomically(_new(folder, _REST), weights_to_bytes(rest))
+    write_atomically(_new(folder, _REST), TensorFile(rest))
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
     # A folder that is another one on each host would make a checkpoint with parts missing.
     unseen = [name for name in names if not _new(folder, name).exists()]

@@ -34,7 +34,8 @@ class Clock:
         """Stands at `at`, the last logged time, or where it is if that is later."""
         with self._lock:
             here = self._now(self._monotonic())
-            self._at, self._since = max(at, here), float("inf")
+            self._at = max(at, here)
+            self._since = float("inf")
 
     def run(self) -> None:
         """From here on time passes, unless it does already or is held."""
@@ -46,7 +47,8 @@ class Clock:
             there = self._monotonic()
             at = self._now(there)
             held = self._since if there < self._since < float("inf") else there
-            self._at, self._since = at, max(held, there + seconds)
+            self._at = at
+            self._since = max(held, there + seconds)
 
     def _now(self, there: float) -> float:
         # Some machines' clocks do run back a little: after a sleep, or from one core to another.

@@ -479,7 +479,8 @@ def _check_log(log: Path) -> None:
         magic, _, page, _, salts, known = _LOG_HEADER.unpack(header)
         words = struct.Struct("<II" if magic == _LITTLE else ">II")
         damaged = _log_sum(words, header[:24], bytes(8)) != known
-        whole, ended = True, False
+        whole = True
+        ended = False
         while not damaged:
             frame = file.read(_FRAME.size + page)
             # What an earlier use of the file has left has other salts.

@@ -37,13 +37,15 @@ def file_system(folder: Path, mounts: Path = _MOUNTS) -> str:
         place = folder.resolve()
     except OSError:
         return ""
-    found, kind = -1, ""
+    found = -1
+    kind = ""
     for line in lines:
         before, _, after = line.partition(" - ")
         point = Path(_unescaped(before.split(" ")[4]))
         # The longest that leads there, and of two on one point the later, which hides the other.
         if place.is_relative_to(point) and len(point.parts) >= found:
-            found, kind = len(point.parts), after.split(" ")[0]
+            found = len(point.parts)
+            kind = after.split(" ")[0]
     return kind
 
 

@@ -21,14 +21,14 @@ from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import Measure, Measured
 from dure.wire.layout import Federation
-from dure.worlds.here import run_here
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal, backup
 from dure.worlds.network.server.carrier import COHORT, NetworkCarrier
 from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.events import Events
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
-from dure.worlds.network.world import ENGINE, machine
+from dure.worlds.network.world import ENGINE, machine, run_server
 
 Value = TypeVar("Value")
 
@@ -54,12 +54,7 @@ class Replay(World):
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        def here(place: Place) -> Value:
-            place.conditions = self.conditions
-            place.network = lambda federation: self._carrier(federation, place)
-            return program(place)
-
-        return run_here(here, report, "server", self.kind, is_worker=False)
+        return run_server(program, report, self.conditions, self._carrier)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
         copy = Path(place.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
@@ -96,13 +91,15 @@ class Replay(World):
         return float(place.config["world"]["deadline"])
 
 
-class Again(NetworkCarrier):
-    """A carrier that ends where the journal does."""
+class ToTheEnd(Events):
+    """Events that end where the journal does, and begin with the run."""
 
-    def _next(self, wake: float) -> Event | None:
-        if not self.journal.behind:
+    _first = True
+
+    def next(self, wake: float) -> Event | None:
+        if self.live:
             raise Interrupted
-        event = super()._next(wake)
+        event = super().next(wake)
         if event is not None and self._first and event.seq != 1:
             raise RunFolderError(
                 "the journal does not begin with the run: serve it with --record to replay it"
@@ -110,7 +107,11 @@ class Again(NetworkCarrier):
         self._first = False
         return event
 
-    _first = True
+
+class Again(NetworkCarrier):
+    """A carrier that ends where the journal does."""
+
+    reads = ToTheEnd
 
     def measure(self, measure: Measure) -> Measured:
         """As it was; nothing after the end."""

@@ -132,12 +132,7 @@ class Network(World):
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        def here(place: Place) -> Value:
-            place.conditions = self.conditions
-            place.network = lambda federation: self._carrier(federation, place)
-            return program(place)
-
-        return run_here(here, report, "server", self.kind, is_worker=False)
+        return run_server(program, report, self.conditions, self._carrier)
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
         """Begins to serve, and returns what joins the coordinator with the clients.
@@ -197,6 +192,22 @@ class Network(World):
                 f"one with dure certificates, or say --insecure"
             )
         return None, lambda: None
+
+
+def run_server(
+    program: Callable[[Place], Value],
+    report: Callable[[dict[str, Any]], None],
+    conditions: Conditions,
+    carrier: Callable[[Federation, Place], Carrier],
+) -> Value:
+    """Runs the server half in this process. carrier: what joins it with its clients."""
+
+    def here(place: Place) -> Value:
+        place.conditions = conditions
+        place.network = lambda federation: carrier(federation, place)
+        return program(place)
+
+    return run_here(here, report, "server", "clients", is_worker=False)
 
 
 def _check_address(host: str, port: int) -> None:
@@ -261,7 +272,8 @@ class _Server:
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.access import Access
-        from dure.worlds.network.server.app import App, Served
+        from dure.worlds.network.server.app import App
+        from dure.worlds.network.server.attendance import Served
         from dure.worlds.network.server.desk import Desk
         from dure.worlds.network.server.log_lines import logged_to
         from dure.worlds.network.server.register import Register
@@ -309,6 +321,7 @@ class _Server:
             heartbeat=world.heartbeat,
             patience=3 * world.heartbeat,
             compare=differences,
+            samples=federation.samples,
         )
         self._renew = [renew]
         app = App(
@@ -332,7 +345,7 @@ class _Server:
 
     def _shows_status(self, world: Network, access: Access, place: Place) -> None:
         """Begins to serve what an operator sees, on a listener of its own."""
-        from dure.worlds.network.server.carrier import differences
+        from dure.worlds.network.server.cohort import differences
         from dure.worlds.network.server.serving import Serving
         from dure.worlds.network.server.status import TOKEN, Status, kept_token
 

@@ -21,6 +21,7 @@ from dure.wire.requests import Watch, Watched, to_json
 from dure.worlds.network.client.connection import Connection
 from dure.worlds.network.client.link import (
     LONGEST_WAIT,
+    MOST_SILENT,
     Backoff,
     BusyError,
     Link,
@@ -29,6 +30,7 @@ from dure.worlds.network.client.link import (
     Outgoing,
     RefusedError,
     StoppedError,
+    WrongAddressError,
     patiently,
 )
 
@@ -500,7 +502,10 @@ def test_a_client_without_a_certificate_hears_that_it_needs_one(tls, trusts) -> 
 def test_a_server_without_tls_is_told_apart(trusts) -> None:
     with serving(wanted) as server:
         url = server.url.replace("http:", "https:")
-        with Link(url, context=trusts) as link, pytest.raises(LinkLostError, match="speak TLS"):
+        with (
+            Link(url, context=trusts) as link,
+            pytest.raises(WrongAddressError, match="speak TLS"),
+        ):
             ask(link)
 
 
@@ -565,7 +570,7 @@ def test_this_machine_and_what_is_excepted_are_reached_without_a_proxy(monkeypat
     monkeypatch.setenv("no_proxy", "server.test")
     with (
         Link("http://server.test:1") as link,
-        pytest.raises(LinkLostError, match=r"no host server\.test"),
+        pytest.raises(WrongAddressError, match=r"no host server\.test"),
     ):
         ask(link)
 
@@ -582,6 +587,144 @@ def test_a_proxy_of_another_kind_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("https_proxy", "socks5://somewhere:1080")
     with pytest.raises(ValueError, match="socks5"):
         Link("https://server.test")
+
+
+# What can pass and what cannot: the table of the module
+
+
+Told = type[Exception]
+
+
+def what_comes_of(link: Link, attempts: int = 1) -> Told:
+    """The kind of the error at the last of so many attempts."""
+    with link:
+        for _ in range(attempts):
+            with pytest.raises(Exception, match=r".") as told:
+                ask(link)
+    return told.type
+
+
+ANSWERS: list[tuple[int, bytes, Told, Told]] = [
+    (408, b"", BusyError, BusyError),
+    (425, b"", BusyError, BusyError),
+    (429, b"", BusyError, BusyError),
+    (429, b'{"error": "slowly"}', BusyError, BusyError),
+    (500, b"", BusyError, BusyError),
+    (502, b"<html>", BusyError, BusyError),
+    (503, b'{"error": "the server is starting"}', BusyError, BusyError),
+    (403, b'{"error": "revoked"}', RefusedError, RefusedError),
+    (409, b'{"error": "the task is another"}', RefusedError, RefusedError),
+    (200, b"<html>Welcome to our hotel</html>", RefusedError, BusyError),
+    (302, b"", RefusedError, BusyError),
+    (403, b"<html>", RefusedError, BusyError),
+    (404, b"", RefusedError, BusyError),
+    (405, b"", RefusedError, BusyError),
+]
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("status", "body", "first", "later"), ANSWERS)
+def test_an_answer_ends_a_client_or_not(
+    status: int, body: bytes, first: Told, later: Told, known: bool
+) -> None:
+    with serving(replies(status, body)) as server:
+        assert what_comes_of(Link(server.url, known=known)) is (later if known else first)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("number", "first"),
+    [
+        (socket.EAI_NONAME, WrongAddressError),
+        (socket.EAI_NODATA, WrongAddressError),
+        (socket.EAI_AGAIN, LinkLostError),
+        (socket.EAI_FAIL, LinkLostError),
+    ],
+)
+def test_a_name_that_does_not_exist_ends_a_client_and_a_silent_name_server_does_not(
+    number: int, first: Told, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise socket.gaierror(number, "so it is")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    link = Link("http://server.test", known=known)
+    assert what_comes_of(link) is (LinkLostError if known else first)
+
+
+def test_a_port_where_nobody_listens_does_not_end_a_client() -> None:
+    for known in (False, True):
+        link = Link(f"http://127.0.0.1:{a_free_port()}", known=known)
+        assert what_comes_of(link) is LinkLostError
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_tls_says_ends_a_client_before_it_knows_the_server(tls, trusts, known) -> None:
+    with serving(wanted, tls) as server:
+        untrusted = what_comes_of(Link(server.url, known=known))
+        other = server.url.replace("127.0.0.1", "localhost")
+        misnamed = what_comes_of(Link(other, context=trusts, known=known))
+    with serving(wanted) as server:
+        plain = server.url.replace("http:", "https:")
+        without = what_comes_of(Link(plain, context=trusts, known=known))
+    if known:
+        assert {untrusted, misnamed, without} == {LinkLostError}
+    else:
+        assert (untrusted, misnamed, without) == (
+            NotTrustedError,
+            NotTrustedError,
+            WrongAddressError,
+        )
+
+
+@pytest.mark.parametrize(
+    ("status", "first"), [(407, WrongAddressError), (403, WrongAddressError), (503, LinkLostError)]
+)
+def test_a_proxy_that_leads_nowhere(status: int, first: Told, monkeypatch) -> None:
+    with serving(replies(status)) as server:
+        monkeypatch.setenv("https_proxy", server.url)
+        for known in (False, True):
+            link = Link("https://server.test", known=known)
+            assert what_comes_of(link) is (LinkLostError if known else first)
+
+
+def test_a_server_that_closes_each_connection_without_a_word_is_left_alone(tls, trusts) -> None:
+    with serving(Request.hang_up, tls) as server:
+        for attempts in range(1, MOST_SILENT):
+            assert what_comes_of(Link(server.url, context=trusts), attempts) is LinkLostError
+        link = Link(server.url, context=trusts)
+        assert what_comes_of(link, MOST_SILENT) is NotTrustedError
+        link = Link(server.url, context=trusts, known=True)
+        assert what_comes_of(link, 2 * MOST_SILENT) is LinkLostError
+
+
+def test_one_that_answers_in_between_is_not(tls, trusts) -> None:
+    asked = 0
+
+    def answer(request: Request) -> None:
+        nonlocal asked
+        asked += 1
+        request.body()
+        if asked % MOST_SILENT:
+            request.hang_up()
+        else:
+            request.reply(503)
+            request.close_connection = True
+
+    with serving(answer, tls) as server, Link(server.url, context=trusts) as link:
+        for _ in range(4 * MOST_SILENT):
+            with pytest.raises((LinkLostError, BusyError)):
+                ask(link)
+
+
+def test_a_server_that_has_answered_once_is_known(tls, trusts) -> None:
+    answers = iter([wanted, replies(404), replies(200, b"<html>"), wanted])
+    with serving(lambda request: next(answers)(request)) as server, Link(server.url) as link:
+        assert ask(link).wanted
+        for _ in range(2):
+            with pytest.raises(BusyError):
+                ask(link)
+        assert ask(link).wanted
 
 
 # Patience

@@ -17,18 +17,6 @@ NEXT = "/v1/next"
 LIMITS = Limits(rate=10, burst=50, refusals=5)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def register(tmp_path):
     with Register(tmp_path / FILE, clients=3) as made:

@@ -12,7 +12,8 @@ from dure.fleet.budget import Budget
 from dure.wire.requests import Machine, to_json
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
-from dure.worlds.network.server.carrier import Here, NetworkCarrier
+from dure.worlds.network.server.carrier import NetworkCarrier
+from dure.worlds.network.server.cohort import Here
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
@@ -76,7 +77,7 @@ def test_a_server_that_comes_back_knows_the_machines_that_it_had_met(made) -> No
     before, after = made("before"), made("after")
     check_in(before, 0, 1.0, OTHER)
     check_in(before, 2, 1.5, None)
-    before.now = after.now = 3.0
+    before.events.now = 3.0
     after.restore({**before.state(), "applied": 0})
     assert after.facts() == before.facts()
     assert after.facts()["bits"] == "close"

@@ -8,18 +8,6 @@ from dure.worlds.network.server import conduct
 from dure.worlds.network.server.conduct import Conducts, Limits
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def conducts(clock) -> Conducts[int]:
     return Conducts(Limits(rate=2, burst=3, refusals=3), clock)

@@ -146,7 +146,8 @@ class Audit:
             at = self._end
             while line:
                 written = os.pwrite(self._file, line, at)
-                line, at = line[written:], at + written
+                line = line[written:]
+                at = at + written
             os.ftruncate(self._file, at)
             os.fsync(self._file)
         except OSError:

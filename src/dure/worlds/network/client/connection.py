@@ -14,6 +14,7 @@ import errno
 import http.client
 import io
 import ipaddress
+import re
 import socket
 import ssl
 import time
@@ -51,6 +52,15 @@ class LinkLostError(OSError):
 
 class NotTrustedError(DureError):
     """The server's certificate is not trusted here, or the server trusts none of ours.
+
+    Trying again would not help.
+    """
+
+    exit_code = 2
+
+
+class WrongAddressError(DureError):
+    """No server of dure can be at this address: there is no such host, say.
 
     Trying again would not help.
     """
@@ -282,13 +292,12 @@ def _arrange(sock: socket.socket) -> None:
 
 def lost(
     error: Exception, place: Place, seconds: float, heard: bool = True
-) -> LinkLostError | NotTrustedError:
-    """What became of a connection, in one line.
+) -> LinkLostError | NotTrustedError | WrongAddressError:
+    """What became of a connection, in one line; `dure.worlds.network.client.link` has the table.
 
-    seconds: how long was waited, where that is what went wrong. heard: whether it was any good: a
-    server that does not take a client's certificate closes the connection, and often says no more.
+    seconds: how long was waited, where that is what went wrong. heard: whether it was any good.
     """
-    if isinstance(error, LinkLostError | NotTrustedError):
+    if isinstance(error, LinkLostError | NotTrustedError | WrongAddressError):
         return error
     if isinstance(error, ssl.SSLCertVerificationError):
         return NotTrustedError(_untrusted(error, place))
@@ -296,10 +305,49 @@ def lost(
         return NotTrustedError(
             f"{place} does not accept this client's certificate, or asks for one: {error.reason}"
         )
+    wrong = _wrong_address(error, place)
+    if wrong is not None:
+        return WrongAddressError(wrong)
     reason = " ".join(_reason(error, place, seconds).split())
-    if place.secure and not heard and isinstance(error, ConnectionError | ssl.SSLEOFError):
-        reason += " before it answered: does it ask for a certificate, or another one, of yours?"
+    if place.secure and not heard and closed_without_a_word(error):
+        reason += f" before it answered: {ASKS_FOR_ONE}"
     return LinkLostError(reason)
+
+
+ASKS_FOR_ONE = "does it ask for a certificate, or another one, of yours?"
+
+
+def closed_without_a_word(error: Exception) -> bool:
+    """How a server often refuses a client's certificate, and one that ends closes connections."""
+    return isinstance(error, ConnectionError | ssl.SSLEOFError)
+
+
+def _wrong_address(error: Exception, place: Place) -> str | None:
+    """Why no server can be there; None where one may be, now or later."""
+    if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
+        return f"there is no host {place.host}: {error.strerror}"
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        return f"{place} does not speak TLS: is it a server of http://?"
+    if isinstance(error, ssl.SSLError) and _has(error, _NO_COMMON_TLS):
+        return f"{place} speaks no TLS that this machine speaks: {error.reason}"
+    # The library's own words, of the answer to CONNECT.
+    status = re.match(r"Tunnel connection failed: (4\d\d) (.*)", str(error))
+    if status is not None and int(status[1]) not in NOT_NOW:
+        return f"the proxy does not lead to {place}: {status[1]} {status[2]}"
+    return None
+
+
+# A name server that does not answer is EAI_AGAIN.
+_NO_SUCH_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
+_NO_COMMON_TLS = ("PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "INSUFFICIENT_SECURITY")
+_NOT_OURS = ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE", "ACCESS_DENIED")
+NOT_NOW = (408, 425, 429)
+"""What is answered below 500 to a request that may be made again."""
+
+
+def _has(error: ssl.SSLError, words: tuple[str, ...]) -> bool:
+    return any(word in (error.reason or "") for word in words)
 
 
 def _untrusted(error: ssl.SSLCertVerificationError, place: Place) -> str:
@@ -312,19 +360,16 @@ def _untrusted(error: ssl.SSLCertVerificationError, place: Place) -> str:
 
 
 def _refuses_ours(error: ssl.SSLError) -> bool:
-    reason = error.reason or ""
-    return "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason)
+    return "ALERT" in (error.reason or "") and _has(error, _NOT_OURS)
 
 
 def _reason(error: Exception, place: Place, seconds: float) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"{place} refuses connections: is the server running?"
     if isinstance(error, socket.gaierror):
-        return f"there is no host {place.host}: {error.strerror}"
+        return f"nobody says where {place.host} is: {error.strerror}"
     if isinstance(error, TimeoutError):
         return f"{place} did not answer within {seconds:g} s"
-    if isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
-        return f"{place} does not speak TLS: is it a server of http://?"
     if isinstance(error, http.client.RemoteDisconnected) and not place.secure:
         return f"{place} hangs up without an answer: is it a server of https://?"
     if isinstance(error, ConnectionError | http.client.IncompleteRead | ssl.SSLEOFError):

@@ -2,16 +2,25 @@
 
 A `Link` is one connection that stays open between requests. Where the server has closed it
 meanwhile, it is opened anew and the request sent once more: all requests here may be repeated.
-Whatever else goes wrong is said by the kind of the error:
+Whatever else goes wrong is said by the kind of the error. `patiently` tries again after the first
+two; the others end a client:
 
-    LinkLostError      nobody answered, or the connection broke    try again, after a while
-    BusyError          the server is there, and not able now       try again, after a while
-    RefusedError       the server does not do this                 trying again would not help
-    NotTrustedError    one of the two does not trust the other     trying again would not help
+    LinkLostError      refused, reset, cut off, nothing within the time, no way there, a name server
+                       that is silent, a proxy that is busy
+    BusyError          408, 425, 429, 5xx
+    WrongAddressError  no such host, no TLS there, none that both speak, a proxy that says no    *
+    NotTrustedError    one of the two does not trust the other; `MOST_SILENT` connections in a row
+                       closed after TLS was agreed on, without a word                            *
+    RefusedError       4xx in the words of a server of dure
+                       3xx, 4xx without them, a page: what answers there is no server of dure    *
 
-`patiently` tries again. How long it waits doubles, and is drawn from all of that time, so that the
-clients of a server that comes back do not come all at once ("full jitter": M. Brooker, Exponential
-backoff and jitter, AWS architecture blog, 2015).
+    *  until a server of dure has answered once. It has been the right one then, and what stands in
+       between may pass: a sign-on page of a hotel, a name that is known within a VPN alone, a
+       certificate that is being renewed. So these are LinkLostError and BusyError from then on.
+
+How long `patiently` waits doubles, and is drawn from all of that time, so that the clients of a
+server that comes back do not come all at once ("full jitter": M. Brooker, Exponential backoff and
+jitter, AWS architecture blog, 2015).
 """
 
 from __future__ import annotations
@@ -31,12 +40,16 @@ from typing import NamedTuple, Protocol, TypeVar
 from dure.errors import DureError
 from dure.wire.requests import MOST_BODY, Body, Refusal, RequestError, Said, from_json, to_json
 from dure.worlds.network.client.connection import (
+    ASKS_FOR_ONE,
+    NOT_NOW,
     READ_AT_ONCE,
     SENT_AT_ONCE,
     Connection,
     Limits,
     LinkLostError,
     NotTrustedError,
+    WrongAddressError,
+    closed_without_a_word,
     lost,
     place_of,
     proxy_for,
@@ -54,6 +67,7 @@ __all__ = [
     "Signs",
     "StoppedError",
     "Streamed",
+    "WrongAddressError",
     "patiently",
 ]
 
@@ -63,7 +77,10 @@ MOST_HEAD = 1 << 18
 LONGEST_WAIT = 600.0
 """Seconds that a server may ask a client to stay away."""
 
-_NOT_NOW = (408, 425, 429)
+MOST_SILENT = 4
+"""Connections over TLS in a row that a server closes without a word, before it is left alone: it
+does so with clients whose certificate it does not take. One that ends does so once or twice."""
+
 _EARLY_ANSWER = 1.0
 _CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _Result = TypeVar("_Result")
@@ -150,7 +167,7 @@ class Link:
     a connection. silent_seconds: for an answer, and between two bytes of a long one. idle_seconds:
     after which a connection is not used again, below the time after which servers close it.
     most_part: bytes of a body that something on the way is known to refuse more than; uploads
-    note it here.
+    note it here. known: a server of dure has answered there before.
 
     Raises ValueError for a URL or a proxy that is none.
     """
@@ -164,7 +181,11 @@ class Link:
         connect_seconds: float = 10.0,
         silent_seconds: float = 30.0,
         idle_seconds: float = 55.0,
+        known: bool = False,
     ) -> None:
+        self.known = known
+        self._silent = 0
+        """Connections in a row that were closed without a word."""
         self.place = place_of(url)
         self._proxy = proxy_for(self.place)
         self._context = (context or ssl.create_default_context()) if self.place.secure else None
@@ -209,10 +230,16 @@ class Link:
         """What an answer says. Raises RefusedError where it says something else: who signs on to a
         foreign network is often answered by a page of its own."""
         try:
-            return from_json(answer.body, kind)
+            said = from_json(answer.body, kind)
         except RequestError as error:
-            reason = f"what answers at {self.place} is no server of dure: {error}"
-            raise RefusedError(answer.status, _one_line(reason), answer.body) from error
+            raise self._foreign(answer.status, str(error), answer.body) from error
+        self.known = True
+        return said
+
+    def _foreign(self, status: int, about: str, body: bytes) -> RefusedError | BusyError:
+        """An answer that is none of a server of dure."""
+        reason = _one_line(f"what answers at {self.place} is no server of dure: {about}")
+        return BusyError(status, reason) if self.known else RefusedError(status, reason, body)
 
     def send(
         self,
@@ -287,20 +314,39 @@ class Link:
 
     @contextmanager
     def _told(self, seconds: float) -> Iterator[None]:
-        """What goes wrong with the connection is LinkLostError or NotTrustedError, and ends it."""
+        """What goes wrong with the connection is one of the errors above, and ends it."""
         try:
             yield
-        except (LinkLostError, NotTrustedError, BusyError, RefusedError, StoppedError):
+            self._silent = 0
+        except (LinkLostError, BusyError, RefusedError, StoppedError):
+            self._silent = 0
+            raise
+        except (NotTrustedError, WrongAddressError) as error:
+            if self.known:
+                raise LinkLostError(str(error)) from error
             raise
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
             if self._closed:
                 raise StoppedError("the link is closed") from error
-            raise lost(error, self.place, seconds, self._limits.heard) from error
+            raise self._judged(error, seconds) from error
         except BaseException:
             # A request that was ended in its midst leaves a connection that nobody can use.
             self._hang_up()
             raise
+
+    def _judged(self, error: Exception, seconds: float) -> Exception:
+        """What a connection that was open has come to."""
+        judged = lost(error, self.place, seconds, self._limits.heard)
+        told = self.place.secure and not self._limits.heard and closed_without_a_word(error)
+        self._silent = self._silent + 1 if told else 0
+        if self._silent >= MOST_SILENT and not self.known:
+            return NotTrustedError(
+                f"{self.place} has closed {self._silent} connections without a word: {ASKS_FOR_ONE}"
+            )
+        if isinstance(judged, NotTrustedError | WrongAddressError) and self.known:
+            return LinkLostError(str(judged))
+        return judged
 
     def _answered(
         self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
@@ -313,8 +359,23 @@ class Link:
             self._signs.renew(nonce)
             response = self._exchanged(method, path, body, headers, seconds)
         if not 200 <= response.status < 300:
-            raise _refusal(response, self._front(response, MOST_BODY))
+            raise self._refusal(response, self._front(response, MOST_BODY), method)
         return response
+
+    def _refusal(
+        self, response: http.client.HTTPResponse, body: bytes, method: str
+    ) -> RefusedError | BusyError:
+        status = response.status
+        said = _own_words(body)
+        if said is not None:
+            self.known = True
+        reason = said or _status(response)
+        if status >= 500 or status in NOT_NOW:
+            return BusyError(status, reason, _retry_after(response.headers.get("retry-after")))
+        # Of a body that is too long for something on the way the sender makes smaller ones.
+        if said is not None or method == "PATCH":
+            return RefusedError(status, reason, body)
+        return self._foreign(status, reason, body)
 
     def _exchanged(
         self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
@@ -454,22 +515,18 @@ def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.getheaders()}
 
 
-def _refusal(response: http.client.HTTPResponse, body: bytes) -> RefusedError | BusyError:
-    reason = _said(response, body)
-    if response.status >= 500 or response.status in _NOT_NOW:
-        return BusyError(response.status, reason, _retry_after(response.headers.get("retry-after")))
-    return RefusedError(response.status, reason, body)
-
-
-def _said(response: http.client.HTTPResponse, body: bytes) -> str:
-    """Why, in the server's own words where it is one of dure."""
+def _own_words(body: bytes) -> str | None:
+    """Why a server of dure refuses; None of anybody else."""
     try:
         return _one_line(from_json(body, Refusal).error)
     except RequestError:
-        pass
+        return None
+
+
+def _status(response: http.client.HTTPResponse) -> str:
     to = response.headers.get("location")
     elsewhere = f", and names {to} instead: use that" if to else ""
-    return _one_line(f"the server answers {response.status} {response.reason}{elsewhere}")
+    return _one_line(f"it answers {response.status} {response.reason}{elsewhere}")
 
 
 def _one_line(text: str) -> str:

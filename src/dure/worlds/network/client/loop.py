@@ -29,11 +29,18 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.worlds.network.client.failure import what_is_told
-from dure.worlds.network.client.link import BusyError, LinkLostError, RefusedError, StoppedError
-from dure.worlds.network.client.session import Session, tensors_in
+from dure.worlds.network.client.link import RefusedError, StoppedError
+from dure.worlds.network.client.session import (
+    LAST,
+    GaveUpError,
+    NotWantedError,
+    Session,
+    Watching,
+    tensors_in,
+)
 
-LAST = 5.0
-"""Seconds that a client tries to fetch the last model of a run that is over."""
+UNFIT = 422
+"""Answered to an update that cannot be what was asked for."""
 
 MOST_WAIT = 60.0
 """Seconds between two attempts of a client whose own code raises again and again, at the most."""
@@ -70,8 +77,11 @@ class Site(Protocol):
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
         """The run is this one; memory: what the algorithm had kept."""
 
-    def train(self, train: Train, tensors: Mapping[str, Tensor]) -> Answered:
-        """Trains from a model."""
+    def train(
+        self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+    ) -> Answered:
+        """Trains from a model. Raises NotWantedError once the update is not `wanted` any more,
+        which it asks now and then."""
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
         """Measures a model."""
@@ -143,8 +153,9 @@ class Loop:
             try:
                 self._fetched(final.round, final.tensors, final.bytes, LAST)
             # A server whose run is over does not wait long for those whose links break.
-            except (LinkLostError, BusyError) as error:
-                self.event("waiting", {"why": f"{error}; the last model is left there"})
+            except GaveUpError as error:
+                why = f"{error.__cause__}; the last model is left there"
+                self.event("waiting", {"why": why})
 
     def _wait_until_open(self) -> None:
         """Outside its hours the site does not call, and is away for the server."""
@@ -203,19 +214,25 @@ class Loop:
             self.event("fetching", {"round": train.round, "bytes": train.bytes})
             found = self._ready(train)
             if found is None:
-                answered = self._answered(train)
+                answered = self._answered(train, wanted)
                 if answered is None:
                     return
                 found = answered.reserve, answered.tensors
             self.event("sending", {"round": train.round, "bytes": found[0].bytes})
             try:
                 sent = self.session.send(*found, wanted)
-            # The round ended while it was on its way.
             except RefusedError as refused:
+                if refused.status == UNFIT:
+                    self._refused(train, refused)
+                    return
+                # The round ended while it was on its way.
                 if refused.status != 410:
                     raise
                 sent = False
-            self.event("sent" if sent else "not wanted", {"round": train.round})
+            if sent:
+                self.event("sent", {"round": train.round, "bytes": found[0].bytes})
+            else:
+                self._not_wanted(train, wanted)
 
     def _ready(self, train: Train) -> tuple[Reserve, Mapping[str, Tensor]] | None:
         """An update that was computed before this process began."""
@@ -224,14 +241,22 @@ class Loop:
                 return reserve, tensors_in(self.state.update(train.ticket))
         return None
 
-    def _answered(self, train: Train) -> Answered | None:
-        """What the site makes of it, written down; None where its own code raised."""
+    def _answered(self, train: Train, wanted: Watching) -> Answered | None:
+        """What the site makes of it, written down; None where its own code raised, or where nobody
+        waits for it any more."""
         tensors = self._fetched(train.round, train.tensors, train.bytes)
         if tensors is None:
             return None
         self.event("training", {"round": train.round})
         try:
-            answered = self.site.train(train, tensors)
+            answered = self.site.train(
+                train, tensors, lambda: wanted() and not self.session.stop.is_set()
+            )
+        except NotWantedError:
+            if self.session.stop.is_set():
+                raise StoppedError from None
+            self._not_wanted(train, wanted)
+            return None
         except Exception as error:
             self._fails(train, error)
             return None
@@ -253,6 +278,15 @@ class Loop:
             if refused.status != 410:
                 raise
             return None
+
+    def _not_wanted(self, train: Train, wanted: Watching) -> None:
+        self.event("not wanted", {"round": train.round, "why": wanted.reason})
+
+    def _refused(self, train: Train, refused: RefusedError) -> None:
+        """The server takes no such update, and would not take it later: another is asked."""
+        if not self.state.temporary:
+            self.state.settle(train.ticket, kept=False)
+        self._fails(train, refused)
 
     def _fails(self, train: Train, error: Exception) -> None:
         """The site's own code raised: the server hears where, and the client waits a little."""

@@ -144,7 +144,8 @@ class Policy:
     def _work(self, strategy: Mapping[str, Any], examples: int | None) -> Iterator[str]:
         if self.local_epochs is None and self.local_steps is None:
             return
-        epochs, steps = strategy.get("local_epochs"), strategy.get("local_steps")
+        epochs = strategy.get("local_epochs")
+        steps = strategy.get("local_steps")
         tuning = strategy.get("fine_tune", 0)
         batch = strategy.get("batch_size")
         numbers = [each for each in (epochs, steps, tuning, batch) if each is not None]

@@ -1,7 +1,8 @@
 """A client's talk with its server: every request, signed, patient, and noted before it leaves.
 
 A session is one client's. It has a link for what it does, and while it works another one on which
-it hears whether its work is still wanted.
+it hears whether its work is still wanted. Its patience has an end: a server that nobody reaches for
+so long is given up.
 """
 
 from __future__ import annotations
@@ -36,18 +37,39 @@ from dure.wire.requests import (
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import Form, receive
 from dure.worlds.network.client.audit import Audit, Kind
-from dure.worlds.network.client.link import Backoff, Link, StoppedError, patiently
+from dure.worlds.network.client.link import (
+    Backoff,
+    BusyError,
+    Link,
+    LinkLostError,
+    StoppedError,
+    patiently,
+)
 from dure.worlds.network.client.state import About, ClientState
 from dure.worlds.network.client.transfer import download, upload
 
 QUICK = 0.5
 """Seconds of work after which a client begins to ask whether it is still wanted."""
 
+DAY = 86400.0
+"""Seconds after which a server that is not reached is given up, where nobody says otherwise."""
+
+LAST = 5.0
+"""Seconds for which a server is still tried that has said that its run is over."""
+
 MOMENT = 0.1
 """Seconds between two words on how far a transfer is."""
 
 Tell = Callable[[str], None]
 """Hears of what goes wrong with the link, in a line."""
+
+
+class GaveUpError(DureError):
+    """The server was not reached for so long that it is not tried any more."""
+
+
+class NotWantedError(DureError):
+    """Nobody waits any more for what is being computed."""
 
 
 def _seldom(moved: Callable[[int], None]) -> Callable[[int], None]:
@@ -84,7 +106,8 @@ class Session:
     context: of TLS, None over plain HTTP. state: where the client keeps what it has to keep. audit:
     None notes nothing. stop: set when the client is to end, which ends every wait.
     bytes_per_second: of transfers, None without a bound. moved: hears now and then how many bytes
-    of a transfer are through.
+    of a transfer are through. give_up: seconds for which a request is tried while the server is not
+    reached; then it raises GaveUpError. None tries on without end.
     """
 
     def __init__(
@@ -98,8 +121,12 @@ class Session:
         tell: Tell = lambda text: None,
         bytes_per_second: float | None = None,
         moved: Callable[[int], None] = lambda count: None,
+        give_up: float | None = DAY,
     ) -> None:
         self.url = url
+        self.over: str | None = None
+        """Why the run is over, once the server has said so."""
+        self._give_up = give_up
         self.state = state
         self.stop = stop
         self.tell = tell
@@ -115,7 +142,9 @@ class Session:
         self.heartbeat = 10.0
 
     def _made(self) -> Link:
-        return Link(self.url, context=self._context, signs=Signed(self._signer))
+        about = self.state.about
+        known = about is not None and about.url == self.url
+        return Link(self.url, context=self._context, signs=Signed(self._signer), known=known)
 
     def close(self) -> None:
         self._link.close()
@@ -144,9 +173,17 @@ class Session:
 
     def next(self, confirmed: Sequence[int]) -> Word:
         """What there is to do; waits until there is something, or the server says that there is
-        not."""
+        not. The end of the run too: its server may be gone by now, if that was heard before."""
         ready = Ready(confirmed=list(confirmed))
-        word: Word = self._ask("/v1/next", ready, Word, timeout=self.patience + self.heartbeat)
+        over = self.over
+        try:
+            limit = self._give_up if over is None else LAST
+            timeout = self.patience + self.heartbeat
+            word: Word = self._ask("/v1/next", ready, Word, timeout=timeout, limit=limit)
+        except GaveUpError:
+            if over is None:
+                raise
+            return Word(over=over)
         return word
 
     def fetch(
@@ -159,7 +196,7 @@ class Session:
     ) -> dict[str, Tensor]:
         """The tensors of a model; kept as the newest one where the client keeps anything.
 
-        limit: seconds after which a link that broke is given up; None tries on.
+        limit: seconds after which a link that broke is given up, as by `give_up`.
         """
         kept = self.state.model_file()
         if kept is not None and kept[1] == digest:
@@ -167,19 +204,7 @@ class Session:
             assert found is not None
             return found[1]
         into = None if self.state.temporary else self.state.download(digest)
-        tensors = download(
-            self._link,
-            digest,
-            size,
-            expected,
-            self.stop,
-            self._backoff,
-            into,
-            tell=self._tells,
-            progress=self._moved,
-            bytes_per_second=self._pace,
-            limit=limit,
-        )
+        tensors = self._down(digest, size, expected, into, limit)
         if into is not None:
             self.state.keep_download(round, digest)
         return tensors
@@ -188,17 +213,30 @@ class Session:
         self, digest: str, size: int, expected: Mapping[str, Form]
     ) -> dict[str, Tensor]:
         """The weights that are not trained."""
-        return download(
-            self._link,
-            digest,
-            size,
-            expected,
-            self.stop,
-            self._backoff,
-            tell=self._tells,
-            progress=self._moved,
-            bytes_per_second=self._pace,
-        )
+        return self._down(digest, size, expected)
+
+    def _down(
+        self,
+        digest: str,
+        size: int,
+        expected: Mapping[str, Form] | None,
+        into: Path | None = None,
+        limit: float | None = None,
+    ) -> dict[str, Tensor]:
+        with self._given_up(limit):
+            return download(
+                self._link,
+                digest,
+                size,
+                expected,
+                self.stop,
+                self._backoff,
+                into,
+                tell=self._tells,
+                progress=self._moved,
+                bytes_per_second=self._pace,
+                limit=limit or self._give_up,
+            )
 
     # What it says
 
@@ -209,17 +247,19 @@ class Session:
         if self._audit is not None:
             size, digest = reserve.bytes, reserve.digest
             self._audit.record_digest("update", size, digest, reserve.ticket, None)
-        return upload(
-            self._link,
-            reserve,
-            tensors,
-            self.stop,
-            self._backoff,
-            wanted,
-            tell=self._tells,
-            progress=self._moved,
-            bytes_per_second=self._pace,
-        )
+        with self._given_up():
+            return upload(
+                self._link,
+                reserve,
+                tensors,
+                self.stop,
+                self._backoff,
+                wanted,
+                tell=self._tells,
+                progress=self._moved,
+                bytes_per_second=self._pace,
+                limit=self._give_up,
+            )
 
     def failed(self, failed: Failed) -> None:
         """There will be no update, since the client's own code raised."""
@@ -230,11 +270,11 @@ class Session:
         self._post("/v1/measured", measured, "metrics", None, measured.round)
 
     @contextmanager
-    def working(self, ticket: int) -> Iterator[Callable[[], bool]]:
+    def working(self, ticket: int) -> Iterator[Watching]:
         """While it works, the server knows that it is there. Gives whether the work is wanted."""
-        watched = _Watched(self, ticket)
+        watched = Watching(self, ticket)
         try:
-            yield watched.wanted
+            yield watched
         finally:
             watched.end()
 
@@ -247,14 +287,12 @@ class Session:
         kind: Any,
         noted: Kind | None = None,
         timeout: float | None = None,
+        limit: float | None = None,
     ) -> Any:
         if noted is not None:
             self._note(noted, to_json(said))
-        return patiently(
-            lambda: self._link.ask("POST", path, said, kind, timeout),
-            self._backoff,
-            self.stop,
-            self._tells,
+        return self._patiently(
+            lambda: self._link.ask("POST", path, said, kind, timeout), limit or self._give_up
         )
 
     def _post(
@@ -263,12 +301,33 @@ class Session:
         body = to_json(said)
         self._note(noted, body, ticket, round)
         headers = {"content-type": "application/json"}
-        patiently(
-            lambda: self._link.request("POST", path, body, headers),
-            self._backoff,
-            self.stop,
-            self._tells,
-        )
+        self._patiently(lambda: self._link.request("POST", path, body, headers), self._give_up)
+
+    def _patiently(self, call: Callable[[], Any], limit: float | None) -> Any:
+        with self._given_up(limit):
+            return patiently(call, self._backoff, self.stop, self._tells, limit)
+
+    @contextmanager
+    def _given_up(self, limit: float | None = None) -> Iterator[None]:
+        """What patience ends with says who was not reached, for how long, and what is kept."""
+        try:
+            yield
+        except (LinkLostError, BusyError) as error:
+            seconds = limit or self._give_up or 0.0
+            raise GaveUpError(
+                f"{self.url} was not reached for {_long(seconds)}: {error}; {self._kept()}"
+            ) from error
+
+    def _kept(self) -> str:
+        """What a client that ends leaves here."""
+        if self.state.temporary:
+            return "nothing is kept here without --state"
+        model = self.state.model_file()
+        what = "no model yet" if model is None else f"the model of round {model[0]}"
+        waiting = len(self.state.updates())
+        updates = "update" if waiting == 1 else "updates"
+        unsent = f", and {waiting} {updates} of unknown outcome" if waiting else ""
+        return f"kept in {self.state.folder}: {what}{unsent}; join again to go on"
 
     def _note(
         self, kind: Kind, body: bytes, ticket: int | None = None, round: int | None = None
@@ -288,7 +347,7 @@ class Session:
         return self._made()
 
 
-class _Watched:
+class Watching:
     """Asks in a thread whether work is still wanted, from `QUICK` seconds on, on a link of its own.
 
     The question is open while the client works, by which the server sees that it is there.
@@ -298,12 +357,15 @@ class _Watched:
         self._session = session
         self._ticket = ticket
         self._wanted = True
+        self.reason = ""
+        """Why the work is not wanted any more."""
         self._done = threading.Event()
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._watch, name="dure watches", daemon=True)
         self._thread.start()
 
-    def wanted(self) -> bool:
+    def __call__(self) -> bool:
+        """Whether the work is wanted."""
         return self._wanted
 
     def end(self) -> None:
@@ -321,7 +383,10 @@ class _Watched:
         with self._link as link:
             while not self._done.is_set() and not self._session.stop.is_set():
                 try:
-                    self._wanted = self._session.watch(self._ticket, link).wanted
+                    watched = self._session.watch(self._ticket, link)
+                    self._session.over = watched.over
+                    self.reason = watched.reason
+                    self._wanted = watched.wanted
                 except StoppedError:
                     return
                 # What is wrong with the link is told where the work is sent.
@@ -329,6 +394,10 @@ class _Watched:
                     self._done.wait(QUICK)
                 if not self._wanted:
                     return
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 3600 else f"{seconds / 3600:g} h"
 
 
 def digest_of_file(path: Path) -> str:

@@ -43,11 +43,11 @@ from dure.errors import StateError
 from dure.record.disk import sync_folder, told, write_atomically
 from dure.record.seal import checksum
 from dure.wire.requests import Reserve, from_json, to_json
-from dure.wire.tensors import TensorsError, pieces, receive
+from dure.wire.tensors import TensorsError, digest_of, pieces, receive
 from dure.worlds.network.client.lock import lock, unlock
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TENSORS = re.compile(r"(?:model|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
+_TENSORS = re.compile(r"(?:model|frozen|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
 _HALF = re.compile(r"\.(?:tensors|kept\.json)\.\d+")
 """Names of files of tensors, and of files that are not whole yet. A kill may leave some."""
 _RUN = re.compile(r"\w[\w.-]{0,99}")
@@ -83,6 +83,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     about: About | None = None
     model: _File | None = None
+    frozen: _File | None = None
     personal: _File | None = None
     memory: _File | None = None
     pending: dict[int, _File | None] = {}
@@ -91,7 +92,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     def files(self) -> set[str]:
         """The names of those that count."""
-        found = [self.model, self.personal, self.memory, *self.pending.values()]
+        found = [self.model, self.frozen, self.personal, self.memory, *self.pending.values()]
         found += [_of_update(reserve) for reserve in self.updates.values()]
         return {file.name for file in found if file is not None}
 
@@ -216,6 +217,20 @@ class ClientState:
         file = self._kept.model
         return None if file is None else (file.number, file.digest, self.folder / file.name)
 
+    def keep_frozen(self, tensors: Mapping[str, Tensor]) -> None:
+        """What no model that is fetched has, since it is not trained."""
+        with self._turn:
+            was = self._kept.frozen
+            # It may be large, and is the same each time.
+            if was is None or was.digest != digest_of(tensors):
+                self._change(replace(self._kept, frozen=self._written("frozen", 0, tensors)))
+
+    def frozen(self) -> dict[str, Tensor]:
+        """What is not trained; nothing before the first. Raises StateError if it is damaged."""
+        with self._turn:
+            file = self._kept.frozen
+            return {} if file is None else self._tensors(file)
+
     def keep_personal(self, tensors: Mapping[str, Tensor]) -> None:
         """It is the client's own model, in the place of the one before."""
         with self._turn:
@@ -259,7 +274,8 @@ class ClientState:
         """
         with self._turn:
             before = self._kept
-            pending, updates = dict(before.pending), dict(before.updates)
+            pending = dict(before.pending)
+            updates = dict(before.updates)
             file = pending.pop(ticket, None)
             updates.pop(ticket, None)
             confirmations = [*dict.fromkeys([*before.confirmations, ticket])]

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from dure.errors import DureError
 from dure.record.disk import sync_folder, told
+from dure.record.weights import header_of
 from dure.wire.requests import RequestError, Reserve, Reserved, from_json
-from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, header_of, receive
+from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, receive
 from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.client.link import (
     Answer,
@@ -300,17 +301,19 @@ def upload(
     tell: Tell = _nothing,
     progress: Progress = _nothing,
     bytes_per_second: float | None = None,
+    limit: float | None = None,
 ) -> bool:
     """Sends an update; whether the server has written it down.
 
-    False: it is not `wanted` any more, which is asked between two pieces.
+    False: it is not `wanted` any more, which is asked between two pieces. limit: seconds after
+    which a link that broke is given up, with LinkLostError or BusyError.
 
     Raises RefusedError where the server does not take it, NotTrustedError, StoppedError,
     TransferError, and ValueError where the reserved bytes are not those of the tensors.
     """
     going = _Going(link, reserve, tensors, _Pace(bytes_per_second, stop), wanted, progress)
     try:
-        while not patiently(going.step, backoff, stop, tell):
+        while not patiently(going.step, backoff, stop, tell, limit):
             pass
     except _UnwantedError:
         return False

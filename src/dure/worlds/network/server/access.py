@@ -52,7 +52,9 @@ class Refused(Exception):  # noqa: N818, it is an answer
         self, status: int, kind: str, reason: str, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(reason)
-        self.status, self.kind, self.reason = status, kind, reason
+        self.status = status
+        self.kind = kind
+        self.reason = reason
         self.headers = dict(headers or {})
 
 

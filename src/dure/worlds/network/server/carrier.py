@@ -6,13 +6,7 @@ Handlers write what clients say to the journal. Here, in the main thread, its ev
 their order, one by one, each with the time at which it was logged. So the coordinator's state is a
 function of the journal: after a restart the events behind the checkpoint are applied again by the
 same code, and give the same bits. What is not an input is not logged: what is on the desk follows
-from the coordinator's actions.
-
-    check_in    a client is there, with so many examples    begin      enough are there
-    leave       it has gone, and had nothing to do          tick       time has passed
-    missing     it has gone while at work                   update     its update lies here
-    back        and is there again                          failed     its own code raised
-    measured    what it says of a model                     all_measured   no other is waited for
+from the coordinator's actions. `events.py` lists the kinds of events.
 """
 
 from __future__ import annotations
@@ -31,7 +25,6 @@ from dure.contracts.strategy import Interrupted
 from dure.fleet.budget import Budget
 from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
-from dure.protocol.measured import together
 from dure.protocol.messages import (
     Assignment,
     Join,
@@ -46,18 +39,18 @@ from dure.record.disk import write_atomically
 from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
-    MeasuredThis,
     Outcome,
     Reserve,
-    Said,
     Train,
     from_json,
 )
 from dure.wire.tensors import size_of
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
+from dure.worlds.network.server.cohort import Cohort, Here
 from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.presence import Presence
+from dure.worlds.network.server.events import Events
+from dure.worlds.network.server.measuring import Measuring
 from dure.worlds.network.server.sending import Sending
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Watching
@@ -66,28 +59,13 @@ from dure.worlds.network.updates import Updates
 COHORT = "cohort.json"
 """In the run folder: the examples of each client at the beginning of the first round."""
 
-BACK_OFF = 5.0
-"""Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+FOLLOWS = b"follows"
+"""The body of "begin" in journals in which the time of any event is a tick, where one is due."""
 
 TOO_LONG = "it took too long"
 """What becomes of a ticket whose time is up, where there are no rounds."""
 
 SPENT = "it has used up what it may transfer"
-
-MOST_REPORTED = 50
-"""Numbers of a client's own that are kept."""
-
-LOOK = 0.25
-"""Seconds after which a waiting server looks whether its user wants it to stop."""
-
-
-class Here(Said, frozen=True):
-    """The body of a check-in, as it is logged."""
-
-    name: str
-    examples: int
-    held_out: int
-    machine: Machine | None = None
 
 
 class Underway(NamedTuple):
@@ -119,6 +97,8 @@ class NetworkCarrier:
     checked = False
     patient = True
     clock_is = "wall_seconds"
+    reads: type[Events] = Events
+    """How it goes through the journal."""
 
     def __init__(
         self,
@@ -150,7 +130,6 @@ class NetworkCarrier:
         self.machine = machine
         self.start_with = start_with
         self.lasts: float | None = lasts
-        self.measure_seconds = measure_seconds
         self.record = record
         self.budget = budget
         self._up = 0
@@ -158,13 +137,15 @@ class NetworkCarrier:
         self.interrupted = interrupted
         self.tell = tell
         self.watching = watching or Watching()
-        self.now = 0.0
+        self.events = self.reads(journal, clock, desk, self._sweep)
+        self.cohort = Cohort(desk, machine)
+        self.measuring = Measuring(
+            self.events, journal, desk, measure_seconds, interrupted, self.watching
+        )
         self.flown: list[Flight] = []
-        self._applied = 0
-        """The last event that was taken from the journal."""
-        self._waiting: deque[Event] = deque()
-        """Events that came while clients measured, and are still to be applied."""
         self._begun = False
+        self._follows = False
+        """Whether any event says that time has passed; for earlier versions, ticks alone do."""
         self._again: list[int] = []
         """Tickets of a checkpoint, whose assignments are to be put on the desk again."""
         self._underway: dict[int, Underway] = {}
@@ -175,12 +156,11 @@ class NetworkCarrier:
         """Tickets of which nothing more is made, and whose files a checkpoint makes useless."""
         self._covered: list[int] = []
         self._newest: tuple[int, Sequence[Tensor], Sequence[Tensor]] | None = None
-        self._machines: dict[int, Machine | None] = {}
-        self._presence = Presence()
-        self._measure: set[int] = set()
-        """Clients that hold something out, by what the journal says of them."""
-        self._reported: dict[int, dict[str, float]] = {}
-        """What clients have said of their newest training, by client."""
+
+    @property
+    def now(self) -> float:
+        """Of the newest event, on the federation's clock."""
+        return self.events.now
 
     # What the server asks of a carrier
 
@@ -195,23 +175,23 @@ class NetworkCarrier:
         present: dict[int, int] = {}
         begun = False
         while not begun:
-            event = self._next(math.inf)
+            event = self.events.next(math.inf)
             if event is None:
                 if self.interrupted():
                     raise KeyboardInterrupt
                 continue
-            self._waiting.append(event)
+            self.events.aside.append(event)
             if event.kind == "check_in":
                 here = from_json(event.body, Here)
                 present[event.client] = here.examples
-                self._met(event.client, here)
+                self.cohort.met(event.client, here)
                 self.tell(f"{len(present)} of {self.start_with} clients are there")
             elif event.kind == "leave":
                 present.pop(event.client, None)
             begun = event.kind == "begin"
             # Where it is gone through again, the journal says itself when that was.
             if len(present) >= self.start_with and not begun and not self.journal.behind:
-                self.journal.write("begin")
+                self.journal.write("begin", body=FOLLOWS)
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
         # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
         write_atomically(cohort, msgspec.json.encode(sizes))
@@ -224,16 +204,22 @@ class NetworkCarrier:
         self._lay_again(coordinator)
         self._let_go(coordinator)
         self.watching.round_begins()
+        ticked = False
         while True:
             self.watching.pulse(self.desk, "training")
-            event = (
-                self._waiting.popleft() if self._waiting else self._next(self._wake(coordinator))
-            )
-            if event is None:
-                if self.interrupted():
-                    raise Interrupted
-                continue
-            combine = self._do(coordinator, self._apply(coordinator, event))
+            aside = self.events.aside
+            if not aside and not ticked and self._due(coordinator):
+                ticked = True
+                actions = self._tick(coordinator)
+            else:
+                event = aside.popleft() if aside else self.events.next(self._wake(coordinator))
+                if event is None:
+                    if self.interrupted():
+                        raise Interrupted
+                    continue
+                ticked = False
+                actions = self._apply(coordinator, event)
+            combine = self._do(coordinator, actions)
             if combine is not None:
                 return combine
 
@@ -264,7 +250,7 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, True))
         for ticket in settled.dropped:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
-        if self._live:
+        if self.events.live:
             self.watching.round_made()
         # Before there is memory for the next checkpoint and the next round.
         self.sending.forget_unwanted()
@@ -289,38 +275,10 @@ class NetworkCarrier:
         Other events wait meanwhile.
         """
         # Also where all of them are away: whether anybody is waited for has to follow from the log.
-        if not self._measure:
+        if not self.cohort.measures:
             return Measured([], {})
-        asked = [seat for seat in self.desk.everybody() if seat.here and seat.held_out]
         request = self.sending.measured(measure.round, measure.weights, measure.buffers)
-        answers: dict[int, MeasuredThis] = {}
-        for seat in asked:
-            self.desk.ask_measure(seat.number, request)
-        until = time.monotonic() + self.measure_seconds
-        ended = said_so = False
-        while not ended:
-            waits = [s for s in asked if s.here and s.number not in answers]
-            # Only what is logged counts: the end is an event too.
-            late = time.monotonic() > until or self.interrupted()
-            self.watching.pulse(self.desk, "measuring")
-            if not self.journal.behind and (late or not waits) and not said_so:
-                self.journal.write("all_measured")
-                said_so = True  # once: the next measurement would take another for its own
-            event = self._next(math.inf)
-            if event is None:
-                continue
-            if event.kind == "measured":
-                said = from_json(event.body, MeasuredThis)
-                if said.round == measure.round:
-                    answers[event.client] = said
-                    self.desk.ask_measure(event.client, None)
-            elif event.kind == "all_measured":
-                ended = True
-            else:
-                self._waiting.append(event)
-        for seat in asked:
-            self.desk.ask_measure(seat.number, None)
-        return together([_measured(client, said) for client, said in answers.items()])
+        return self.measuring.by_clients(request)
 
     def kept(self) -> Kept:
         """Nothing: what belongs to a client never leaves it."""
@@ -336,91 +294,27 @@ class NetworkCarrier:
 
     def facts(self) -> Mapping[str, Any]:
         """How clients compute, and whether that is how this machine would."""
-        others = sorted(
-            {
-                difference
-                for machine in self._machines.values()
-                for difference in differences(machine, self.machine)
-            }
-        )
         out = [list(one) for one in self.budget.out.items()]
         return {
             "engine": self.machine.engine,
             "why": "clients on a network train with it",
             "chunk": 0,
             "threads": self.machine.threads,
-            "bits": "close" if others else "same",
-            "differs": others,
-            "there": self._presence.spans(self.now),
-            "cohort": [self._who(client) for client in sorted(self._machines)],
+            **self.cohort.facts(self.now),
             **({"out_of_transfers": out} if out else {}),
-            **({"reported": sorted(self._reported.items())} if self._reported else {}),
-        }
-
-    def _who(self, client: int) -> dict[str, Any]:
-        """What is known of a client, for the report."""
-        seat = self.desk.seat(client)
-        machine = self._machines[client]
-        return {
-            "client": client,
-            "name": seat.name,
-            "examples": seat.examples,
-            "held_out": seat.held_out,
-            "machine": None if machine is None else msgspec.to_builtins(machine),
-            "differs": differences(machine, self.machine),
         }
 
     def saved(self) -> None:
         """A checkpoint with the newest `state` is on the disk: what it contains can go."""
         if not self.record:
             self.files.delete(self._covered)
-            self.journal.forget_before(self._applied - len(self._waiting))
+            self.journal.forget_before(self.events.applied - len(self.events.aside))
         self._covered = []
         # What writing it took.
         give_back()
         self.watching.saved()
 
-    @property
-    def _live(self) -> bool:
-        """Whether this happens now, and was not gone through before a restart."""
-        return not self.journal.behind
-
     # Events
-
-    def _next(self, wake: float) -> Event | None:
-        """The next event; None where none came for a moment."""
-        if self.journal.behind:
-            event = self.journal.next(LOOK)
-        else:
-            # All that was logged before a restart has been gone through: clients may come.
-            if not self.desk.open.is_set():
-                # Deadlines wait until clients have noticed that the server is back.
-                self.clock.hold(BACK_OFF if self.journal.resumed else 0.0)
-                self.desk.begin(BACK_OFF)
-                self._sweep()
-            left = wake - self.clock.now()
-            if left <= 0:
-                # Logged, since what it brings about can be seen: who is asked.
-                self.journal.write("tick")
-                left = LOOK
-            event = self.journal.next(min(left, LOOK))
-        if event is None:
-            return None
-        self.now = event.at
-        self._applied = event.seq
-        if not self.desk.open.is_set():
-            self._see(event)
-        return event
-
-    def _see(self, event: Event) -> None:
-        """Who is there after an event of an earlier life of the server: its handlers knew that."""
-        seat = self.desk.seat(event.client) if event.client >= 0 else None
-        if seat is None:
-            return
-        if event.kind in ("check_in", "back", "update", "measured"):
-            seat.here, seat.missing = True, False
-        elif event.kind in ("leave", "missing", "failed"):
-            seat.here, seat.missing = False, event.kind == "missing"
 
     def _sweep(self) -> None:
         """Removes updates of which nothing more is to be made, and which a kill has left here."""
@@ -433,24 +327,25 @@ class NetworkCarrier:
         match event.kind:
             case "check_in":
                 here = from_json(event.body, Here)
-                self._met(event.client, here)
-                self._presence.came(event.client, event.at)
+                self.cohort.met(event.client, here)
+                self.cohort.presence.came(event.client, event.at)
                 coordinator.arrive(event.client, here.examples)
                 return coordinator.tick(self.now) if self._begun else []
             case "begin":
                 self._begun = True
+                self._follows = event.body == FOLLOWS
                 return coordinator.tick(self.now)
             case "leave":
                 coordinator.leave(event.client)
-                self._presence.went(event.client, event.at)
+                self.cohort.presence.went(event.client, event.at)
                 return []
             case "tick":
-                return [*self._expire(coordinator), *coordinator.tick(self.now)]
+                return self._tick(coordinator)
             case "missing":
-                self._presence.went(event.client, event.at)
+                self.cohort.presence.went(event.client, event.at)
                 return coordinator.missing(ticket, self.now)
             case "back":
-                self._presence.came(event.client, event.at)
+                self.cohort.presence.came(event.client, event.at)
                 return coordinator.back(ticket, self.now)
             case "failed":
                 reason = event.body.decode(errors="replace") or "it failed"
@@ -466,11 +361,10 @@ class NetworkCarrier:
         """An update lies here."""
         ticket = event.ticket
         said = from_json(event.body, Reserve)
-        if self._live:
+        if self.events.live:
             self.watching.came(event.client, said)
         self.desk.done(event.client, ticket)
-        if said.metrics:
-            self._reported[event.client] = dict(list(said.metrics.items())[:MOST_REPORTED])
+        self.cohort.reports(event.client, said)
         under = self._underway.get(ticket)
         self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
         actions = coordinator.update(ticket, self.now)
@@ -489,6 +383,17 @@ class NetworkCarrier:
                 # Its client is told so, and is free again.
                 coordinator.failed(ticket, TOO_LONG, self.now)
         return actions
+
+    def _tick(self, coordinator: Coordinator) -> list[Action]:
+        return [*self._expire(coordinator), *coordinator.tick(self.now)]
+
+    def _due(self, coordinator: Coordinator) -> bool:
+        """Whether the time of the newest event is one at which time alone has something to do.
+
+        A round that is over is followed by the next one in the same moment, which the journal has
+        as that of its last update: no row of its own, and no sync, says so.
+        """
+        return self._follows and self._wake(coordinator) <= self.now
 
     def _wake(self, coordinator: Coordinator) -> float:
         """When time alone has something to do."""
@@ -521,13 +426,13 @@ class NetworkCarrier:
         if under is None:
             return
         # What came in time is accepted or refused only where it is folded.
-        if self._live and outcome != "accepted":
+        if self.events.live and outcome != "accepted":
             self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
         if not up:
             self.budget.give_back(under.client, self._up)
         whole = self.now - under.began
-        compute = min(said.seconds, whole) if said is not None else 0.0
+        compute = min(max(said.seconds, 0.0), whole) if said is not None else 0.0
         self.flown.append(
             Flight(
                 client=under.client,
@@ -567,7 +472,7 @@ class NetworkCarrier:
             return coordinator.failed(asked.ticket, SPENT, self.now)
         self._hand(coordinator, asked)
         self._underway[asked.ticket] = Underway(asked.client, asked.round, self.now, sent.size)
-        if self._live:
+        if self.events.live:
             self.watching.assigned(asked.client, asked.ticket, asked.round, sent.size)
         return []
 
@@ -590,21 +495,9 @@ class NetworkCarrier:
         if client is None:
             return
         self.desk.tell(client, outcome)
-        if self._live:
+        if self.events.live:
             became = "accepted" if outcome.kept else "refused"
             self.watching.came_of(client, ticket, became, outcome.reason)
-
-    def _met(self, client: int, here: Here) -> None:
-        self._machines[client] = here.machine
-        if here.held_out:
-            self._measure.add(client)
-        else:
-            self._measure.discard(client)
-        seat = self.desk.seat(client)
-        seat.name = here.name
-        seat.examples = here.examples
-        seat.held_out = here.held_out
-        seat.machine = here.machine
 
     # Checkpoints
 
@@ -612,12 +505,11 @@ class NetworkCarrier:
         self._covered = list(self._over)
         self._over = []
         return {
-            "now": self.now,
-            "applied": self._applied,
+            **self.events.state(),
+            **self.cohort.state(),
             "begun": self._begun,
+            "follows": self._follows,
             "budget": self.budget.state(),
-            # Checkpoints have texts and no bytes; any byte is a letter of this alphabet.
-            "waiting": [[*event[:-1], event.body.decode("latin-1")] for event in self._waiting],
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
             "arrived": {
                 ticket: [one.client, one.round, msgspec.to_builtins(one.said)]
@@ -628,49 +520,25 @@ class NetworkCarrier:
                 for seat in self.desk.everybody()
                 if seat.outcomes
             },
-            "clients": [
-                [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
-                for seat in self.desk.everybody()
-            ],
-            "machines": [
-                [client, None if machine is None else msgspec.to_builtins(machine)]
-                for client, machine in self._machines.items()
-            ],
-            "presence": self._presence.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from there: the journal's events after it come next."""
-        self.now = state["now"]
-        self._applied = state["applied"]
-        self._waiting = deque(
-            Event._make([*event, body.encode("latin-1")]) for *event, body in state["waiting"]
-        )
+        self.events.restore(state)
+        self.cohort.restore(state)
         self._underway = {ticket: Underway(*one) for ticket, one in state["underway"].items()}
         self._arrived = {
             ticket: Arrived(client, round, msgspec.convert(said, Reserve))
             for ticket, (client, round, said) in state["arrived"].items()
         }
         self._begun = state["begun"]
+        # Of a journal that an earlier version has begun, ticks say it.
+        self._follows = state.get("follows", False)
         self.budget.restore(state["budget"])
-        for number, name, examples, held_out, here in state["clients"]:
-            seat = self.desk.seat(number)
-            seat.name = name
-            seat.examples = examples
-            seat.held_out = held_out
-            seat.here = here
-            if held_out:
-                self._measure.add(number)
-        for client, machine in state.get("machines", ()):
-            self._machines[client] = msgspec.convert(machine, Machine | None)
-            self.desk.seat(client).machine = self._machines[client]
-        if "presence" in state:
-            self._presence.restore(state["presence"])
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
         self._again = list(self._underway)
-        self.journal.read_from(self._applied)
 
 
 def _in_short(outcome: str, why: str) -> tuple[str, str]:
@@ -678,28 +546,3 @@ def _in_short(outcome: str, why: str) -> tuple[str, str]:
     if outcome == "late":
         return "late", why
     return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
-
-
-def differences(machine: Machine | None, mine: Machine) -> list[str]:
-    """In what a client's machine computes differently from the server's, in words."""
-    if machine is None:
-        return ["a training loop of its own"]
-    found = []
-    for name in ("torch", "capability", "engine", "threads"):
-        theirs, ours = getattr(machine, name), getattr(mine, name)
-        if theirs != ours:
-            found.append(f"{name} {theirs}, not {ours}")
-    return found
-
-
-def _measured(client: int, said: MeasuredThis) -> Measured:
-    """What one client says, as a message of one."""
-    values = {name: [_number(value)] for name, value in said.values.items()}
-    sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}
-    examples = {name: [count] for name, count in said.examples.items()}
-    failures = {client: said.failure} if said.failure else {}
-    return Measured([client], values, examples, sums, dict(said.forms), failures)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -222,7 +222,8 @@ class Desk:
         until = time.monotonic() + seconds
         while True:
             if not self.wants(seat, ticket):
-                return Watched(wanted=False, reason=self.over or "the round is over")
+                why = self.over or "nobody waits for the update any more"
+                return Watched(wanted=False, reason=why, over=self.over)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if left <= 0:
                 return Watched(wanted=True)

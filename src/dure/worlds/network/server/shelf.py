@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from dure.record.seal import sha256
 from dure.wire.tensors import pieces
 
 CHUNK = 1 << 20
@@ -50,10 +50,7 @@ class Shelf:
     def put(self, tensors: Mapping[str, Tensor]) -> Stream:
         """Makes the tensors' stream available. They must not be changed while it is."""
         views = list(pieces(tensors))
-        hashed = hashlib.sha256()
-        for view in views:
-            hashed.update(view)
-        stream = Stream(hashed.hexdigest(), sum(map(len, views)), views)
+        stream = Stream(sha256(views), sum(map(len, views)), views)
         self._streams[stream.digest] = stream
         return stream
 

@@ -129,7 +129,8 @@ class Watching:
 
     def round_made(self) -> None:
         self.rounds.inc()
-        began, self._round_began = self._round_began, None
+        began = self._round_began
+        self._round_began = None
         if began is not None:
             self._round_seconds = round(time.monotonic() - began, 6)
             self.round_seconds.observe(self._round_seconds)
@@ -258,12 +259,14 @@ class _Sparing:
     def take(self, at: float) -> int | None:
         """How many were left out before this one; None where this one is left out too."""
         if at - self._began > 60:
-            self._began, self._written = at, 0
+            self._began = at
+            self._written = 0
         if self._written >= MOST_LINES:
             self._left_out += 1
             return None
         self._written += 1
-        left_out, self._left_out = self._left_out, 0
+        left_out = self._left_out
+        self._left_out = 0
         return left_out
 
 

@@ -1,0 +1,364 @@
+"""The two halves that run a federated strategy, made of what the strategy says.
+
+    server half     dure.federated.server    the global model, who is asked when
+    clients' half   dure.federated.client    examples, what clients keep, local training
+
+A carrier takes messages between the two (`dure.protocol`): in a simulation, which joins them in one
+process under a virtual clock, as they are; over a network, where each half is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import Learner, Place, another, examples_for
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.data.keys import name_of
+from dure.data.partition import Parts
+from dure.data.partition.natural_key import strangers
+from dure.errors import warn
+from dure.federated.aggregate import Aggregator
+from dure.federated.algorithm import Algorithm, Start, start_of
+from dure.federated.client.clients import Clients, LocalWork, Make
+from dure.federated.client.held_out import HeldOutOrder, split
+from dure.federated.client.personal import Personal
+from dure.federated.client.poisoning import poisoned
+from dure.federated.engines.choose import Setting
+from dure.federated.engines.job import Engine, Job
+from dure.federated.server.pacing import Pacing
+from dure.federated.server.server import Server
+from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.fleet.conditions import Conditions
+from dure.fleet.liars import liars
+from dure.machine.threads import threads_for
+from dure.protocol.carrier import Carrier
+from dure.tasks.batch_norm import needs_two
+from dure.tasks.flops import flops_per_step
+from dure.tasks.trained import trains_of
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import FlatParameters
+from dure.tensors.frozen import frozen_of, load_frozen
+from dure.wire.layout import Federation, Layout
+
+
+class Says(Protocol):
+    """What halves ask of a strategy; `dure.federated.strategy.Federated` has the meanings."""
+
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def held_out(self) -> float: ...
+    @property
+    def held_out_order(self) -> HeldOutOrder: ...
+    @property
+    def fine_tune(self) -> int: ...
+    @property
+    def freeze_at(self) -> int | None: ...
+    @property
+    def sends_partial_work(self) -> bool: ...
+
+    def algorithm(self, start: Start) -> Algorithm: ...
+    def pacing(self, clients: int) -> Pacing: ...
+    def optimizer(self) -> ServerOptimizer: ...
+    def rule(self) -> Aggregator: ...
+    def engine(self, setting: Setting) -> Engine: ...
+    def work(self) -> LocalWork: ...
+    def count(self, task: Task) -> int | None: ...
+    def names(self, task: Task) -> list[str] | None: ...
+    def divide(self, task: Task, seed: int) -> Parts: ...
+    def test_parts(self, task: Task) -> list[Tensor] | None: ...
+
+
+def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
+    """Both halves in this process, joined by the place's carrier; or the server's alone."""
+    if place.network is not None:
+        return _serving(strategy, task, place, place.network, seed)
+    assert place.carrier is not None
+    assert place.conditions is not None
+    # The clients first: the carrier asks them who they are as soon as the server begins.
+    model = place.model(task, seed)
+    clients = clients_half(strategy, task, model, place.conditions, seed)
+    place.ending.callback(clients.close)
+    carrier = place.carrier(clients, seed)
+    server = server_half(strategy, task, model, place, carrier, seed)
+    place.ending.callback(server.close)
+    return server
+
+
+# The server
+
+
+def server_half(
+    strategy: Says, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
+) -> Server:
+    """The server, which learns of its clients through the carrier.
+
+    model: the run's, which becomes the server's own.
+    """
+    train, test = examples_for(model, task)
+    sample = test or train
+    clients = len(carrier.join().sizes)
+    attack = None
+    lying = None
+    if place.conditions is not None and place.conditions.attackers:
+        attack = place.conditions.attack
+        lying = _lying(place.conditions, clients, seed)
+    return Server(
+        task=task,
+        model=model,
+        test=test,
+        algorithm=strategy.algorithm(start_of(task, model, clients)),
+        rule=strategy.rule(),
+        optimizer=strategy.optimizer(),
+        pacing=strategy.pacing(clients),
+        carrier=carrier,
+        group=place.group,
+        seed=seed,
+        sample=sample if len(sample) else None,
+        batch_size=strategy.batch_size,
+        attack=attack,
+        liars=lying,
+        names=strategy.names(task),
+        freeze_at=strategy.freeze_at,
+    )
+
+
+def _serving(
+    strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
+) -> Learner:
+    """The server, whose clients are elsewhere."""
+    model = place.model(task, seed)
+    clients = strategy.count(task)
+    if clients is None:
+        raise ValueError("clients is not given: a server has to know how many there may be")
+    federation = Federation(
+        clients=clients,
+        seed=seed,
+        layout=layout(strategy, task, model, clients),
+        trains=trains_of(task, model),
+        frozen=frozen_of(model),
+        threads=_threads(strategy, task, model, clients),
+        samples=strategy.work().most_samples,
+    )
+    carrier = network(federation)
+    server = server_half(strategy, task, model, place, carrier, seed)
+    server.examples = max(1, sum(carrier.join().sizes))
+    place.ending.callback(server.close)
+    return server
+
+
+def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:
+    """With how many threads a client computes, as in the simulation; 1 without examples."""
+    train, test = examples_for(model, task)
+    sample = test or train
+    if not len(sample):
+        return 1
+    # Clients of mean size; whoever has fewer examples than a batch makes smaller steps.
+    typical = len(train) / clients or strategy.batch_size or len(sample)
+    return threads_for(flops_per_step(model, sample, min(strategy.batch_size or typical, typical)))
+
+
+def layout(strategy: Says, task: Task, model: nn.Module, clients: int) -> Layout:
+    """The names under which the tensors of the model's messages travel."""
+    flat = FlatParameters(another(model, task, 0))
+    shared = strategy.algorithm(start_of(task, model, clients)).shared(flat.copy())
+    return Layout(_names(flat, shared), Buffers(model).names)
+
+
+def _names(
+    flat: FlatParameters, shared: Sequence[Tensor]
+) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """What the flat weights that travel are called: parameters, where all of them do."""
+    sizes = [buffer.numel() for buffer in flat.buffers]
+    if sizes == [one.numel() for one in shared]:
+        return flat.names
+    return [[(f"shared:{index}", (one.numel(),))] for index, one in enumerate(shared)]
+
+
+# The clients
+
+
+def clients_half(
+    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int
+) -> Clients:
+    """All clients of the federation, with the examples that the partition gives them.
+
+    model: the run's, which stays as it is.
+    """
+    parts = strategy.divide(task, seed)
+    names = strategy.names(task)
+    tests = None
+    if not strategy.held_out:
+        _tell_strangers(task, names)
+        tests = strategy.test_parts(task)
+    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names))
+
+
+def one_client(
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    client: int,
+    clients: int,
+    divides: bool,
+) -> Clients:
+    """One client of so many, on a machine of its own.
+
+    divides: whether its examples are those that the partition gives it; else all of the task's
+    are its own.
+    """
+    own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
+    tests = None
+    if not strategy.held_out and divides:
+        tests = strategy.test_parts(task)
+    # Where its test data are its own too, they are what it measures with.
+    elif not strategy.held_out and task.test is not None:
+        tests = _alone(torch.arange(len(task.test)), client, clients)
+    has = _Has(_alone(own, client, clients), tests, None)
+    return _clients(strategy, task, model, conditions, seed, has)
+
+
+def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
+    """What each of so many has here; the others are elsewhere, and have nothing."""
+    return [own if other == client else own[:0] for other in range(clients)]
+
+
+class _Has(NamedTuple):
+    """What clients have here: examples and test examples of each, as indices, and names.
+
+    tests: None where they measure on what they hold out, or not at all.
+    """
+
+    parts: Sequence[Tensor]
+    tests: Sequence[Tensor] | None
+    names: Sequence[str] | None
+
+
+def _clients(
+    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int, has: _Has
+) -> Clients:
+    """The half of clients that have this."""
+    one_more = _models(task, model, seed)
+    examples, test = examples_for(model, task)
+    own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
+    still = conditions.arrival.still
+    personal = Personal(
+        task=task,
+        fresh=one_more,
+        examples=examples if test is None or has.tests is None else test,
+        held_out=held_out if has.tests is None else has.tests,
+        seed=seed,
+        fine_tune=strategy.fine_tune,
+        # What liars spoil is not measured on: these are as they came.
+        newest=None if still else (examples, own),
+    )
+    attack = conditions.attack if conditions.attackers else None
+    lying = _lying(conditions, len(own), seed)
+    if attack is not None and attack.poisons:
+        # Data are spoilt once, so liars on data are the same in all rounds (`Conditions` sees to
+        # it).
+        examples, own = poisoned(examples, own, lying(0), attack)
+    algorithm = strategy.algorithm(start_of(task, model, len(own)))
+    # Where nobody looks at single updates, an engine need not form them. Liars forge them, and
+    # `answer` may read them.
+    sums = not algorithm.answers and attack is None and strategy.rule().sums
+    synchronous = strategy.pacing(len(own)).synchronous
+    return Clients(
+        parts=own,
+        work=replace(strategy.work(), needs_two=needs_two(model, examples)),
+        algorithm=algorithm,
+        engine=_engines(strategy, task, one_more, examples, seed, conditions, synchronous, sums),
+        personal=personal,
+        seed=seed,
+        present=None if still else conditions.arrival.present,
+        attack=attack,
+        liars=lying,
+        partial=strategy.sends_partial_work,
+        lr_schedule=task.lr_schedule,
+        # All that torch has, before a run has fewer for the steps of one client.
+        threads=torch.get_num_threads(),
+        names=has.names,
+    )
+
+
+def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:
+    """Makes models like the run's as it is now, one at each call."""
+    # Engines are made later, when a forward pass may have given the run's model other buffers.
+    fresh = another(model, task, seed)
+    # Jobs have trained weights alone, so all models here have to have the run's frozen ones. They
+    # are in its memory: where a run goes on, those of its checkpoint are put there.
+    frozen = frozen_of(model)
+
+    def one_more() -> nn.Module:
+        made = another(fresh, task, seed)
+        load_frozen(made, frozen)
+        return made
+
+    return one_more
+
+
+def _engines(
+    strategy: Says,
+    task: Task,
+    one_more: Callable[[], nn.Module],
+    examples: Examples,
+    seed: int,
+    conditions: Conditions,
+    together: bool,
+    sums: bool,
+) -> Make:
+    """Makes engines; together, sums: as `Setting` has them."""
+
+    # Called once jobs are there, perhaps again after `close`: each engine gets a model of its own
+    # to change.
+    def engine(jobs: Sequence[Job], chosen: str | None, chunk: int, threads: int | None) -> Engine:
+        return strategy.engine(
+            Setting(
+                task=task,
+                model=one_more(),
+                examples=examples,
+                batch_size=strategy.batch_size,
+                seed=seed,
+                jobs=jobs,
+                processes=conditions.processes,
+                wanted=chosen or conditions.engine,
+                together=together,
+                sums=sums,
+                chunk=chunk,
+                threads=threads,
+            )
+        )
+
+    return engine
+
+
+def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], Collection[int]]:
+    """Who lies in a round: the same all along, or others in every round."""
+
+    def lying(round: int) -> Collection[int]:
+        # Who lies is drawn anew where it depends on the round.
+        turn = round if conditions.attackers_change else None
+        return liars(clients, conditions.attackers, seed, turn)
+
+    return lying
+
+
+def _tell_strangers(task: Task, names: Sequence[str] | None) -> None:
+    """Warns where test examples carry keys that no client has."""
+    if names is None or task.test is None or task.test.keys is None or task.train.keys is None:
+        return
+    missing = strangers(task.train.keys, task.test.keys)
+    if missing:
+        some = ", ".join(map(name_of, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        warn(
+            f"{len(missing)} keys of the test data are those of no client ({some}): no client "
+            f"measures on these test examples"
+        )

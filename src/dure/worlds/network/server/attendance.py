@@ -1,0 +1,165 @@
+"""Who is there: clients enrol, check in and ask what to do, and are gone where they fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dure.errors import RunFolderWriteError
+from dure.wire import requests
+from dure.wire.requests import (
+    CheckIn,
+    Machine,
+    Ready,
+    RequestError,
+    Trains,
+    Watch,
+    Welcome,
+    to_json,
+)
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.access import NEW, Access, Admitted
+from dure.worlds.network.server.answers import answer
+from dure.worlds.network.server.calls import Call, address_of, body_of, connected, known, logged
+from dure.worlds.network.server.cohort import Here, differences
+from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.watching import Watching
+
+
+@dataclass
+class Served:
+    """What clients are told of the run when they check in, and what of theirs cannot be.
+
+    compare: in what a client's task differs, so that it cannot take part. samples: how many a
+    client with so many examples processes in a round, at the most.
+    """
+
+    run: str
+    clients: int
+    strategy: dict[str, Any]
+    seed: int
+    trains: Trains
+    machine: Machine
+    heartbeat: float
+    patience: float
+    compare: Callable[[Trains, Trains], list[str]]
+    samples: Callable[[int], int]
+
+
+@dataclass
+class Attendance:
+    """The routes of who is there, and the look at who has gone."""
+
+    served: Served
+    desk: Desk
+    journal: Journal
+    access: Access
+    watching: Watching = field(default_factory=Watching)
+
+    async def enrol(self, request: Request) -> Response:
+        body = await body_of(request, None, requests.Enrol)
+        return answer(await asyncio.to_thread(self.access.enrol, body, address_of(request)))
+
+    async def check_in(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, CheckIn)
+        if said.version not in (requests.VERSION, requests.VERSION - 1):
+            raise RequestError(
+                f"the client speaks version {said.version}, and the server {requests.VERSION}: "
+                f"install the same dure"
+            )
+        if said.trains is not None:
+            different = self.served.compare(said.trains, self.served.trains)
+            if different:
+                why = f"the task is another: {'; '.join(different[:5])}"
+                self.access.refuse(admitted.client, 409, "another task", why)
+        # After it is known to fit: whoever is refused takes nobody's place.
+        if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
+            admitted = await asyncio.to_thread(
+                self.access.check_in, admitted, said.name, said.wants
+            )
+        # Without examples it has its number, and is not there yet.
+        if said.examples and not said.looks:
+            seat = self.desk.seat(admitted.client)
+            seat.name = admitted.name or f"client {admitted.client}"
+            with Call(self.desk, seat):
+                await self._arrives(
+                    seat, Here(seat.name, said.examples, said.held_out, said.machine)
+                )
+        served = self.served
+        return answer(
+            Welcome(
+                version=requests.VERSION,
+                run=served.run,
+                client=admitted.client,
+                clients=served.clients,
+                strategy=served.strategy,
+                seed=served.seed,
+                trains=served.trains,
+                machine=served.machine,
+                heartbeat=served.heartbeat,
+                patience=served.patience,
+                differs=differences(said.machine, served.machine),
+            )
+        )
+
+    async def _arrives(self, seat: Seat, here: Here) -> None:
+        """Logs that a client is there."""
+        seat.here = True
+        seat.examples = here.examples
+        seat.held_out = here.held_out
+        seat.machine = here.machine
+        await logged(self.journal, "check_in", seat.number, body=to_json(here))
+        self.watching.arrived(seat)
+
+    async def next(self, request: Request, admitted: Admitted) -> Response:
+        ready = await body_of(request, admitted, Ready)
+        seat = known(self.desk, admitted)
+        self.desk.confirm(seat.number, ready.confirmed)
+        with Call(self.desk, seat):
+            await self._comes_back(seat)
+            async with connected(request) as gone:
+                word = await self.desk.next(seat, self.served.patience, gone)
+        # It may have been revoked while it waited.
+        if not self.access.may(seat.number):
+            self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
+        return answer(word)
+
+    async def _comes_back(self, seat: Seat) -> None:
+        """A client that was taken for gone calls again."""
+        if seat.missing and seat.train is not None:
+            seat.missing = False
+            await logged(self.journal, "back", seat.number, seat.train.ticket)
+            self.watching.back(seat)
+        if not seat.here:
+            await self._arrives(seat, Here(seat.name, seat.examples, seat.held_out, seat.machine))
+
+    async def watch(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, Watch)
+        seat = known(self.desk, admitted)
+        with Call(self.desk, seat):
+            await self._comes_back(seat)
+            async with connected(request) as gone:
+                heartbeat = self.served.heartbeat
+                watched = await self.desk.watch(seat, said.ticket, heartbeat, gone)
+        return answer(watched)
+
+    async def look(self) -> None:
+        """Notices who has gone."""
+        for seat in self.desk.silent(time.monotonic()):
+            seat.here = False
+            seat.missing = seat.train is not None
+            try:
+                if seat.train is not None:
+                    await logged(self.journal, "missing", seat.number, seat.train.ticket)
+                else:
+                    await logged(self.journal, "leave", seat.number)
+                self.watching.left(seat)
+            # The disk is full: it is noticed again at the next look.
+            except RunFolderWriteError:
+                seat.here = True

@@ -1,0 +1,110 @@
+"""A client's call: what it asks and says, and that it is there for as long as the call is open."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from dure.wire.requests import MOST_BODY, RequestError, Said, from_json
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.access import Admitted, Refused
+from dure.worlds.network.server.desk import Desk, Gone, Seat
+
+Body = TypeVar("Body", bound=Said)
+
+
+def target_of(request: Request) -> str:
+    """The path with its query, as it was sent."""
+    raw: str = request.scope.get("raw_path", b"").decode("ascii", "replace")
+    query = request.scope.get("query_string", b"").decode("ascii", "replace")
+    return raw + (f"?{query}" if query else "")
+
+
+def address_of(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
+
+
+def known(desk: Desk, admitted: Admitted) -> Seat:
+    """The seat of who has checked in. Raises Refused for others."""
+    seat = desk.seat(admitted.client)
+    if not seat.examples:
+        raise Refused(409, "check in first", "the server wants to know who calls: check in")
+    return seat
+
+
+async def body_of(request: Request, admitted: Admitted | None, kind: type[Body]) -> Body:
+    """The JSON body. Raises RequestError where it is not what was signed, or what it has to be."""
+    body = await read(request, MOST_BODY)
+    if admitted is not None and hashlib.sha256(body).hexdigest() != admitted.digest:
+        raise RequestError("the body is not the one that was signed")
+    return from_json(body, kind)
+
+
+async def read(request: Request, most: int) -> bytearray:
+    """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
+    length = request.headers.get("content-length")
+    announced = 0 if length is None else whole_number(length)
+    if announced > most:
+        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
+    # In one piece from the beginning: many clients send at the same time. What does not come
+    # takes no memory.
+    body = bytearray(announced)
+    size = 0
+    async for part in request.stream():
+        end = size + len(part)
+        if end > most:
+            raise Refused(413, "too long", f"the body has more than {most} bytes")
+        body[size:end] = part
+        size = end
+    del body[size:]
+    return body
+
+
+def whole_number(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 20):
+        raise RequestError(f"{text[:20]!r} is no number of bytes")
+    return int(text)
+
+
+async def logged(
+    journal: Journal, kind: str, client: int, ticket: int = -1, body: bytes = b""
+) -> None:
+    """Returns once it is on the disk. Raises RunFolderWriteError."""
+    await asyncio.wrap_future(journal.append(kind, client, ticket, body))
+
+
+class Call:
+    """While a call of a client is open, it is there."""
+
+    def __init__(self, desk: Desk, seat: Seat) -> None:
+        self.desk = desk
+        self.seat = seat
+
+    def __enter__(self) -> None:
+        self.desk.called(self.seat)
+
+    def __exit__(self, *error: object) -> None:
+        self.desk.hung_up(self.seat)
+
+
+@asynccontextmanager
+async def connected(request: Request) -> AsyncIterator[Gone]:
+    """While a call waits: a future that is done once the client has hung up."""
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        yield gone
+    finally:
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the connection is closed. The body has been read by then."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return

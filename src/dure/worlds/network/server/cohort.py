@@ -1,0 +1,132 @@
+"""Who takes part, by what the journal says of them: examples, machines, spans of presence.
+
+The report gets it at the end of the run, and checkpoints have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dure.wire.requests import Machine, Reserve, Said
+from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.presence import Presence
+
+MOST_REPORTED = 50
+"""Numbers of a client's own that are kept."""
+
+
+class Here(Said, frozen=True):
+    """The body of a check-in, as it is logged."""
+
+    name: str
+    examples: int
+    held_out: int
+    machine: Machine | None = None
+
+
+class Cohort:
+    """All clients that have ever checked in. mine: the machine by which theirs are told apart.
+
+    measures: those that hold something out.
+    """
+
+    def __init__(self, desk: Desk, mine: Machine) -> None:
+        self._desk = desk
+        self._mine = mine
+        self.presence = Presence()
+        self.measures: set[int] = set()
+        self._machines: dict[int, Machine | None] = {}
+        self._reported: dict[int, dict[str, float]] = {}
+        """What clients have said of their newest training, by client."""
+
+    def met(self, client: int, here: Here) -> None:
+        """It has checked in, and says so of itself."""
+        self._machines[client] = here.machine
+        if here.held_out:
+            self.measures.add(client)
+        else:
+            self.measures.discard(client)
+        seat = self._desk.seat(client)
+        seat.name = here.name
+        seat.examples = here.examples
+        seat.held_out = here.held_out
+        seat.machine = here.machine
+
+    def reports(self, client: int, said: Reserve) -> None:
+        """What it says of its newest training."""
+        if said.metrics:
+            self._reported[client] = dict(list(said.metrics.items())[:MOST_REPORTED])
+
+    def facts(self, now: float) -> Mapping[str, Any]:
+        """For the report: who they are, when they were there, and how their machines compute."""
+        others = sorted(
+            {
+                difference
+                for machine in self._machines.values()
+                for difference in differences(machine, self._mine)
+            }
+        )
+        return {
+            "bits": "close" if others else "same",
+            "differs": others,
+            "there": self.presence.spans(now),
+            "cohort": [self._who(client) for client in sorted(self._machines)],
+            **({"reported": sorted(self._reported.items())} if self._reported else {}),
+        }
+
+    def _who(self, client: int) -> dict[str, Any]:
+        seat = self._desk.seat(client)
+        machine = self._machines[client]
+        return {
+            "client": client,
+            "name": seat.name,
+            "examples": seat.examples,
+            "held_out": seat.held_out,
+            "machine": None if machine is None else msgspec.to_builtins(machine),
+            "differs": differences(machine, self._mine),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return {
+            "clients": [
+                [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
+                for seat in self._desk.everybody()
+            ],
+            "machines": [
+                [client, None if machine is None else msgspec.to_builtins(machine)]
+                for client, machine in self._machines.items()
+            ],
+            "presence": self.presence.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`. Earlier versions had less."""
+        for number, name, examples, held_out, here in state["clients"]:
+            seat = self._desk.seat(number)
+            seat.name = name
+            seat.examples = examples
+            seat.held_out = held_out
+            seat.here = here
+            if held_out:
+                self.measures.add(number)
+        for client, machine in state.get("machines", ()):
+            self._machines[client] = msgspec.convert(machine, Machine | None)
+            self._desk.seat(client).machine = self._machines[client]
+        if "presence" in state:
+            self.presence.restore(state["presence"])
+
+
+def differences(machine: Machine | None, mine: Machine) -> list[str]:
+    """In what a client's machine computes differently from the server's, in words."""
+    if machine is None:
+        return ["a training loop of its own"]
+    found = []
+    for name in ("torch", "capability", "engine", "threads"):
+        theirs, ours = getattr(machine, name), getattr(mine, name)
+        if theirs != ours:
+            found.append(f"{name} {theirs}, not {ours}")
+    return found

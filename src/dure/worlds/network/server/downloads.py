@@ -1,0 +1,83 @@
+"""What clients fetch: the tensors of a model by the digest of their stream, in ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dure.wire.requests import RequestError
+from dure.worlds.network.server.access import Admitted, Refused
+from dure.worlds.network.server.calls import Call, whole_number
+from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.shelf import Shelf
+
+
+@dataclass
+class Downloads:
+    """The route of what clients fetch."""
+
+    desk: Desk
+    shelf: Shelf
+
+    async def tensors(self, request: Request, admitted: Admitted) -> Response:
+        digest = request.path_params["digest"]
+        stream = self.shelf.get(digest)
+        if stream is None:
+            why = "there is no such model any more: ask again what to do"
+            raise Refused(410, "no such model", why)
+        start, end = range_of(request.headers, stream.size, digest)
+        seat = self.desk.seat(admitted.client)
+        headers = {
+            "etag": f'"{digest}"',
+            "content-length": str(end - start),
+            "accept-ranges": "bytes",
+        }
+        status = 200
+        if start or end < stream.size:
+            status = 206
+            headers["content-range"] = f"bytes {start}-{end - 1}/{stream.size}"
+
+        return Pieces(stream.chunks(start, end), status, headers, Call(self.desk, seat))
+
+
+class Pieces(Response):
+    """Pieces of a stream that is there: sent by the task that answers, while `call` is open."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(
+        self, pieces: Iterator[memoryview], status: int, headers: Mapping[str, str], call: Call
+    ) -> None:
+        super().__init__(None, status, headers)
+        self._pieces = pieces
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        with self._call:
+            await send({"type": "http.response.start", **start})
+            for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+def range_of(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, int]:
+    """Which bytes are asked for: [start, end). Raises RequestError."""
+    asked = headers.get("range")
+    # Of something else than the client began with: all of it.
+    if asked is None or headers.get("if-range", f'"{digest}"') != f'"{digest}"':
+        return 0, size
+    unit, _, span = asked.partition("=")
+    first, dash, last = span.partition("-")
+    if unit != "bytes" or not dash or not first:
+        raise RequestError("a range is bytes=FIRST- or bytes=FIRST-LAST")
+    start = whole_number(first)
+    end = whole_number(last) + 1 if last else size
+    if not start < min(end, size):
+        where = {"content-range": f"bytes */{size}"}
+        raise Refused(416, "no such range", f"there are {size} bytes", where)
+    return start, min(end, size)

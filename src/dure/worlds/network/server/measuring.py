@@ -1,0 +1,85 @@
+"""How clients measure a model on what they hold out: who is asked, and for how long.
+
+Everybody who is there and holds something out is asked. Who is waited for follows from the journal
+alone: that no other answer is waited for is an event of its own, so that the same clients count
+after a restart and in a replay.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from dure.protocol.measured import together
+from dure.protocol.messages import Measured
+from dure.wire.requests import MeasuredThis, MeasureThis, from_json
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.desk import Desk
+from dure.worlds.network.server.events import Events
+from dure.worlds.network.server.watching import Watching
+
+
+class Measuring:
+    """Measurements by clients. seconds: that one may take. stops: whether the user wants that."""
+
+    def __init__(
+        self,
+        events: Events,
+        journal: Journal,
+        desk: Desk,
+        seconds: float,
+        stops: Callable[[], bool],
+        watching: Watching,
+    ) -> None:
+        self._events = events
+        self._journal = journal
+        self._desk = desk
+        self._seconds = seconds
+        self._stops = stops
+        self._watching = watching
+
+    def by_clients(self, request: MeasureThis) -> Measured:
+        """What they say of this model; other events are put aside meanwhile."""
+        asked = [seat for seat in self._desk.everybody() if seat.here and seat.held_out]
+        answers: dict[int, MeasuredThis] = {}
+        for seat in asked:
+            self._desk.ask_measure(seat.number, request)
+        until = time.monotonic() + self._seconds
+        ended = said_so = False
+        while not ended:
+            waits = [s for s in asked if s.here and s.number not in answers]
+            # Only what is logged counts: the end is an event too.
+            late = time.monotonic() > until or self._stops()
+            self._watching.pulse(self._desk, "measuring")
+            if self._events.live and (late or not waits) and not said_so:
+                self._journal.write("all_measured")
+                said_so = True  # once: the next measurement would take another for its own
+            event = self._events.next(math.inf)
+            if event is None:
+                continue
+            if event.kind == "measured":
+                said = from_json(event.body, MeasuredThis)
+                if said.round == request.round:
+                    answers[event.client] = said
+                    self._desk.ask_measure(event.client, None)
+            elif event.kind == "all_measured":
+                ended = True
+            else:
+                self._events.aside.append(event)
+        for seat in asked:
+            self._desk.ask_measure(seat.number, None)
+        return together([_measured(client, said) for client, said in answers.items()])
+
+
+def _measured(client: int, said: MeasuredThis) -> Measured:
+    """What one client says, as a message of one."""
+    values = {name: [_number(value)] for name, value in said.values.items()}
+    sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}
+    examples = {name: [count] for name, count in said.examples.items()}
+    failures = {client: said.failure} if said.failure else {}
+    return Measured([client], values, examples, sums, dict(said.forms), failures)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

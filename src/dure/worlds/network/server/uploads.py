@@ -1,0 +1,176 @@
+"""What clients send: updates in parts, why there is none, and how good a model is.
+
+An update is reserved first, by all of it but its tensors, then sent in parts from an offset on. It
+is on the disk, and in the journal, before its client hears that all of it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dure.wire.requests import Failed, MeasuredThis, RequestError, Reserve, Reserved, to_json
+from dure.wire.tensors import size_of
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.access import Access, Admitted, Refused
+from dure.worlds.network.server.answers import answer, one_line
+from dure.worlds.network.server.calls import Call, body_of, known, logged, read, whole_number
+from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.updates import Updates, Upload
+
+ALL_PARTS = 32 << 20
+"""Bytes of parts that may lie in memory, where every client sends one."""
+
+LEAST_PART = 256 << 10
+"""Bytes of a part, however many clients there are."""
+
+PART = 4 << 20
+"""Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
+
+
+@dataclass
+class Uploads:
+    """The routes of what clients send.
+
+    clients: how many there may be. samples: how many a client with so many examples processes in a
+    round, at most.
+    """
+
+    clients: int
+    desk: Desk
+    journal: Journal
+    updates: Updates
+    access: Access
+    samples: Callable[[int], int]
+    reserved: dict[int, Reserve] = field(default_factory=dict)
+    """What each client has said of the update that it is sending."""
+
+    @property
+    def most_part(self) -> int:
+        """Bytes of a part, so that those of all clients together are not too many."""
+        return max(LEAST_PART, min(PART, ALL_PARTS // self.clients))
+
+    async def reserve(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, Reserve)
+        seat = known(self.desk, admitted)
+        with Call(self.desk, seat):
+            async with seat.sending:
+                return await self._reserve(seat, said)
+
+    async def _reserve(self, seat: Seat, said: Reserve) -> Response:
+        if not self.desk.wants(seat, said.ticket):
+            # A client that did not hear that all has arrived asks again.
+            if said.ticket in seat.outcomes or said.ticket in seat.sent:
+                return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
+            raise _unwanted()
+        if said.failure is not None:
+            said = replace(said, failure=one_line(said.failure))
+            await self._complete(seat, said)
+            return answer(Reserved(str(said.ticket), 0, self.most_part, complete=True))
+        wrong = self._made_up(seat, said)
+        if wrong is not None:
+            self.access.refuse(seat.number, 422, "made up", f"the update cannot be: {wrong}")
+        expected = size_of(seat.forms)
+        if said.bytes != expected:
+            raise RequestError(
+                f"the update has {said.bytes} bytes, and this model's has {expected}"
+            )
+        upload = await asyncio.to_thread(self._opened, said)
+        self.reserved[seat.number] = said
+        return await self._received(seat, said, upload)
+
+    def _made_up(self, seat: Seat, said: Reserve) -> str | None:
+        """Why nobody can have trained as it says; None where that may be.
+
+        Means weigh updates by these numbers, so what they come to is not left to who sends them.
+        """
+        if not 1 <= said.examples <= seat.examples:
+            return f"it is of {said.examples:,} examples, and its client has {seat.examples:,}"
+        most = self.samples(said.examples)
+        if not 1 <= said.samples <= most:
+            return (
+                f"it has processed {said.samples:,} samples, and of {said.examples:,} examples "
+                f"{most:,} are asked for at most"
+            )
+        return None
+
+    def _opened(self, said: Reserve) -> Upload:
+        """What lies here of an update; on the disk, where that is all of it."""
+        upload = self.updates.open(said.ticket, said.bytes, said.digest)
+        if not upload.left:
+            upload.complete()
+        return upload
+
+    async def part(self, request: Request, admitted: Admitted) -> Response:
+        name = request.path_params["upload"]
+        seat = known(self.desk, admitted)
+        with Call(self.desk, seat):
+            body = await read(request, PART)
+            offset = whole_number(request.headers.get("upload-offset", ""))
+            # One after another: what is written down as whole stays as it is.
+            async with seat.sending:
+                return await self._take(seat, name, offset, body, admitted.digest)
+
+    async def _take(
+        self, seat: Seat, name: str, offset: int, body: bytearray, digest: str
+    ) -> Response:
+        said = self.reserved.get(seat.number)
+        if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
+            raise _unwanted()
+        upload = await asyncio.to_thread(self._written, said, offset, body, digest)
+        if offset > upload.offset:
+            response = answer(Reserved(name, upload.offset, self.most_part))
+            response.status_code = 409
+            return response
+        return await self._received(seat, said, upload)
+
+    def _written(self, said: Reserve, offset: int, body: bytearray, digest: str) -> Upload:
+        """The update with this part, unless some is missing before it."""
+        upload = self.updates.open(said.ticket, said.bytes, said.digest)
+        if offset <= upload.offset:
+            upload.write(offset, body, digest)
+            if not upload.left:
+                upload.complete()
+        return upload
+
+    async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
+        """Once all bytes are here, and synced: the journal, then the client is told."""
+        if upload.left:
+            return answer(Reserved(str(said.ticket), upload.offset, self.most_part))
+        await self._complete(seat, said)
+        return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
+
+    async def _complete(self, seat: Seat, said: Reserve) -> None:
+        await logged(self.journal, "update", seat.number, said.ticket, to_json(said))
+        seat.sent.append(said.ticket)
+        self.reserved.pop(seat.number, None)
+        self.desk.done(seat.number, said.ticket)
+
+    async def failed(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, Failed)
+        seat = known(self.desk, admitted)
+        if self.desk.wants(seat, said.ticket):
+            where = f" ({said.file}:{said.line})" if said.file else ""
+            told = f": {said.message}" if said.message else ""
+            reason = one_line(f"its own code raised {said.kind}{where}{told}")
+            await logged(self.journal, "failed", seat.number, said.ticket, reason.encode())
+            # It is asked again after its next call.
+            seat.here = False
+        return Response(status_code=204)
+
+    async def measured(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, MeasuredThis)
+        seat = known(self.desk, admitted)
+        if seat.measure is not None and seat.measure.round == said.round:
+            await logged(self.journal, "measured", seat.number, body=to_json(said))
+            self.desk.ask_measure(seat.number, None)
+        return Response(status_code=204)
+
+
+def _unwanted() -> Refused:
+    return Refused(410, "not wanted", "nobody waits for this update any more")

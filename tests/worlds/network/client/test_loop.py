@@ -1,0 +1,155 @@
+"""What a client makes of what it is told, with a session that plays the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dure.wire.requests import (
+    Failed,
+    Machine,
+    Reserve,
+    Train,
+    Trains,
+    Welcome,
+    Word,
+)
+from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.worlds.network.client.link import RefusedError, StoppedError
+from dure.worlds.network.client.loop import Answered, Loop
+from dure.worlds.network.client.session import NotWantedError
+from dure.worlds.network.client.state import ClientState
+
+MODEL = {"w": torch.arange(3.0)}
+
+
+class Wanted:
+    """Whether the work is wanted: so many times, then no more."""
+
+    reason = "the round is over"
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __call__(self) -> bool:
+        self.times -= 1
+        return self.times >= 0
+
+
+class Played:
+    """A session. words: what it is told, one after another. sends: what becomes of updates."""
+
+    def __init__(self, state: ClientState, words: Sequence[Word], wanted: int = 10**9) -> None:
+        self.state = state
+        self.stop = threading.Event()
+        self.words = list(words)
+        self.wanted = wanted
+        self.refusal: Exception | None = None
+        self.sent: list[int] = []
+        self.told: list[Failed] = []
+
+    def check_in(self, said: Any) -> Welcome:
+        machine = Machine("2", "x", "loop", 1)
+        return Welcome(1, "run", 0, 1, {}, 0, Trains({}), machine, 1.0, 1.0)
+
+    def next(self, confirmed: Sequence[int]) -> Word:
+        return self.words.pop(0)
+
+    def fetch(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        return MODEL
+
+    @contextmanager
+    def working(self, ticket: int) -> Iterator[Wanted]:
+        yield Wanted(self.wanted)
+
+    def send(self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Any) -> bool:
+        if self.refusal is not None:
+            raise self.refusal
+        self.sent.append(reserve.ticket)
+        return True
+
+    def failed(self, failed: Failed) -> None:
+        self.told.append(failed)
+
+
+class Patient:
+    """A site that trains for ten batches, and asks before each."""
+
+    name, examples, held_out, wants = "site", 5, 0, None
+    share_errors, folder = False, None
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def trains(self) -> None: ...
+
+    def machine(self) -> None: ...
+
+    def settle(self, outcome: Any) -> None: ...
+
+    def train(self, train: Train, tensors: Mapping[str, Tensor], wanted: Any) -> Answered:
+        for _ in range(10):
+            if not wanted():
+                raise NotWantedError
+            self.batches += 1
+        size, digest = size_of(forms_of(MODEL)), digest_of(MODEL)
+        return Answered(Reserve(train.ticket, size, digest, 5, 5, 1.0), MODEL, [torch.ones(1)])
+
+
+def works(*tickets: int) -> list[Word]:
+    orders = [Word(train=Train(ticket, ticket, ticket, "", 0)) for ticket in tickets]
+    return [*orders, Word(over="the run is over")]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[ClientState]:
+    with ClientState(tmp_path / "site") as state:
+        yield state
+
+
+def run(session: Played, site: Patient) -> list[tuple[str, Mapping[str, object]]]:
+    heard: list[tuple[str, Mapping[str, object]]] = []
+    loop = Loop(session, site, lambda what, about: heard.append((what, about)))  # type: ignore[arg-type]
+    assert loop.run() == "the run is over"
+    return heard
+
+
+def test_training_that_nobody_waits_for_is_left_off_and_nothing_of_it_is_sent_or_kept(
+    state: ClientState,
+) -> None:
+    session, site = Played(state, works(3), wanted=4), Patient()
+    heard = run(session, site)
+    assert site.batches == 4
+    assert (session.sent, session.told) == ([], [])
+    assert ("not wanted", {"round": 3, "why": "the round is over"}) in heard
+    assert (state.updates(), state.pending()) == ([], [])
+
+
+def test_who_is_to_stop_does_so_between_two_batches(state: ClientState) -> None:
+    session, site = Played(state, works(3)), Patient()
+    session.stop.set()
+    with pytest.raises(StoppedError):
+        run(session, site)
+    assert site.batches == 0
+
+
+def test_an_update_that_the_server_takes_for_impossible_is_dropped_and_told(
+    state: ClientState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, site = Played(state, works(3)), Patient()
+    session.refusal = RefusedError(422, "it is of 9 examples, and its client has 5")
+    monkeypatch.setattr(session.stop, "wait", lambda seconds: False)
+    heard = run(session, site)
+    assert [one.ticket for one in session.told] == [3]
+    assert [about["error"] for what, about in heard if what == "failed"] == [
+        "RefusedError: it is of 9 examples, and its client has 5"
+    ]
+    # Else it would be sent again by the next process, and refused again.
+    assert (state.updates(), state.pending()) == ([], [])
