@@ -47,9 +47,10 @@ from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.server.desk import GRACE, Desk, Gone, Seat
+from dure.worlds.network.server.receiving import receive
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Metered, Watching
-from dure.worlds.network.updates import PartError, Updates, Upload
+from dure.worlds.network.updates import OvertakenError, Part, PartError, Updates, Upload
 
 Body = TypeVar("Body", bound=Said)
 
@@ -63,14 +64,8 @@ MOST_REASON = 500
 ROOM_SECONDS = 5
 """Seconds until a client comes again for which the disk had no room."""
 
-ALL_PARTS = 32 << 20
-"""Bytes of parts that may lie in memory, where every client sends one."""
-
-LEAST_PART = 256 << 10
-"""Bytes of a part, however many clients there are."""
-
 PART = 4 << 20
-"""Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
+"""Bytes of an upload that are taken at once, and sent again where they did not arrive whole."""
 
 
 @dataclass
@@ -106,11 +101,6 @@ class App:
     watching: Watching = field(default_factory=Watching)
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
-
-    @property
-    def most_part(self) -> int:
-        """Bytes of a part, so that those of all clients together are not too many."""
-        return max(LEAST_PART, min(PART, ALL_PARTS // self.served.clients))
 
     def asgi(self) -> Metered:
         """The application."""
@@ -335,12 +325,12 @@ class App:
         if not self.desk.wants(seat, said.ticket):
             # A client that did not hear that all has arrived asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
-                return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
+                return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
             raise _unwanted()
         if said.failure is not None:
             said = replace(said, failure=one_line(said.failure))
             await self._complete(seat, said)
-            return answer(Reserved(str(said.ticket), 0, self.most_part, complete=True))
+            return answer(Reserved(str(said.ticket), 0, PART, complete=True))
         expected = size_of(seat.forms)
         if said.bytes != expected:
             raise RequestError(
@@ -361,40 +351,38 @@ class App:
         name = request.path_params["upload"]
         seat = self._known(admitted)
         with _call(self.desk, seat):
-            body = await _read(request, PART)
+            _check_length(request, PART)
             offset = _whole_number(request.headers.get("upload-offset", ""))
-            # One after another: what is written down as whole stays as it is.
-            async with seat.sending:
-                return await self._take(seat, name, offset, body, admitted.digest)
+            said = self._wanted(seat, name)
+            upload = await asyncio.to_thread(
+                self.updates.open, said.ticket, said.bytes, said.digest
+            )
+            if offset > upload.offset:
+                return _go_on(name, upload)
+            part = upload.part(offset)
+            try:
+                await receive(request, part, PART)
+                # One after another: what is written down as whole stays as it is.
+                async with seat.sending:
+                    self._wanted(seat, name)
+                    await asyncio.to_thread(_finish, part, admitted.digest)
+                    return await self._received(seat, said, upload)
+            except OvertakenError:
+                return _go_on(name, upload)
 
-    async def _take(
-        self, seat: Seat, name: str, offset: int, body: bytearray, digest: str
-    ) -> Response:
+    def _wanted(self, seat: Seat, name: str) -> Reserve:
+        """What was said of the update of this name. Raises Refused where nobody waits for it."""
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
             raise _unwanted()
-        upload = await asyncio.to_thread(self._written, said, offset, body, digest)
-        if offset > upload.offset:
-            response = answer(Reserved(name, upload.offset, self.most_part))
-            response.status_code = 409
-            return response
-        return await self._received(seat, said, upload)
-
-    def _written(self, said: Reserve, offset: int, body: bytearray, digest: str) -> Upload:
-        """The update with this part, unless some is missing before it."""
-        upload = self.updates.open(said.ticket, said.bytes, said.digest)
-        if offset <= upload.offset:
-            upload.write(offset, body, digest)
-            if not upload.left:
-                upload.complete()
-        return upload
+        return said
 
     async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
         """Once all bytes are here, and synced: the journal, then the client is told."""
         if upload.left:
-            return answer(Reserved(str(said.ticket), upload.offset, self.most_part))
+            return answer(Reserved(str(said.ticket), upload.offset, PART))
         await self._complete(seat, said)
-        return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
+        return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
 
     async def _complete(self, seat: Seat, said: Reserve) -> None:
         await self._log("update", seat.number, said.ticket, to_json(said))
@@ -435,6 +423,19 @@ class App:
         if admitted is not None and hashlib.sha256(body).hexdigest() != admitted.digest:
             raise RequestError("the body is not the one that was signed")
         return from_json(body, kind)
+
+
+def _finish(part: Part, digest: str) -> None:
+    part.done(digest)
+    if not part.upload.left:
+        part.upload.complete()
+
+
+def _go_on(name: str, upload: Upload) -> Response:
+    """Says from where on bytes are wanted."""
+    response = answer(Reserved(name, upload.offset, PART))
+    response.status_code = 409
+    return response
 
 
 def answer(said: Said) -> Response:
@@ -490,10 +491,7 @@ def _address(request: Request) -> str:
 
 async def _read(request: Request, most: int) -> bytearray:
     """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
-    length = request.headers.get("content-length")
-    announced = 0 if length is None else _whole_number(length)
-    if announced > most:
-        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
+    announced = _check_length(request, most)
     # In one piece from the beginning: many clients send at the same time. What does not come
     # takes no memory.
     body = bytearray(announced)
@@ -506,6 +504,15 @@ async def _read(request: Request, most: int) -> bytearray:
         size = end
     del body[size:]
     return body
+
+
+def _check_length(request: Request, most: int) -> int:
+    """Bytes that the body is said to have, 0 where nothing is said. Raises Refused."""
+    length = request.headers.get("content-length")
+    announced = 0 if length is None else _whole_number(length)
+    if announced > most:
+        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
+    return announced
 
 
 def _whole_number(text: str) -> int:
