@@ -1,4 +1,9 @@
-"""The server's memory, by the number of clients; see benchmarks/deployment.py."""
+"""The server's memory, by the number of clients; see benchmarks/deployment.py.
+
+models_over_base: the peak of all that is resident (VmHWM), files that are mapped included, less
+that of a server with as many clients and a model of nothing, in models. An update that is folded is
+a mapped file, whose pages the system may drop; anonymous_models_over_base is without those.
+"""
 
 from __future__ import annotations
 

@@ -94,17 +94,17 @@ class Taken:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._write = updates.Upload.write
+        self._done = updates.Part.done
 
     def install(self) -> None:
-        write = self._write
+        done = self._done
 
-        def counted(upload: updates.Upload, offset: int, part: Any, digest: str) -> int:
-            here = write(upload, offset, part, digest)
-            self.bytes += len(part)
+        def counted(part: updates.Part, digest: str) -> int:
+            here = done(part, digest)
+            self.bytes += part.size
             return here
 
-        updates.Upload.write = counted  # type: ignore[method-assign]
+        updates.Part.done = counted  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.weights import header_of
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, pieces
 from dure.worlds.network import updates as module
-from dure.worlds.network.updates import PartError, Updates, Upload
+from dure.worlds.network.updates import OvertakenError, PartError, Updates, Upload
 
 TENSORS = {
     "weight": torch.arange(600.0).reshape(20, 30),
@@ -35,7 +35,15 @@ def digest(content: bytes | memoryview) -> str:
 
 def send(upload: Upload, offset: int, size: int, stream: bytes = STREAM) -> int:
     part = stream[offset : offset + size]
-    return upload.write(offset, part, digest(part))
+    return write(upload, offset, part, digest(part))
+
+
+def write(upload: Upload, offset: int, content: bytes, said: str, piece: int = 300) -> int:
+    """A part, piece by piece. said: its digest."""
+    part = upload.part(offset)
+    for begin in range(0, len(content), piece):
+        part.add(content[begin : begin + piece])
+    return part.done(said)
 
 
 def received(updates: Updates, ticket: int, stream: bytes = STREAM) -> None:
@@ -125,7 +133,7 @@ def test_a_part_that_is_not_what_it_says_changes_nothing(tmp_path: Path) -> None
         (100, b"x" * 600, digest(b"x" * 600), "are others than those here"),
     ]:
         with pytest.raises(PartError, match=reason):
-            upload.write(offset, content, said)
+            write(upload, offset, content, said)
     with pytest.raises(PartError, match=f"{len(STREAM) - 500} bytes of {len(STREAM)} are missing"):
         upload.complete()
     assert upload.offset == 500
@@ -328,3 +336,42 @@ def test_a_sync_that_fails_leaves_nothing_that_could_be_taken_for_it(
     assert (upload.offset, updates.all()) == (0, [])
     received(updates, 1)
     assert (tmp_path / "1.safetensors").read_bytes() == STREAM
+
+
+def test_a_part_that_another_has_overtaken_writes_nothing_more(tmp_path: Path) -> None:
+    """Its client has lost the link, which the server does not know yet, and sends anew."""
+    updates = Updates(tmp_path)
+    upload = updates.open(1, len(STREAM), digest(STREAM))
+    late = upload.part(0)
+    late.add(b"x" * 500)
+    part = upload.part(0)
+    part.add(STREAM[:400])
+    with pytest.raises(OvertakenError):
+        late.add(b"x" * 100)
+    with pytest.raises(OvertakenError):
+        late.done(digest(b"x" * 500))
+    part.add(STREAM[400:])
+    assert part.done(digest(STREAM)) == len(STREAM)
+    upload.complete()
+    assert equal(updates.read(1, forms_of(TENSORS)), TENSORS)
+
+
+def test_what_has_come_of_a_part_counts_only_with_all_of_it(tmp_path: Path) -> None:
+    upload = Updates(tmp_path).open(1, len(STREAM), digest(STREAM))
+    send(upload, 0, 500)
+    upload.part(500).add(STREAM[500:900])
+    assert upload.offset == 500
+    again = Updates(tmp_path).open(1, len(STREAM), digest(STREAM))
+    assert again.offset == 500
+    assert (tmp_path / "1.part").stat().st_size == 500
+    # A shorter one after it leaves nothing of it.
+    again.part(500).add(STREAM[500:900])
+    send(again, 500, 100)
+    received_rest(again)
+    assert digest((tmp_path / "1.safetensors").read_bytes()) == digest(STREAM)
+
+
+def received_rest(upload: Upload) -> None:
+    while upload.left:
+        send(upload, upload.offset, 1000)
+    upload.complete()

@@ -14,7 +14,7 @@ from pathlib import Path
 from forgetful_disk import what_it_has
 
 from dure.worlds.network import updates
-from dure.worlds.network.updates import Updates
+from dure.worlds.network.updates import Updates, Upload
 
 folder, left_out = Path(sys.argv[1]), sys.argv[2]
 luck = random.Random(3)
@@ -22,6 +22,13 @@ luck = random.Random(3)
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def write(upload: Upload, content: bytes) -> None:
+    part = upload.part(upload.offset)
+    for begin in range(0, len(content), 150):
+        part.add(content[begin : begin + 150])
+    part.done(digest(content))
 
 
 def lost(acknowledged: dict[int, bytes]) -> None:
@@ -37,7 +44,7 @@ def lost(acknowledged: dict[int, bytes]) -> None:
         # What was not complete is gone on with, whatever is left of it.
         stream = content_of(99)
         upload = again.open(99, len(stream), digest(stream))
-        upload.write(upload.offset, stream[upload.offset :], digest(stream[upload.offset :]))
+        write(upload, stream[upload.offset :])
         upload.complete()
 
 
@@ -56,7 +63,7 @@ for ticket in range(5):
         upload = under_way.open(number, len(part), digest(part))
         for _ in range(2 if number == 99 else 6):
             piece = part[upload.offset : upload.offset + 500 - 300 * (number == 99)]
-            upload.write(upload.offset, piece, digest(piece))
+            write(upload, piece)
             lost(done)
     under_way.open(ticket, 3000, digest(content_of(ticket))).complete()
     done[ticket] = content_of(ticket)

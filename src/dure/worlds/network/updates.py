@@ -1,6 +1,6 @@
 """The tensors of updates, as files: received in parts, read as mappings, deleted in the end.
 
-    TICKET.part           what has come, each part checked before it was written
+    TICKET.part           what has come; a part counts once it was checked
     TICKET.parts          what that is: a line for what was announced, and one for every part
     TICKET.safetensors    all of it, checked and synced: the update may be acknowledged
 
@@ -9,8 +9,9 @@ power failure leaves is read against it: the parts that are whole count, and the
 go on after them. Only what is complete is promised: the file is synced, then renamed, then the
 folder is synced.
 
-Memory: one part. An update is read as a private mapping of its file: what is not touched takes no
-memory, and what is written into its tensors does not change the file.
+Memory: a piece of a part, however large parts are. An update is read as a private mapping of its
+file: what is not touched takes no memory, and what is written into its tensors does not change the
+file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,6 +47,10 @@ class PartError(ValueError):
 
     The upload's `offset` says where to go on.
     """
+
+
+class OvertakenError(Exception):
+    """Another part of the same update has begun in the place of this one."""
 
 
 class _Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,6 +181,8 @@ class Upload:
         self._begun = self._ended = False
         self._stream = hashlib.sha256()
         """Of the bytes up to `offset`."""
+        self._coming: Part | None = None
+        """The part that is being received."""
 
     @property
     def left(self) -> int:
@@ -246,58 +253,38 @@ class Upload:
         lines = b"".join(msgspec.json.encode(each) + b"\n" for each in (self.announced, *parts))
         _write_at(self._parts, 0, memoryview(lines))
 
-    def write(self, offset: int, part: bytes | bytearray | memoryview, digest: str) -> int:
-        """Writes a part that begins at `offset` of the stream; what is here by then.
+    def part(self, offset: int) -> Part:
+        """Begins to receive a part from `offset` of the stream on.
 
-        A part that is here already, or a front of it, is compared and confirmed.
+        It takes the place of one that is under way: a client that has lost its link sends anew
+        while the server may not know yet.
 
-        Raises PartError, and writes nothing, for a part that begins after `offset`, goes beyond the
-        end, has another digest or is not what is here; RunFolderWriteError if the disk does not
-        take it.
+        Raises PartError for a part that begins after what is here.
         """
         with self._lock:
             self._check_open()
             if not 0 <= offset <= self.offset:
                 raise PartError(f"a part from byte {offset} on, and {self.offset} bytes are here")
-            if offset + len(part) > self.announced.bytes:
-                raise PartError(
-                    f"a part up to byte {offset + len(part)}, and {self.announced.bytes} bytes "
-                    f"were announced"
-                )
-            hashed = hashlib.sha256(part)
-            if hashed.hexdigest() != digest:
-                raise PartError(f"the part from byte {offset} on is not what its digest says")
-            here = min(len(part), self.offset - offset)
-            rest = memoryview(part)[here:]
-            with told(self._part):
-                if here and not self._is_here(offset, memoryview(part)[:here]):
-                    raise PartError(f"the bytes from {offset} on are others than those here")
-                if rest:
-                    self._append(rest, hashlib.sha256(rest) if here else hashed)
-            return self.offset
+            self._coming = Part(self, offset)
+            return self._coming
 
-    def _is_here(self, offset: int, part: memoryview) -> bool:
+    def _is_here(self, offset: int, piece: memoryview) -> bool:
         path = self._part if self._part.exists() else self._whole
         with open(path, "rb") as file:
             file.seek(offset)
-            for begin in range(0, len(part), _CHUNK):
-                piece = part[begin : begin + _CHUNK]
-                if file.read(len(piece)) != piece:
-                    return False
-        return True
+            return file.read(len(piece)) == piece
 
-    def _append(self, rest: memoryview, hashed: hashlib._Hash) -> None:
-        end = self.offset + len(rest)
-        line = msgspec.json.encode(_Part(end, hashed.hexdigest())) + b"\n"
-        _write_at(self._part, self.offset, rest)
-        known = self._parts.stat().st_size
-        _write_at(self._parts, known, memoryview(line))
-        if self.offset:
-            self._stream.update(rest)
-        else:
-            # The first part is all of the stream so far: nothing is hashed twice.
-            self._stream = hashed
-        self.offset = end
+    def _count(self, end: int, digest: str, stream: hashlib._Hash) -> None:
+        """From now on the bytes up to `end` are here. digest: of those that are new."""
+        line = msgspec.json.encode(_Part(end, digest)) + b"\n"
+        _write_at(self._parts, self._parts.stat().st_size, memoryview(line))
+        self.offset, self._stream = end, stream
+
+    def _drop(self) -> None:
+        """Removes what has come of a part that does not count."""
+        self._coming = None
+        with suppress(OSError):
+            os.truncate(self._part, self.offset)
 
     def complete(self) -> None:
         """All is here, and on the disk when this returns. May be called again.
@@ -330,6 +317,7 @@ class Upload:
 
     def _empty(self) -> None:
         """Nothing is here, and the first part may come."""
+        self._coming = None
         _remove(self._folder, self.ticket)
         self.offset, self._stream = 0, hashlib.sha256()
         with told(self._parts):
@@ -343,6 +331,79 @@ class Upload:
     def _check_open(self) -> None:
         if self._ended:
             raise PartError(f"the update of ticket {self.ticket} is not wanted any more")
+
+
+class Part:
+    """A part that is being received. Its bytes go to the disk as they come, piece by piece.
+
+    size: how many have come.
+
+    They count once all of them are here and are what their digest says. Bytes that were here
+    before are compared.
+    """
+
+    def __init__(self, upload: Upload, offset: int) -> None:
+        self.upload = upload
+        self.size = 0
+        self._begin = offset
+        self._all = hashlib.sha256()
+        # Where all of it is new, or all of the stream, nothing is hashed twice.
+        self._new = self._all if offset == upload.offset else hashlib.sha256()
+        self._stream = upload._stream.copy() if upload.offset else self._new
+        """Of the stream, up to what has come."""
+
+    def add(self, piece: bytes | bytearray | memoryview) -> None:
+        """The bytes that follow.
+
+        Raises PartError where they go beyond the end of the update, or are not what is here;
+        RunFolderWriteError if the disk does not take them. Nothing of the part is kept then. Raises
+        OvertakenError.
+        """
+        with self._its_turn() as upload:
+            at = self._begin + self.size
+            end = at + len(piece)
+            if end > upload.announced.bytes:
+                raise PartError(
+                    f"a part up to byte {end}, and {upload.announced.bytes} bytes were announced"
+                )
+            here = min(len(piece), max(0, upload.offset - at))
+            known, rest = memoryview(piece)[:here], memoryview(piece)[here:]
+            if here and not upload._is_here(at, known):
+                raise PartError(f"the bytes from {at} on are others than those here")
+            self._all.update(piece)
+            for other in {self._new, self._stream} - {self._all}:
+                other.update(rest)
+            if rest:
+                _write_at(upload._part, at + here, rest)
+            self.size += len(piece)
+
+    def done(self, digest: str) -> int:
+        """All of it has come, and has this SHA-256. How much of the update is here now.
+
+        Raises as `add` does, PartError where its bytes have another digest.
+        """
+        with self._its_turn() as upload:
+            if self._all.hexdigest() != digest:
+                raise PartError("the part is not what its digest says")
+            end = self._begin + self.size
+            if end > upload.offset:
+                upload._count(end, self._new.hexdigest(), self._stream)
+            upload._coming = None
+            return upload.offset
+
+    @contextmanager
+    def _its_turn(self) -> Iterator[Upload]:
+        upload = self.upload
+        with upload._lock:
+            upload._check_open()
+            if upload._coming is not self:
+                raise OvertakenError
+            try:
+                with told(upload._part):
+                    yield upload
+            except (PartError, RunFolderWriteError):
+                upload._drop()
+                raise
 
 
 def _remove(folder: Path, ticket: int) -> None:

@@ -47,10 +47,7 @@ async def body_of(request: Request, admitted: Admitted | None, kind: type[Body])
 
 async def read(request: Request, most: int) -> bytearray:
     """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
-    length = request.headers.get("content-length")
-    announced = 0 if length is None else whole_number(length)
-    if announced > most:
-        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
+    announced = check_length(request, most)
     # In one piece from the beginning: many clients send at the same time. What does not come
     # takes no memory.
     body = bytearray(announced)
@@ -63,6 +60,15 @@ async def read(request: Request, most: int) -> bytearray:
         size = end
     del body[size:]
     return body
+
+
+def check_length(request: Request, most: int) -> int:
+    """Bytes that the body is said to have, 0 where nothing is said. Raises Refused."""
+    length = request.headers.get("content-length")
+    announced = 0 if length is None else whole_number(length)
+    if announced > most:
+        raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
+    return announced
 
 
 def whole_number(text: str) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dure.record.seal import sha256
 from dure.wire.tensors import pieces
 
-CHUNK = 1 << 20
+CHUNK = 1 << 16
 """Bytes that are handed to the connection at once."""
 
 

@@ -19,18 +19,20 @@ from dure.wire.tensors import size_of
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Admitted, Refused
 from dure.worlds.network.server.answers import answer, one_line
-from dure.worlds.network.server.calls import Call, body_of, known, logged, read, whole_number
+from dure.worlds.network.server.calls import (
+    Call,
+    body_of,
+    check_length,
+    known,
+    logged,
+    whole_number,
+)
 from dure.worlds.network.server.desk import Desk, Seat
-from dure.worlds.network.updates import Updates, Upload
-
-ALL_PARTS = 32 << 20
-"""Bytes of parts that may lie in memory, where every client sends one."""
-
-LEAST_PART = 256 << 10
-"""Bytes of a part, however many clients there are."""
+from dure.worlds.network.server.receiving import receive
+from dure.worlds.network.updates import OvertakenError, Part, Updates, Upload
 
 PART = 4 << 20
-"""Bytes of an upload that are taken at once; each part lies in memory until it is checked."""
+"""Bytes of an upload that are taken at once, and sent again where they did not arrive whole."""
 
 
 @dataclass
@@ -50,11 +52,6 @@ class Uploads:
     reserved: dict[int, Reserve] = field(default_factory=dict)
     """What each client has said of the update that it is sending."""
 
-    @property
-    def most_part(self) -> int:
-        """Bytes of a part, so that those of all clients together are not too many."""
-        return max(LEAST_PART, min(PART, ALL_PARTS // self.clients))
-
     async def reserve(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, Reserve)
         seat = known(self.desk, admitted)
@@ -66,12 +63,12 @@ class Uploads:
         if not self.desk.wants(seat, said.ticket):
             # A client that did not hear that all has arrived asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
-                return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
+                return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
             raise _unwanted()
         if said.failure is not None:
             said = replace(said, failure=one_line(said.failure))
             await self._complete(seat, said)
-            return answer(Reserved(str(said.ticket), 0, self.most_part, complete=True))
+            return answer(Reserved(str(said.ticket), 0, PART, complete=True))
         wrong = self._made_up(seat, said)
         if wrong is not None:
             self.access.refuse(seat.number, 422, "made up", f"the update cannot be: {wrong}")
@@ -110,40 +107,38 @@ class Uploads:
         name = request.path_params["upload"]
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
-            body = await read(request, PART)
+            check_length(request, PART)
             offset = whole_number(request.headers.get("upload-offset", ""))
-            # One after another: what is written down as whole stays as it is.
-            async with seat.sending:
-                return await self._take(seat, name, offset, body, admitted.digest)
+            said = self._wanted(seat, name)
+            upload = await asyncio.to_thread(
+                self.updates.open, said.ticket, said.bytes, said.digest
+            )
+            if offset > upload.offset:
+                return _go_on(name, upload)
+            part = upload.part(offset)
+            try:
+                await receive(request, part, PART)
+                # One after another: what is written down as whole stays as it is.
+                async with seat.sending:
+                    self._wanted(seat, name)
+                    await asyncio.to_thread(_finish, part, admitted.digest)
+                    return await self._received(seat, said, upload)
+            except OvertakenError:
+                return _go_on(name, upload)
 
-    async def _take(
-        self, seat: Seat, name: str, offset: int, body: bytearray, digest: str
-    ) -> Response:
+    def _wanted(self, seat: Seat, name: str) -> Reserve:
+        """What was said of the update of this name. Raises Refused where nobody waits for it."""
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
             raise _unwanted()
-        upload = await asyncio.to_thread(self._written, said, offset, body, digest)
-        if offset > upload.offset:
-            response = answer(Reserved(name, upload.offset, self.most_part))
-            response.status_code = 409
-            return response
-        return await self._received(seat, said, upload)
-
-    def _written(self, said: Reserve, offset: int, body: bytearray, digest: str) -> Upload:
-        """The update with this part, unless some is missing before it."""
-        upload = self.updates.open(said.ticket, said.bytes, said.digest)
-        if offset <= upload.offset:
-            upload.write(offset, body, digest)
-            if not upload.left:
-                upload.complete()
-        return upload
+        return said
 
     async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
         """Once all bytes are here, and synced: the journal, then the client is told."""
         if upload.left:
-            return answer(Reserved(str(said.ticket), upload.offset, self.most_part))
+            return answer(Reserved(str(said.ticket), upload.offset, PART))
         await self._complete(seat, said)
-        return answer(Reserved(str(said.ticket), said.bytes, self.most_part, complete=True))
+        return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
 
     async def _complete(self, seat: Seat, said: Reserve) -> None:
         await logged(self.journal, "update", seat.number, said.ticket, to_json(said))
@@ -170,6 +165,19 @@ class Uploads:
             await logged(self.journal, "measured", seat.number, body=to_json(said))
             self.desk.ask_measure(seat.number, None)
         return Response(status_code=204)
+
+
+def _finish(part: Part, digest: str) -> None:
+    part.done(digest)
+    if not part.upload.left:
+        part.upload.complete()
+
+
+def _go_on(name: str, upload: Upload) -> Response:
+    """Says from where on bytes are wanted."""
+    response = answer(Reserved(name, upload.offset, PART))
+    response.status_code = 409
+    return response
 
 
 def _unwanted() -> Refused:
