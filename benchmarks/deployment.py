@@ -9,16 +9,24 @@
 
 In `rounds` two clients are dure's own (`deployed/site.py`): they check what they fetch, and hash
 what they send, as always. More than two are light ones without torch (`deployed/light.py`), which
-speak the same protocol: else importing torch would be most of what a small machine does. The peers
-do the transfers only: no averaging, no digests, no disk. `disk` has the run folder on the disk,
-with every sync; `memory` has it on /dev/shm, where a sync is nothing: the difference is what
-syncing takes. Contenders take turns, each turn a run of processes of its own; a turn's figure is
-the median over its rounds after the first, and that of a contender the median over its turns.
+speak the same protocol: else importing torch would be most of what a small machine does. Sockets
+and grpc.aio do the transfers only: no averaging, no digests, no disk. Flower (`deployed/flower.py`)
+is its own SuperLink, SuperNodes and FedAvg, with an app that answers at once. `disk` has the run
+folder on the disk, with every sync; `memory` has it on /dev/shm, where a sync is nothing: the
+difference is what syncing takes. Flower keeps its state in memory. Contenders take turns, each turn
+a run of processes of its own; a turn's figure is the median over its rounds after the first, and
+that of a contender the median over its turns. A first round from cold is timed from the start of
+the first process. Peaks of memory are those seen at looks of 0.25 s, of the server or of all
+processes of a turn, with all that they have started; pages that several share count once.
 
     python benchmarks/deployment.py --only rounds memory idle resume link \\
         > benchmarks/results/deployment.json
 
-grpc.aio needs a Python with grpcio (`--peers`, the interpreter), and is skipped without.
+grpc.aio and Flower need a Python that has them, and are skipped without:
+
+    python -m venv peers && peers/bin/pip install grpcio flwr
+    python benchmarks/deployment.py --only rounds --peers peers/bin/python
+
 `link` needs root. Progress goes to standard error, the result as JSON to standard output.
 """
 
@@ -29,6 +37,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -62,6 +71,12 @@ def certificates(folder: Path) -> Path:
     return folder
 
 
+def _leave(number: int, frame: object) -> None:
+    """Ends the benchmark as Ctrl-C does: its processes and its folder go with it."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,14 +84,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--turns", type=int, default=5, help="of each contender (rounds)")
     parser.add_argument("--large", action="store_true", help="2 x 400 MB, too (rounds)")
-    parser.add_argument("--peers", help="the Python that has grpcio (rounds)")
-    parser.add_argument("--contenders", nargs="+", help="of rounds; all by default")
+    parser.add_argument("--peers", help="the Python that has grpcio and flwr (rounds)")
+    parser.add_argument("--contenders", nargs="+", help="all by default (rounds)")
+    parser.add_argument("--sizes", nargs="+", help='as "2 x 40 MB"; all by default (rounds)')
     parser.add_argument("--idle", type=int, default=5000, help="clients (idle)")
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 50], help="(memory)")
     parser.add_argument("--kills", type=int, default=50, help="of the server (resume)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (resume)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; ./ by default")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, _leave)
     folder = Path(tempfile.mkdtemp(prefix="deployment-", dir=asked.folder or Path.cwd()))
     found: JSON = {
         "benchmark": "deployment",
