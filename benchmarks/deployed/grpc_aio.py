@@ -45,9 +45,8 @@ async def serve(play: Play) -> None:
     server.add_secure_port(f"127.0.0.1:{play.port}", grpc.ssl_server_credentials([pair]))
     await server.start()
     await over.wait()
-    # What was answered last has to get there.
-    await asyncio.sleep(0.2)
-    await server.stop(1)
+    # Once the last answers have got there.
+    await server.stop(60)
     # The first call of each client brings nothing: it is no round.
     peer.say(at[1:])
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -47,6 +46,7 @@ from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.carrier import Here, differences
 from dure.worlds.network.server.desk import GRACE, Desk, Gone, Seat
+from dure.worlds.network.server.routes import Routes
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Metered, Watching
 from dure.worlds.network.updates import PartError, Updates, Upload
@@ -114,8 +114,8 @@ class App:
 
     def asgi(self) -> Metered:
         """The application."""
-        routed = Starlette(
-            routes=[
+        routed = Routes(
+            [
                 self._route("/v1/enrol", "POST", self.enrol, known=False),
                 self._route("/v1/check-in", "POST", self.check_in),
                 self._route("/v1/next", "POST", self.next),
