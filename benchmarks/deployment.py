@@ -19,15 +19,16 @@ that of a contender the median over its turns. A first round from cold is timed 
 the first process. Peaks of memory are those seen at looks of 0.25 s, of the server or of all
 processes of a turn, with all that they have started; pages that several share count once.
 
-    python benchmarks/deployment.py --only rounds memory idle resume link \\
-        > benchmarks/results/deployment.json
+    python benchmarks/deployment.py --into benchmarks/results/deployment.json \\
+        --page docs/deployment.md
 
 grpc.aio and Flower need a Python that has them, and are skipped without:
 
     python -m venv peers && peers/bin/pip install grpcio flwr
     python benchmarks/deployment.py --only rounds --peers peers/bin/python
 
-`link` needs root. Progress goes to standard error, the result as JSON to standard output.
+`link` needs root. Progress goes to standard error, the result as JSON to standard output, or
+(`--into`) into a file, where what was measured before of other questions stays.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ import measure_link
 import measure_memory
 import measure_resume
 import measure_rounds
+import pages
+import tables
 
 JSON = dict[str, Any]
 MEASURES = {
@@ -92,13 +95,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="of the server (resume)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (resume)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; ./ by default")
+    parser.add_argument("--into", type=Path, help="a result, whose other parts stay")
+    parser.add_argument("--page", type=Path, help="whose tables are filled")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     folder = Path(tempfile.mkdtemp(prefix="deployment-", dir=asked.folder or Path.cwd()))
-    found: JSON = {
-        "benchmark": "deployment",
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-    }
+    found: JSON = {"benchmark": "deployment"}
+    if asked.into is not None and asked.into.exists():
+        found = json.loads(asked.into.read_text())
+    found["machine"] = {"cores": os.cpu_count(), "system": platform.platform()}
     try:
         tls = certificates(folder / "tls")
         for name in asked.only:
@@ -110,9 +115,14 @@ def main() -> None:
                 "seconds": time.time() - began,
                 "load_average": [round(load[0], 2), round(os.getloadavg()[0], 2)],
             }
+            if asked.into is not None:
+                asked.into.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(found, indent=1))
+    if asked.into is None:
+        print(json.dumps(found, indent=1))
+    if asked.page is not None:
+        pages.fill(asked.page, tables.blocks(found))
 
 
 if __name__ == "__main__":
