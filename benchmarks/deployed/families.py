@@ -100,21 +100,26 @@ def ended() -> Iterator[list[subprocess.Popen[bytes]]]:
     try:
         yield started
     finally:
-        known = family([one.pid for one in started])
+        left = family([one.pid for one in started])
         for one in started:
             one.terminate()
-        until = time.monotonic() + LEAVE
-        while _left(known, started) and time.monotonic() < until:
-            time.sleep(0.1)
-        for left in _left(known, started):
+        left = _outlive(left, started)
+        for member in left:
             with suppress(ProcessLookupError):
-                os.kill(left.pid, signal.SIGKILL)
+                os.kill(member.pid, signal.SIGKILL)
+        _outlive(left, started)
         for one in started:
             one.wait()
 
 
-def _left(known: Sequence[Known], started: Sequence[subprocess.Popen[bytes]]) -> list[Known]:
-    for one in started:
-        one.poll()
-    living = _living()
-    return [one for one in known if one.pid in living and living[one.pid][1] == one.began]
+def _outlive(known: list[Known], started: Sequence[subprocess.Popen[bytes]]) -> list[Known]:
+    """Those that live on after `LEAVE` seconds, and whom they have started since."""
+    until = time.monotonic() + LEAVE
+    while known and time.monotonic() < until:
+        time.sleep(0.05)
+        for one in started:
+            one.poll()
+        living = _living()
+        left = [one for one in known if one.pid in living and living[one.pid][1] == one.began]
+        known = list({*left, *family([one.pid for one in left])})
+    return known
