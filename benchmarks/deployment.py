@@ -9,17 +9,26 @@
 
 In `rounds` two clients are dure's own (`deployed/site.py`): they check what they fetch, and hash
 what they send, as always. More than two are light ones without torch (`deployed/light.py`), which
-speak the same protocol: else importing torch would be most of what a small machine does. The peers
-do the transfers only: no averaging, no digests, no disk. `disk` has the run folder on the disk,
-with every sync; `memory` has it on /dev/shm, where a sync is nothing: the difference is what
-syncing takes. Contenders take turns, each turn a run of processes of its own; a turn's figure is
-the median over its rounds after the first, and that of a contender the median over its turns.
+speak the same protocol: else importing torch would be most of what a small machine does. Sockets
+and grpc.aio do the transfers only: no averaging, no digests, no disk. Flower (`deployed/flower.py`)
+is its own SuperLink, SuperNodes and FedAvg, with an app that answers at once. `disk` has the run
+folder on the disk, with every sync; `memory` has it on /dev/shm, where a sync is nothing: the
+difference is what syncing takes. Flower keeps its state in memory. Contenders take turns, each turn
+a run of processes of its own; a turn's figure is the median over its rounds after the first, and
+that of a contender the median over its turns. A first round from cold is timed from the start of
+the first process. Peaks of memory are those seen at looks of 0.25 s, of the server or of all
+processes of a turn, with all that they have started; pages that several share count once.
 
-    python benchmarks/deployment.py --only rounds memory idle resume link \\
-        > benchmarks/results/deployment.json
+    python benchmarks/deployment.py --into benchmarks/results/deployment.json \\
+        --page docs/deployment.md
 
-grpc.aio needs a Python with grpcio (`--peers`, the interpreter), and is skipped without.
-`link` needs root. Progress goes to standard error, the result as JSON to standard output.
+grpc.aio and Flower need a Python that has them, and are skipped without:
+
+    python -m venv peers && peers/bin/pip install grpcio flwr
+    python benchmarks/deployment.py --only rounds --peers peers/bin/python
+
+`link` needs root. Progress goes to standard error, the result as JSON to standard output, or
+(`--into`) into a file, where what was measured before of other questions stays.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +52,8 @@ import measure_link
 import measure_memory
 import measure_resume
 import measure_rounds
+import pages
+import tables
 
 JSON = dict[str, Any]
 MEASURES = {
@@ -62,6 +74,12 @@ def certificates(folder: Path) -> Path:
     return folder
 
 
+def _leave(number: int, frame: object) -> None:
+    """Ends the benchmark as Ctrl-C does: its processes and its folder go with it."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,19 +87,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--turns", type=int, default=5, help="of each contender (rounds)")
     parser.add_argument("--large", action="store_true", help="2 x 400 MB, too (rounds)")
-    parser.add_argument("--peers", help="the Python that has grpcio (rounds)")
-    parser.add_argument("--contenders", nargs="+", help="of rounds; all by default")
+    parser.add_argument("--peers", help="the Python that has grpcio and flwr (rounds)")
+    parser.add_argument("--contenders", nargs="+", help="all by default (rounds)")
+    parser.add_argument("--sizes", nargs="+", help='as "2 x 40 MB"; all by default (rounds)')
     parser.add_argument("--idle", type=int, default=5000, help="clients (idle)")
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 50], help="(memory)")
     parser.add_argument("--kills", type=int, default=50, help="of the server (resume)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (resume)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; ./ by default")
+    parser.add_argument("--into", type=Path, help="a result, whose other parts stay")
+    parser.add_argument("--page", type=Path, help="whose tables are filled")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, _leave)
     folder = Path(tempfile.mkdtemp(prefix="deployment-", dir=asked.folder or Path.cwd()))
-    found: JSON = {
-        "benchmark": "deployment",
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-    }
+    found: JSON = {"benchmark": "deployment"}
+    if asked.into is not None and asked.into.exists():
+        found = json.loads(asked.into.read_text())
+    found["machine"] = {"cores": os.cpu_count(), "system": platform.platform()}
     try:
         tls = certificates(folder / "tls")
         for name in asked.only:
@@ -93,9 +115,14 @@ def main() -> None:
                 "seconds": time.time() - began,
                 "load_average": [round(load[0], 2), round(os.getloadavg()[0], 2)],
             }
+            if asked.into is not None:
+                asked.into.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(found, indent=1))
+    if asked.into is None:
+        print(json.dumps(found, indent=1))
+    if asked.page is not None:
+        pages.fill(asked.page, tables.blocks(found))
 
 
 if __name__ == "__main__":

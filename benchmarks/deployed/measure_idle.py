@@ -1,4 +1,8 @@
-"""Idle clients by long poll; see benchmarks/deployment.py."""
+"""Idle clients by long poll; see benchmarks/deployment.py.
+
+The server's memory is told in its two kinds: anonymous memory, and pages of files, which are
+libraries (most of them torch's) that other processes share and that the system takes back first.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +37,8 @@ def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, asked.idle + 500), hard))
     with ended() as started:
         # One more than come: nobody is asked to train.
-        server = Talking(
-            "server.py",
-            [
-                "--folder",
-                folder / "idle",
-                "--floats",
-                1000,
-                "--clients",
-                asked.idle + 1,
-                "--rounds",
-                1,
-                "--tls",
-                tls,
-            ],
-        )
+        about = ["--folder", folder / "idle", "--floats", 1000, "--clients", asked.idle + 1]
+        server = Talking("server.py", [*about, "--rounds", 1, "--tls", tls])
         started.append(server)
         url = server.hears("serving", PATIENCE)["serving"]
         base = memory(server.process.pid)
@@ -67,7 +58,7 @@ def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
         "check_in_while_arriving": spread(arrived),
         "check_in_among_the_waiting": spread([one for each in said for one in each["again"]]),
         "broken": [one for each in said for one in each["broken"]],
-        "server_bytes_before": base["now"],
-        "server_bytes": after["now"],
-        "server_peak_bytes": after["peak"],
+        "server_bytes_before": base,
+        "server_bytes": after,
+        "anonymous_bytes_of_a_client": (after["anonymous"] - base["anonymous"]) / asked.idle,
     }

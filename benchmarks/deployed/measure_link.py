@@ -31,35 +31,17 @@ PORT, BEHIND = 8443, 8444
 def once(breaks: int, seed: int, folder: Path, tls: Path) -> JSON:
     draws = random.Random(seed)
     with hosts.slow_link(RATE, DELAY) as (there, here), ended() as started:
-        server = Talking(
-            "server.py",
-            [
-                "--folder",
-                folder / f"link{breaks}",
-                "--floats",
-                UPDATE // 4,
-                "--clients",
-                1,
-                "--rounds",
-                1,
-                "--port",
-                BEHIND,
-                "--tls",
-                tls,
-            ],
-            before=hosts.inside(there),
-        )
+        about = ["--folder", folder / f"link{breaks}", "--floats", UPDATE // 4, "--clients", 1]
+        about += ["--rounds", 1, "--port", BEHIND, "--tls", tls]
+        server = Talking("server.py", about, before=hosts.inside(there))
         started.append(server)
         relay = Talking("relay.py", [hosts.ADDRESSES[0], PORT, BEHIND], before=hosts.inside(there))
         started.append(relay)
         relay.hears("ready", PATIENCE)
         server.hears("serving", PATIENCE)
         url = f"https://{hosts.ADDRESSES[0]}:{PORT}"
-        site = Talking(
-            "site.py",
-            ["--url", url, "--tls", tls, "--name", "far", "--echo", "--events"],
-            before=hosts.inside(here),
-        )
+        about = ["--url", url, "--tls", tls, "--name", "far", "--echo", "--events"]
+        site = Talking("site.py", about, before=hosts.inside(here))
         started.append(site)
         began = site.hears("sending", PATIENCE)["at"]
         before = hosts.sent(here)

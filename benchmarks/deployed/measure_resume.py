@@ -41,21 +41,7 @@ def killed(kills: int, seed: int, folder: Path, tls: Path) -> JSON:
     back: list[float] = []
     with ended() as started:
         sites = [
-            Talking(
-                "site.py",
-                [
-                    "--url",
-                    url,
-                    "--tls",
-                    tls,
-                    "--name",
-                    f"c{k}",
-                    "--part",
-                    k,
-                    "--state",
-                    folder / f"site{k}",
-                ],
-            )
+            Talking("site.py", [*_site(url, tls, k), "--part", k, "--state", folder / f"site{k}"])
             for k in range(CLIENTS)
         ]
         started.extend(sites)
@@ -88,6 +74,11 @@ def killed(kills: int, seed: int, folder: Path, tls: Path) -> JSON:
     }
 
 
+def _site(url: str, tls: Path, number: int) -> list[Any]:
+    """The arguments that all sites have."""
+    return ["--url", url, "--tls", tls, "--name", f"c{number}"]
+
+
 def _forget(sites: list[Talking]) -> None:
     """What they have said until now."""
     for site in sites:
@@ -107,7 +98,7 @@ def _uninterrupted(about: list[Any], folder: Path, tls: Path, model: Path) -> No
         server = Talking("server.py", [one for pair in changed.items() for one in pair])
         started.append(server)
         for k in range(CLIENTS):
-            site = ["--url", f"https://127.0.0.1:{port}", "--tls", tls, "--name", f"c{k}"]
+            site = _site(f"https://127.0.0.1:{port}", tls, k)
             started.append(Talking("site.py", [*site, "--part", k]))
         server.hears("rounds", 600)
         server.process.wait()
@@ -117,42 +108,13 @@ def place_filled(folder: Path, tls: Path, number: int) -> float:
     """Seconds from a client's death in mid-work until another is at work in its place."""
     port = free_port()
     with ended() as started:
-        server = Talking(
-            "server.py",
-            [
-                "--folder",
-                folder / f"place{number}",
-                "--floats",
-                1000,
-                "--clients",
-                3,
-                "--cohort",
-                2,
-                "--rounds",
-                1,
-                "--port",
-                port,
-                "--tls",
-                tls,
-            ],
-        )
+        about = ["--folder", folder / f"place{number}", "--floats", 1000, "--rounds", 1]
+        about += ["--clients", 3, "--cohort", 2, "--port", port, "--tls", tls]
+        server = Talking("server.py", about)
         started.append(server)
+        url = f"https://127.0.0.1:{port}"
         sites = [
-            Talking(
-                "site.py",
-                [
-                    "--url",
-                    f"https://127.0.0.1:{port}",
-                    "--tls",
-                    tls,
-                    "--name",
-                    f"c{k}",
-                    "--echo",
-                    "--work",
-                    8,
-                    "--events",
-                ],
-            )
+            Talking("site.py", [*_site(url, tls, k), "--echo", "--work", 8, "--events"])
             for k in range(3)
         ]
         started.extend(sites)

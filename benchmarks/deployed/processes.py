@@ -83,9 +83,9 @@ def free_port() -> int:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Bytes: now, of which anonymous, and the peak of all."""
+    """Bytes: now, of which anonymous and of which of files, and the peak of all."""
     found = {}
-    names = {"VmRSS": "now", "RssAnon": "anonymous", "VmHWM": "peak"}
+    names = {"VmRSS": "now", "RssAnon": "anonymous", "RssFile": "of_files", "VmHWM": "peak"}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in names:

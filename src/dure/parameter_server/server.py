@@ -77,8 +77,8 @@ class Copy:
 class Server:
     """Server `number`. Its shards come with snapshots.
 
-    beat: seconds between two beats; None where nobody asks whether it lives. patience: seconds after
-    which a message is said again.
+    beat: seconds between two beats; None where nobody asks whether it lives. patience: seconds
+    after which a message is said again.
     """
 
     def __init__(

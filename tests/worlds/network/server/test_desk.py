@@ -49,6 +49,26 @@ def test_a_call_whose_client_has_hung_up_ends() -> None:
     assert asyncio.run(ask()) == Word()
 
 
+def test_a_call_that_has_waited_in_vain_leaves_nothing_behind() -> None:
+    async def ask() -> tuple[Word, int, int]:
+        desk = Desk(lambda: 0.0)
+        loop = asyncio.get_running_loop()
+        gone = loop.create_future()
+        seat = desk.seat(0)
+        word = await desk.next(seat, 0.01, gone)
+        # Who asks again and again on one connection must not leave a callback each time.
+        return word, len(seat.bells), len(gone._callbacks or ())  # type: ignore[attr-defined]
+
+    assert asyncio.run(ask()) == (Word(), 0, 0)
+
+
+def test_the_newest_tickets_that_a_client_has_answered_are_known() -> None:
+    seat = Desk(lambda: 0.0).seat(0)
+    for ticket in range(20):
+        seat.sent.append(ticket)
+    assert list(seat.sent) == list(range(12, 20))
+
+
 def test_who_has_heard_the_end_has_a_moment_to_begin_to_fetch_the_last_model() -> None:
     desk = Desk(lambda: 0.0)
     seat = desk.seat(0)

@@ -18,7 +18,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,6 +31,7 @@ from dure.worlds.network.server.attendance import Attendance, Served
 from dure.worlds.network.server.calls import address_of, target_of
 from dure.worlds.network.server.desk import GRACE, Desk
 from dure.worlds.network.server.downloads import Downloads
+from dure.worlds.network.server.routes import Routes
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.uploads import Uploads
 from dure.worlds.network.server.watching import Metered, Watching
@@ -76,8 +76,8 @@ class App:
     def asgi(self) -> Metered:
         """The application."""
         here, down, up = self.attendance, self.downloads, self.uploads
-        routed = Starlette(
-            routes=[
+        routed = Routes(
+            [
                 self._route("/v1/enrol", "POST", here.enrol, known=False),
                 self._route("/v1/check-in", "POST", here.check_in),
                 self._route("/v1/next", "POST", here.next),
@@ -90,8 +90,6 @@ class App:
                 self._route("/{anything:path}", None, _no_route),
             ]
         )
-        # It would answer before the gate, and to a path that is none.
-        routed.router.redirect_slashes = False
         return Metered(routed, self.watching)
 
     def _route(self, path: str, method: str | None, handler: Handler, known: bool = True) -> Route:

@@ -12,7 +12,7 @@ remembered. It is forgotten when the server ends.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -47,7 +47,7 @@ class _Conduct:
     def __init__(self, limits: Limits, now: float) -> None:
         self.tokens = limits.burst
         self.filled = now
-        self.refusals: deque[float] = deque(maxlen=limits.refusals)
+        self.refusals: list[float] = []
         """When the last ones were."""
         self.times = 0
         """How often it was in quarantine."""
@@ -96,6 +96,7 @@ class Conducts(Generic[Who]):
             if now < conduct.ended:
                 return conduct.ended - now
             conduct.refusals.append(now)
+            del conduct.refusals[: -limits.refusals]
             many = len(conduct.refusals) == limits.refusals
             if not many or now - conduct.refusals[0] > limits.within:
                 return 0.0

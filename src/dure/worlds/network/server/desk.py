@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,7 +37,17 @@ Gone = asyncio.Future[None]
 """Done once a caller has hung up."""
 
 
-@dataclass
+class Newest(list[int]):
+    """The last eight tickets. (An empty deque takes 760 bytes, and there may be thousands.)"""
+
+    __slots__ = ()
+
+    def append(self, ticket: int) -> None:
+        super().append(ticket)
+        del self[:-8]
+
+
+@dataclass(slots=True)
 class Seat:
     """What is known of a client, and what waits for it.
 
@@ -63,7 +72,7 @@ class Seat:
     forms: dict[str, Form] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     measure: MeasureThis | None = None
-    sent: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    sent: Newest = field(default_factory=Newest)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     bells: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -263,10 +272,20 @@ async def _rung(seat: Seat, gone: Gone, seconds: float) -> None:
     Nothing is missed: the bell is rung in the event loop, and the caller has looked at the seat
     since it last waited.
     """
-    bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    bell: asyncio.Future[None] = loop.create_future()
+
+    def ring(gone: Gone | None = None) -> None:
+        if not bell.done():
+            bell.set_result(None)
+
     seat.bells.append(bell)
+    gone.add_done_callback(ring)
+    # Neither a task nor asyncio.wait, which would hold 1 KB more: thousands of clients wait here.
+    late = loop.call_later(seconds, ring)
     try:
-        # Futures, and no tasks: thousands of clients wait here.
-        await asyncio.wait((bell, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await bell
     finally:
+        late.cancel()
+        gone.remove_done_callback(ring)
         seat.bells.remove(bell)
