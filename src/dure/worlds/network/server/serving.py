@@ -30,6 +30,9 @@ SILENT_SECONDS = 20
 KEEP_SECONDS = 90
 """Seconds for which an idle connection is kept: longer than clients keep theirs."""
 
+UNSENT = 64 << 10
+"""Bytes that wait here to be sent on a connection: the system's own buffers keep links busy."""
+
 BACKLOG = 4096
 """Connections that wait until they are accepted."""
 
@@ -45,6 +48,7 @@ class Hurried(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(UNSENT)
         self._hurry()
 
     def data_received(self, data: bytes) -> None:
