@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dure
-from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.errors import LossNotFiniteError, PeerLostError, WorkerFailedError
 from small import largest_difference, same_bits, small_task
 
 STOP = dure.Stop(rounds=3)
@@ -105,6 +106,24 @@ def test_without_a_bound_what_a_dead_worker_had_is_dealt_out_again(tmp_path: Pat
     strategy = dure.ParameterServer(1, 2, batch_size=8, staleness=None)
     run = train(small_task(loss=loss), strategy)
     assert run.summary["samples"] == 3 * 41
+
+
+def test_a_worker_that_hangs_is_named_within_the_deadline() -> None:
+    def hanging(outputs: Tensor, targets: Tensor) -> Tensor:
+        # The last batch has one example, which is the first worker's.
+        if torch.is_grad_enabled() and len(targets) == 1:
+            time.sleep(60)
+        return F.cross_entropy(outputs, targets)
+
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 2 has made no step for 1 s") as raised:
+        train(
+            small_task(loss=hanging),
+            dure.ParameterServer(1, 2, batch_size=40),
+            world=dure.Processes(4, deadline=1),
+        )
+    assert raised.value.ranks == (2,)
+    assert time.monotonic() - started < 50
 
 
 def test_an_error_of_the_task_ends_the_run_and_names_the_worker() -> None:

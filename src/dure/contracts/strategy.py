@@ -201,6 +201,7 @@ class Place:
         signs the model at the end; None where nobody does.
     outlives: says that the program goes on when other ranks than the first die, so that the world
         does not end it for that.
+    deadline: seconds that ranks wait for one that is silent.
     """
 
     group: Group
@@ -221,6 +222,7 @@ class Place:
     report_seconds: float = 0.1
     signs: Sign | None = None
     outlives: Callable[[], None] = lambda: None
+    deadline: float = 60.0
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.

@@ -19,6 +19,7 @@ from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFail
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import (
     MANAGER,
+    Beat,
     Envelope,
     Replicated,
     Snapshot,
@@ -43,10 +44,19 @@ Shards = list[Mapping[str, Any]]
 
 
 class Leader:
-    """Leads from `start` to `end`. portions: all shards, as those of a worker."""
+    """Leads from `start` to `end`.
+
+    portions: all shards, as those of a worker. deadline: seconds for which others wait for a worker
+    that lives and makes no step.
+    """
 
     def __init__(
-        self, plan: Plan, manager: Manager, portions: Sequence[tuple[int, int, int]], port: Port
+        self,
+        plan: Plan,
+        manager: Manager,
+        portions: Sequence[tuple[int, int, int]],
+        port: Port,
+        deadline: float,
     ) -> None:
         self.plan = plan
         self.manager = manager
@@ -72,6 +82,9 @@ class Leader:
         self._reports: list[Report] = []
         self._stands: dict[int, tuple[int, int]] = {}
         """What each worker has reported: until which batch, and knowing which layout."""
+        self._deadline = deadline
+        self._clock: dict[int, tuple[int, float]] = {}
+        """How far each worker is, and since when."""
         self._gone: dict[str, tuple[float, str]] = {}
         """Whose connection broke, when, and why."""
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
@@ -149,6 +162,7 @@ class Leader:
         if now >= self._reader.wake:
             self._say(self._reader.tick(now))
         self._look_at_losses()
+        self._look_at_hanging(now)
         self._look_at_beginning()
         if self.manager.layout.version != version:
             self._changed(now)
@@ -180,6 +194,8 @@ class Leader:
             self._begun.add(said.shard)
         else:
             self._gone.pop(sender, None)
+            if isinstance(said, Beat):
+                self._note(said, now)
             self._say(self.manager.receive(sender, said, now))
         if self.manager.layout.version != version:
             self._changed(now)
@@ -217,6 +233,36 @@ class Leader:
         self._grant_all()
         if self._saves is not None:
             self._ask_shards()
+
+    def _note(self, beat: Beat, now: float) -> None:
+        """How far a worker is."""
+        kind, _, number = beat.node.partition(" ")
+        if kind == "worker" and self._clock.get(int(number), (-1, 0.0))[0] < beat.clock:
+            self._clock[int(number)] = (beat.clock, now)
+
+    def _look_at_hanging(self, now: float) -> None:
+        """Raises PeerLostError for a worker for which another has waited longer than the deadline.
+
+        One that is alone, or as far as all others, may take as long as it likes.
+        """
+        if self._meets is None:
+            return
+        for group in self.plan.groups:
+            clocks = [
+                (*self._clock[w], w) for w in group if w in self._clock and w in self._alive()
+            ]
+            if not clocks:
+                continue
+            least, since, who = min(clocks)
+            # Since when those who are ahead have waited at the least.
+            ahead = [at for clock, at, _ in clocks if clock > least]
+            if ahead and now - max(since, min(ahead)) > self._deadline:
+                raise PeerLostError(
+                    (rank_of(worker(who), self.plan),),
+                    "the round",
+                    f"step {least + 1}",
+                    f"has made no step for {self._deadline:g} s, and others wait for it",
+                )
 
     def _look_at_losses(self) -> None:
         for loss in self.manager.losses:

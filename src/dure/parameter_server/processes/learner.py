@@ -98,7 +98,7 @@ class ProcessesLearner(Learner):
             plan.layout(self.model), plan.servers, plan.staleness, PATIENCE, plan.replicas
         )
         portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
-        self.leader = Leader(plan, self.manager, portions, port)
+        self.leader = Leader(plan, self.manager, portions, port, place.deadline)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
         self._started = False

@@ -152,6 +152,7 @@ def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
     group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
     place = Place(group, trace, lambda event: control.send("event", event), control.interrupted)
     place.outlives = lambda: control.send("outlives")
+    place.deadline = seat.deadline
     return place
 
 

@@ -123,6 +123,7 @@ class Torchrun(World):
         end = EndWish(store)
         group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
         place = Place(group, trace, report, end.heard, clock_offset=clock_offset(group))
+        place.deadline = self.deadline
         with on_interrupt(end.ask, (signal.SIGINT, signal.SIGTERM)):
             try:
                 value = program(place)

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from dure.worlds.network.server.access import Refused
-from dure.worlds.network.server.receiving import PIECE, receive
+from dure.worlds.network.server.receiving import LEAST_PIECE, piece_of, receive
 from dure.worlds.network.updates import Part, Updates
 
 SOME = 10_000
@@ -44,15 +44,20 @@ def test_a_part_of_any_length_is_in_memory_a_piece_at_a_time(
     digest = hashlib.sha256(BODY).hexdigest()
     upload = Updates(tmp_path).open(1, len(BODY), digest)
     part = upload.part(0)
-    asyncio.run(receive(request_of(BODY), part, len(BODY)))
+    asyncio.run(receive(request_of(BODY), part, len(BODY), LEAST_PIECE))
     assert part.done(digest) == len(BODY) == sum(sizes)
-    assert max(sizes) < PIECE + SOME
+    assert max(sizes) < LEAST_PIECE + SOME
     upload.complete()
 
 
 def test_a_body_without_an_end_is_refused_on_the_way(tmp_path: Path) -> None:
     part = Updates(tmp_path).open(1, len(BODY), "").part(0)
     with pytest.raises(Refused) as refused:
-        asyncio.run(receive(request_of(BODY), part, len(BODY) // 2))
+        asyncio.run(receive(request_of(BODY), part, len(BODY) // 2, LEAST_PIECE))
     assert refused.value.status == 413
     assert part.size <= len(BODY) // 2
+
+
+def test_pieces_are_smaller_where_more_clients_send() -> None:
+    sizes = [piece_of(clients) for clients in (1, 8, 32, 1000)]
+    assert sizes == [1 << 20, 1 << 20, 1 << 18, LEAST_PIECE]

@@ -12,12 +12,26 @@ from starlette.requests import Request
 from dure.worlds.network.server.access import Refused
 from dure.worlds.network.updates import Part
 
-PIECE = 128 << 10
+LEAST_PIECE = 128 << 10
 """Bytes that are worth the way to another thread, which writes them."""
 
+MOST_PIECE = 1 << 20
+"""Bytes of a piece where few clients send: each way to the other thread costs time."""
 
-async def receive(request: Request, part: Part, most: int) -> None:
-    """Adds the body to the part. Raises Refused where it is longer than `most`, and as `add`."""
+ALL_PIECES = 8 << 20
+"""Bytes of pieces that may lie in memory, where every client sends one."""
+
+
+def piece_of(clients: int) -> int:
+    """Bytes that are written at once, where there are so many clients."""
+    return max(LEAST_PIECE, min(MOST_PIECE, ALL_PIECES // clients))
+
+
+async def receive(request: Request, part: Part, most: int, piece: int) -> None:
+    """Adds the body to the part, so many bytes at a time.
+
+    Raises Refused where it is longer than `most`, and as `add`.
+    """
     waiting = bytearray()
     size = 0
     async for some in request.stream():
@@ -25,7 +39,7 @@ async def receive(request: Request, part: Part, most: int) -> None:
         if size > most:
             raise Refused(413, "too long", f"the body has more than {most} bytes")
         waiting += some
-        if len(waiting) >= PIECE:
+        if len(waiting) >= piece:
             await asyncio.to_thread(part.add, waiting)
             waiting = bytearray()
     if waiting:

@@ -28,7 +28,7 @@ from dure.worlds.network.server.calls import (
     whole_number,
 )
 from dure.worlds.network.server.desk import Desk, Seat
-from dure.worlds.network.server.receiving import receive
+from dure.worlds.network.server.receiving import piece_of, receive
 from dure.worlds.network.updates import OvertakenError, Part, Updates, Upload
 
 PART = 4 << 20
@@ -117,7 +117,7 @@ class Uploads:
                 return _go_on(name, upload)
             part = upload.part(offset)
             try:
-                await receive(request, part, PART)
+                await receive(request, part, PART, piece_of(self.clients))
                 # One after another: what is written down as whole stays as it is.
                 async with seat.sending:
                     self._wanted(seat, name)
