@@ -55,6 +55,8 @@ class History:
     seconds: Callable[[int, int], float] = lambda who, clock: 1.0
     fate: Fate = arrives
     patience: float = 2.0
+    again: float = 1.0
+    """Seconds after which a message is said again."""
     link: Link = INSTANT
     slows: bool = False
 
@@ -70,7 +72,7 @@ class History:
         self.network = VirtualNetwork(self.fate)
         self.network.add(MANAGER, self.manager)
         self.nodes = [
-            Server(number, layout, self.terms, beat=0.25, patience=1.0)
+            Server(number, layout, self.terms, beat=0.25, patience=self.again)
             for number in range(self.servers)
         ]
         for node in self.nodes:
@@ -101,7 +103,9 @@ class History:
     def side(self, who: int, layout: Layout, **options: Any) -> WorkerSide:
         portions = [(n, keys.start, keys.stop) for n, keys in enumerate(self.shards)]
         again = self._again if self.terms.recipe.plain and self.staleness != 0 else None
-        return WorkerSide(who, layout, portions, again=again, **{"beat": 0.25, **options})
+        return WorkerSide(
+            who, layout, portions, again=again, **{"beat": 0.25, "patience": self.again, **options}
+        )
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
         return self.side(owed.worker, layout, clock=owed.first, beat=None)

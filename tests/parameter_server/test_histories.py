@@ -3,7 +3,8 @@ of deaths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
 
@@ -13,7 +14,7 @@ from histories import SGD, History, Optimizer, careless, joint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
+from dure.parameter_server.messages import MANAGER, Message, Snapshot, server, worker
 from dure.parameter_server.virtual import arrives
 
 OPTIMIZERS: list[Optimizer] = [
@@ -209,6 +210,28 @@ def test_the_manager_goes_on_from_what_it_wrote_down() -> None:
     network.add(MANAGER, again)
     history.run()
     assert torch.allclose(history.weights, joint(history), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_what_was_on_a_connection_that_broke_is_said_again(staleness: int) -> None:
+    def fate(sender: str, receiver: str, message: Message, now: float) -> Sequence[float]:
+        # All that is said meanwhile is lost; what the manager hears and says is not.
+        broken = 3 <= now < 3.5 and MANAGER not in (sender, receiver)
+        return () if broken else (0.01,)
+
+    history = History(
+        staleness=staleness, replicas=1, servers=3, again=math.inf, fate=fate, patience=math.inf
+    )
+    history.until(3.6)
+    for number in range(3):
+        for one in history.workers.values():
+            one.own.cut(server(number))
+        for node in history.nodes:
+            node.cut(server(number))
+    history.run(100)
+    assert all(one.own.clock == 10 for one in history.workers.values())
+    if staleness == 0:
+        assert torch.allclose(history.weights, joint(history), rtol=0, atol=1e-12)
 
 
 def test_weights_of_the_beginning_are_taken_once() -> None:

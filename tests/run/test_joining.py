@@ -239,10 +239,23 @@ def test_columns_of_another_meaning_are_refused_with_their_names(tmp_path: Path)
         return joins(task, number)
 
     names = ["age", "sex", "pain", "pressure", "sugar", "rate"]
-    right = [told(number, names) for number in range(2)]
     wrong = told(2, [*names[:3], "sugar", "pressure", "rate"])
+    refused = threading.Event()
+
+    def first(url: str) -> Any:
+        try:
+            return wrong(url)
+        finally:
+            refused.set()
+
+    def later(number: int, url: str) -> Any:
+        # Else all places might be taken, and the one who is wrong be told that.
+        assert refused.wait(SECONDS)
+        return told(number, names)(url)
+
     server = small_task(train=None, test=None, features=names)
-    _, began = served(server, dure.FedAvg(clients=2), *right, wrong, out=tmp_path / "run")
+    right = [partial(later, number) for number in range(2)]
+    _, began = served(server, dure.FedAvg(clients=2), *right, first, out=tmp_path / "run")
     assert "feature 3 is 'sugar', and 'pressure' at the server" in str(began[2].error)
     assert [site.error for site in began[:2]] == [None, None]
 

@@ -46,6 +46,7 @@ from dure.parameter_server.messages import (
     worker,
 )
 from dure.parameter_server.shard import Shard, Terms
+from dure.parameter_server.worker import RETURN
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Owned:
     """Whether the replica still has to confirm the snapshot with which it begins."""
     waiting: dict[int, Step] = field(default_factory=dict)
     sent: float = -math.inf
+    cut: bool = False
+    """Whether the way to the replica broke since then."""
 
 
 @dataclass
@@ -78,7 +81,8 @@ class Server:
     """Server `number`. Its shards come with snapshots.
 
     beat: seconds between two beats; None where nobody asks whether it lives. patience: seconds
-    after which a message is said again.
+    after which a message is said again; infinity where nothing is lost unless a connection breaks
+    (`cut`).
     """
 
     def __init__(
@@ -123,8 +127,8 @@ class Server:
     @property
     def wake(self) -> float:
         """When it is to be told that time has passed."""
-        sent = [one.sent + self.patience for one in self.owned.values() if self._expects(one)]
-        return min([self._next_beat, *sent])
+        due = [self._due(one) for one in self.owned.values() if self._expects(one)]
+        return min([self._next_beat, *due])
 
     def tick(self, now: float) -> list[Envelope]:
         """What is due: a beat, and what was not answered in time."""
@@ -132,7 +136,7 @@ class Server:
         if now >= self._next_beat:
             said += self._beats(now)
         for number, one in self.owned.items():
-            if self._expects(one) and now >= one.sent + self.patience:
+            if self._expects(one) and now >= self._due(one):
                 said += self._to_replica(number, one, now)
         return said
 
@@ -213,6 +217,15 @@ class Server:
 
     # Replicas
 
+    def cut(self, node: str) -> None:
+        """The connection to a node broke, which it may survive."""
+        for one in self.owned.values():
+            one.cut = one.cut or (one.replica is not None and server(one.replica) == node)
+
+    def _due(self, one: Owned) -> float:
+        """When to say again what the replica has not answered."""
+        return one.sent + (min(self.patience, RETURN) if one.cut else self.patience)
+
     def _expects(self, one: Owned) -> bool:
         """Whether the replica owes an answer."""
         return one.replica is not None and (one.snapshot or bool(one.waiting))
@@ -287,6 +300,7 @@ class Server:
         if one is None or message.epoch != one.epoch:
             return []
         one.snapshot = False
+        one.cut = False
         said: list[Envelope] = []
         while one.waiting and one.shard.version < message.number:
             said += self._apply(one, one.waiting.pop(one.shard.version))

@@ -37,6 +37,9 @@ from dure.parameter_server.messages import (
     worker,
 )
 
+RETURN = 0.3
+"""Seconds until something is said again to a node whose connection broke."""
+
 Again = Callable[[int, int, Tensor, Tensor, float], None]
 """again(shard, start, values, gradient, weight): applies an own push to values once more."""
 
@@ -56,6 +59,8 @@ class Portion:
     """Pushes that are acknowledged."""
     sent: float = math.inf
     """When what is expected was said last."""
+    cut: bool = False
+    """Whether the way to the server broke since then: what was said may have been lost."""
     answer: Values | None = None
 
     def forget(self) -> None:
@@ -69,8 +74,9 @@ class WorkerSide:
     """What worker `number` has asked and said. clock: how many pushes it has made.
 
     portions: its keys. again: how an own push is applied to pulled values; None waits for the
-    servers to do it. patience: seconds after which something is said again. beat: seconds between
-    beats; None leaves them to another, for a part that is computed in another's name.
+    servers to do it. patience: seconds after which something is said again; infinity where nothing
+    is lost unless a connection breaks (`cut`). beat: seconds between beats; None leaves them to
+    another, for a part that is computed in another's name.
     """
 
     def __init__(
@@ -218,6 +224,7 @@ class WorkerSide:
                 portion.answer = message
         else:
             portion.safe = max(portion.safe, message.clock)
+        portion.cut = False
         portion.forget()
         self._look(portion, now)
         return []
@@ -238,7 +245,7 @@ class WorkerSide:
     @property
     def wake(self) -> float:
         """When it is to be told that time has passed."""
-        return min([self._next_beat, *(one.sent + self.patience for one in self.portions)])
+        return min([self._next_beat, *map(self._due, self.portions)])
 
     def tick(self, now: float) -> list[Envelope]:
         """What is due: a beat, and what was not answered in time."""
@@ -246,9 +253,19 @@ class WorkerSide:
         if now >= self._next_beat:
             said += self._beats(now)
         for portion in self.portions:
-            if now >= portion.sent + self.patience:
+            if now >= self._due(portion):
                 said += self._again(portion, now)
         return said
+
+    def cut(self, node: str) -> None:
+        """The connection to a node broke, which it may survive."""
+        for portion in self.portions:
+            owner = self.layout.shards[portion.shard].owner
+            portion.cut = portion.cut or (owner is not None and server(owner) == node)
+
+    def _due(self, portion: Portion) -> float:
+        """When to say again what was not answered."""
+        return portion.sent + (min(self.patience, RETURN) if portion.cut else self.patience)
 
     def _beats(self, now: float) -> list[Envelope]:
         if self.beat is None:

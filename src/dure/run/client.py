@@ -172,13 +172,16 @@ class Work:
     def load(self, model: Any) -> None:
         """Puts the weights into a module of torch, or into the arrays of a mapping by name.
 
-        Raises ValueError where one of the names is missing there.
+        Raises ValueError where one of the names is missing there, or has another shape.
         """
         there = _named(model)
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 if name not in there:
                     raise ValueError(f"the model has no {name!r}, which the server trains")
+                shape = list(there[name].shape)
+                if shape != list(tensor.shape):
+                    raise ValueError(f"{name} is {shape}, and {list(tensor.shape)} is wanted")
                 if isinstance(there[name], Tensor):
                     there[name].copy_(tensor)
                 else:

@@ -6,6 +6,7 @@ The thread alone touches its port; others hand it a request and wait for what co
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -65,7 +66,7 @@ class Leader:
             Scheduler(members, bounded=plan.staleness is not None)
             for members in manager.layout.groups
         ]
-        self._reader = WorkerSide(READER, manager.layout, portions, beat=None)
+        self._reader = WorkerSide(READER, manager.layout, portions, beat=None, patience=math.inf)
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._over = False
@@ -172,6 +173,7 @@ class Leader:
         version = self.manager.layout.version
         if isinstance(said, Gone):
             self._gone[sender] = (now, said.reason)
+            self._reader.cut(sender)
         elif isinstance(said, Failed):
             raise _error_of(said)
         elif isinstance(said, Report):
@@ -202,7 +204,8 @@ class Leader:
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
-            self.port.say(to, message)
+            if not self.port.say(to, message):
+                self._reader.cut(to)
 
     # Losses
 

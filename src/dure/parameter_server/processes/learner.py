@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> None:
     place.outlives()
     try:
         if rank <= plan.servers:
-            serve(Server(rank - 1, plan.layout(model), plan.terms(task, model)), port)
+            layout = plan.layout(model)
+            # Streams lose nothing but when they break.
+            serve(Server(rank - 1, layout, plan.terms(task, model), patience=math.inf), port)
         else:
             place.prepared = lambda: model
             number = plan.workers[rank - 1 - plan.servers]

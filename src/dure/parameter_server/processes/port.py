@@ -159,15 +159,15 @@ class Port:
 
     # Saying
 
-    def say(self, to: str, message: Said | messages.Snapshot) -> None:
-        """Says something to a process; to one that cannot be reached, nothing.
+    def say(self, to: str, message: Said | messages.Snapshot) -> bool:
+        """Says something to a process; False where it cannot be reached, and nothing is said.
 
         What it says is taken as it is now: tensors outside of shared memory leave at once, or are
         copied.
         """
         line = self._line(to)
         if line is None:
-            return
+            return False
         assert self.memory is not None
         shared = self.memory.shares(to)
         if isinstance(message, messages.Snapshot):
@@ -179,6 +179,7 @@ class Port:
         frame = encode(message, place_of if shared else lambda tensor: None)
         self.sent += _payload(message)
         self._leave(line, [memoryview(frame.head), *frame.data])
+        return True
 
     def _leave(self, line: Line, pieces: list[memoryview]) -> None:
         if not line.leaving:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from dure.errors import PeerLostError
-from dure.parameter_server.messages import MANAGER, Snapshot
+from dure.parameter_server.messages import MANAGER, Envelope, Snapshot
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.said import Over, Save
 from dure.parameter_server.server import Server
@@ -19,15 +19,20 @@ def serve(server: Server, port: Port) -> None:
                 return
             if isinstance(said, Gone):
                 check_leader(sender, said, "serving")
+                server.cut(sender)
             elif isinstance(said, Save):
                 _save(server, said.shard, sender, port)
             else:
                 # Each by itself: what is said takes the weights as they are at this moment.
-                for to, message in server.receive(sender, said, time.monotonic()):  # type: ignore[arg-type]
-                    port.say(to, message)
+                _say(server.receive(sender, said, time.monotonic()), server, port)  # type: ignore[arg-type]
         if time.monotonic() >= server.wake:
-            for to, message in server.tick(time.monotonic()):
-                port.say(to, message)
+            _say(server.tick(time.monotonic()), server, port)
+
+
+def _say(said: list[Envelope], server: Server, port: Port) -> None:
+    for to, message in said:
+        if not port.say(to, message):
+            server.cut(to)
 
 
 def check_leader(sender: str, gone: Gone, operation: str) -> None:

@@ -63,9 +63,8 @@ class Working:
 
     def _side(self, number: int, layout: Layout, clock: int) -> WorkerSide:
         portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
-        # Streams lose nothing: what is not answered waits, or its server is gone, which the
-        # manager says. What got lost with a connection is said again.
-        return WorkerSide(number, layout, portions, clock=clock, patience=1.0, beat=None)
+        # Streams lose nothing but when they break.
+        return WorkerSide(number, layout, portions, clock=clock, patience=math.inf, beat=None)
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
         return self._side(owed.worker, layout, owed.first)
@@ -118,6 +117,7 @@ class Working:
                 return False
             if isinstance(said, Gone):
                 check_leader(sender, said, "training")
+                self._cut(sender)
             elif isinstance(said, Grant):
                 self._granted(said)
             elif isinstance(said, Deal):
@@ -141,7 +141,12 @@ class Working:
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
-            self.port.say(to, message)
+            if not self.port.say(to, message):
+                self._cut(to)
+
+    def _cut(self, node: str) -> None:
+        for side in self.worker.sides:
+            side.cut(node)
 
     def _waited(self, since: float) -> None:
         self.meter.communication("wait", since, time.perf_counter(), self.worker.own.clock + 1)

@@ -153,3 +153,16 @@ def test_an_update_that_the_server_takes_for_impossible_is_dropped_and_told(
     ]
     # Else it would be sent again by the next process, and refused again.
     assert (state.updates(), state.pending()) == ([], [])
+
+
+@pytest.mark.parametrize(("model", "batches"), [("the same", 0), ("another", 10), ("", 10)])
+def test_an_update_that_is_kept_is_sent_only_if_it_is_of_the_model_that_is_meant(
+    model: str, batches: int, state: ClientState
+) -> None:
+    # A server that was restored from a copy gives a ticket again, for another model.
+    size, digest = size_of(forms_of(MODEL)), digest_of(MODEL)
+    state.keep_update(Reserve(3, size, digest, 5, 5, 1.0), MODEL, model)
+    words = [Word(train=Train(3, 3, 3, "the same", 0)), Word(over="the run is over")]
+    session, site = Played(state, words), Patient()
+    run(session, site)
+    assert (site.batches, session.sent) == (batches, [3])

@@ -539,13 +539,14 @@ def _retry_after(text: str | None) -> float:
     if text is None:
         return 0.0
     try:
-        seconds = float(int(text))
+        seconds = float(text)
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, OverflowError):
             return 0.0
-    return min(max(seconds, 0.0), LONGEST_WAIT)
+    # A number that is none, such as "nan", is no time to wait either.
+    return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 0.0
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,9 @@ class Loop:
     def _ready(self, train: Train) -> tuple[Reserve, Mapping[str, Tensor]] | None:
         """An update that was computed before this process began."""
         for reserve in () if self.state.temporary else self.state.updates():
-            if reserve.ticket == train.ticket:
+            # A server that was restored from a copy gives its tickets again, for other models.
+            computed = self.state.computed_from(train.ticket)
+            if reserve.ticket == train.ticket and computed == train.tensors:
                 return reserve, tensors_in(self.state.update(train.ticket))
         return None
 
@@ -265,7 +267,7 @@ class Loop:
             if answered.memory is not None:
                 self.state.keep_pending(train.ticket, answered.memory)
             if answered.reserve.failure is None:
-                self.state.keep_update(answered.reserve, answered.tensors)
+                self.state.keep_update(answered.reserve, answered.tensors, train.tensors)
         return answered
 
     def _fetched(

@@ -79,7 +79,10 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The index. pending: by ticket, None where the algorithm keeps nothing new."""
+    """The index. pending: by ticket, None where the algorithm keeps nothing new.
+
+    models: by ticket, the digests of the models from which the updates were computed.
+    """
 
     about: About | None = None
     model: _File | None = None
@@ -88,6 +91,7 @@ class _Kept(msgspec.Struct, frozen=True):
     memory: _File | None = None
     pending: dict[int, _File | None] = {}
     updates: dict[int, Reserve] = {}
+    models: dict[int, str] = {}
     confirmations: list[int] = []
 
     def files(self) -> set[str]:
@@ -302,10 +306,11 @@ class ClientState:
 
     # An update on its way
 
-    def keep_update(self, reserve: Reserve, tensors: Mapping[str, Tensor]) -> None:
+    def keep_update(self, reserve: Reserve, tensors: Mapping[str, Tensor], model: str = "") -> None:
         """What is to be sent, until the outcome of its ticket is known.
 
-        Raises ValueError if `reserve` cannot travel, or is not about these tensors.
+        model: the digest of the one from which it was computed. Raises ValueError if `reserve`
+        cannot travel, or is not about these tensors.
         """
         # A number that is not finite could not be read again, here or by the server.
         from_json(to_json(reserve), Reserve)
@@ -318,13 +323,18 @@ class ClientState:
                     f"these tensors have {size} bytes with the digest {file.digest}, and not "
                     f"{reserve.bytes} with {reserve.digest}"
                 )
-            self._change(
-                replace(self._kept, updates={**self._kept.updates, reserve.ticket: reserve})
-            )
+            updates = {**self._kept.updates, reserve.ticket: reserve}
+            models = {ticket: self._kept.models.get(ticket, "") for ticket in updates}
+            models[reserve.ticket] = model
+            self._change(replace(self._kept, updates=updates, models=models))
 
     def updates(self) -> list[Reserve]:
         """Those that are on their way."""
         return list(self._kept.updates.values())
+
+    def computed_from(self, ticket: int) -> str:
+        """The digest of the model from which an update was computed; empty where nobody knows."""
+        return self._kept.models.get(ticket, "")
 
     def update(self, ticket: int) -> Path:
         """The file with the tensors of an update on its way.

@@ -225,7 +225,7 @@ class _Coming:
             answer = opened.enter_context(asked)
             begin = self._begin(answer)
             length = answer.headers.get("content-length")
-            if length is not None and int(length) != self._size - begin:
+            if length is not None and length != str(self._size - begin):
                 raise TransferError(f"{self._name} has {length} bytes, not {self._size - begin}")
             _skip(answer, self._at - begin)
             self._open = opened.pop_all()
