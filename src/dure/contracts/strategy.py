@@ -393,8 +393,11 @@ class Strategy:
         """How the training data lie with their owners, for the report; None if nobody owns any."""
         return None
 
-    def assist(self, task: Task, place: Place, seed: int) -> None:
-        """Where `led`: what a rank other than the first does until the run has ended."""
+    def assist(self, task: Task, place: Place, seed: int) -> str:
+        """Where `led`: what a rank other than the first does until the run has ended.
+
+        Returns by which limit it has.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method assist")
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:

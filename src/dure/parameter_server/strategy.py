@@ -157,8 +157,8 @@ class ParameterServer(Strategy):
                     f"workers: leave it out"
                 )
 
-    def assist(self, task: Task, place: Place, seed: int) -> None:
-        assist(task, place, seed, self.plan)
+    def assist(self, task: Task, place: Place, seed: int) -> str:
+        return assist(task, place, seed, self.plan)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "clients":

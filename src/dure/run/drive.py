@@ -65,8 +65,8 @@ def _drive(job: Job, place: Place) -> Outcome:
         place.folder = job.folder
         place.config = job.config
         if job.strategy.led and place.group.rank:
-            job.strategy.assist(job.task, place, job.seed)
-            return Outcome({}, {}, History(), {})
+            ended = job.strategy.assist(job.task, place, job.seed)
+            return Outcome({}, {}, History(), {"ended": ended})
         learner = job.strategy.learner(job.task, place, job.seed)
         if job.strategy.led:
             # What follows is the affair of this rank alone: others may be dead by then.

@@ -70,6 +70,8 @@ class Leader:
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._over = False
+        self.ended = ""
+        """By which limit the run has ended."""
         self._first: dict[int, Mapping[str, Any]] = {}
         """Shards of the beginning that were not handed out yet."""
         self._begun: set[int] = set()
@@ -377,7 +379,7 @@ class Leader:
         names = [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
         for name in names:
             if self.manager.alive(name):
-                self.port.say(name, Over())
+                self.port.say(name, Over(self.ended))
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

@@ -34,8 +34,8 @@ PATIENCE = 10.0
 """Seconds of silence after which a process is given up. One that dies is noticed at once."""
 
 
-def assist(task: Task, place: Place, seed: int, plan: Plan) -> None:
-    """What a rank other than the first does, until rank 0 says that the run is over.
+def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
+    """What a rank other than the first does, until the run is over; by which limit that is.
 
     Raises PeerLostError if rank 0 is gone, and what the task raises.
     """
@@ -48,11 +48,11 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> None:
         if rank <= plan.servers:
             layout = plan.layout(model)
             # Streams lose nothing but when they break.
-            serve(Server(rank - 1, layout, plan.terms(task, model), patience=math.inf), port)
-        else:
-            place.prepared = lambda: model
-            number = plan.workers[rank - 1 - plan.servers]
-            Working(number, task, place, seed, plan, port).live()
+            terms = plan.terms(task, model)
+            return serve(Server(rank - 1, layout, terms, patience=math.inf), port)
+        place.prepared = lambda: model
+        number = plan.workers[rank - 1 - plan.servers]
+        return Working(number, task, place, seed, plan, port).live()
     except PeerLostError:
         raise
     except BaseException as error:
@@ -180,6 +180,9 @@ class ProcessesLearner(Learner):
     def evaluate(self) -> dict[str, float]:
         self._load()
         return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+
+    def ended(self, reason: str) -> None:
+        self.leader.ended = reason
 
     def weights(self) -> dict[str, Tensor]:
         self._load()

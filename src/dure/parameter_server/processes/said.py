@@ -94,7 +94,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Over(msgspec.Struct, frozen=True, tag=True):
-    """The run has ended."""
+    """The run has ended, by this limit; empty where it has failed."""
+
+    ended: str
 
 
 Said: TypeAlias = (

@@ -11,12 +11,15 @@ from dure.parameter_server.processes.said import Over, Save
 from dure.parameter_server.server import Server
 
 
-def serve(server: Server, port: Port) -> None:
-    """Serves until the leader says that it is over. Raises PeerLostError if that is gone."""
+def serve(server: Server, port: Port) -> str:
+    """Serves until the leader says that it is over; by which limit.
+
+    Raises PeerLostError if the leader is gone.
+    """
     while True:
         for sender, said in port.hear(server.wake - time.monotonic()):
             if isinstance(said, Over):
-                return
+                return said.ended
             if isinstance(said, Gone):
                 check_leader(sender, said, "serving")
                 server.cut(sender)

@@ -99,22 +99,26 @@ class Working:
 
     # The life
 
-    def live(self) -> None:
-        """Until the leader says that it is over. Raises PeerLostError if that is gone."""
+    def live(self) -> str:
+        """Until the leader says that it is over; by which limit.
+
+        Raises PeerLostError if the leader is gone.
+        """
         heart = Heart(self.worker.own, self.port)
         heart.start()
         try:
-            while self._turn():
+            while (ended := self._turn()) is None:
                 self._report()
+            return ended
         finally:
             heart.stop()
 
-    def _turn(self) -> bool:
-        """What has come, and what is due; False at the end."""
+    def _turn(self) -> str | None:
+        """What has come, and what is due; by which limit the run has ended, if it has."""
         waited = time.perf_counter()
         for sender, said in self.port.hear(self.worker.wake - time.monotonic()):
             if isinstance(said, Over):
-                return False
+                return said.ended
             if isinstance(said, Gone):
                 check_leader(sender, said, "training")
                 self._cut(sender)
@@ -131,7 +135,7 @@ class Working:
         self._waited(waited)
         if time.monotonic() >= self.worker.wake:
             self._say(self.worker.tick(time.monotonic()))
-        return True
+        return None
 
     def _granted(self, grant: Grant) -> None:
         self.worker.own.begin_at(grant.clock)
