@@ -38,6 +38,23 @@ def test_torchrun_gives_the_bits_of_local_processes_also_where_a_run_goes_on(
     assert all(trained[name].equal(local[name]) for name in local)
 
 
+def test_servers_and_workers_are_ranks_and_all_of_them_end_well(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    system = "parameter-server --servers 1 --workers 2 --epochs 1".split()
+    command = [*TORCHRUN[:-1], "4", "-m", "dure", "train", "digits", *system, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("run folder") == 1, "rank 0 alone talks to the user"
+    simulated = dure.train(
+        dure.load_task("digits"),
+        dure.ParameterServer(servers=1, workers=2),
+        dure.Simulated(),
+        dure.Stop(epochs=1),
+    ).model.state_dict()
+    trained = load_file(out / "model.safetensors")
+    assert all(trained[name].equal(simulated[name]) for name in simulated)
+
+
 @pytest.mark.parametrize("system", ["parallel --pipeline 2", "zero --stage 3"])
 def test_ranks_that_hold_parts_of_the_model_end_well(system: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
