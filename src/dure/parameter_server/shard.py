@@ -33,6 +33,7 @@ from dure.parameter_server.keys import Range
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.messages import Made, Pull, Push, Step, Values
 from dure.parameter_server.optimizer import Recipe, ShardOptimizer
+from dure.tensors.blocks import Blocks
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Shard:
         self.values = values
         self.terms = terms
         self.clock = RangedClock(keys.start, keys.stop)
+        self._blocks = Blocks()
+        self._plain = terms.recipe.plain
         self.optimizer = ShardOptimizer(terms.recipe, keys.vector, keys.start, values)
         self.version = 0
         """Steps that are applied."""
@@ -136,15 +139,24 @@ class Shard:
         while (clock := self._next(worker, start)) in early:
             push = early.pop(clock)
             self._taken[worker, start] = clock + 1
-            gradient = push.gradient if push.weight == 1 else push.gradient * push.weight
+            gradient, factor = self._weighted(push)
             # Steps that are on their way to the replica will be applied before this one.
             age = self.made - push.version
-            factor = 1 / age if self.terms.slows and age > 1 else 1.0
+            factor *= 1 / age if self.terms.slows and age > 1 else 1.0
             now = self.made // max(1, workers)
             steps.append(self._step(start, gradient, [push], now, factor))
         if not early:
             del self._early[worker, start]
         return steps
+
+    def _weighted(self, push: Push) -> tuple[Tensor, float]:
+        """The gradient of a push as its weight has it, and the factor of the learning rates."""
+        if push.weight == 1:
+            return push.gradient, 1.0
+        # In plain SGD a part of a gradient is a part of the rate, which needs no pass of its own.
+        if self._plain:
+            return push.gradient, push.weight
+        return push.gradient * push.weight, 1.0
 
     # Steps are applied
 
@@ -203,7 +215,7 @@ class Shard:
             shard=self.number,
             worker=pull.worker,
             number=pull.number,
-            values=values.clone() if pull.into is None else pull.into.copy_(values),
+            values=self._blocks.copy(values) if pull.into is None else pull.into.copy_(values),
             version=self.version,
             own=own,
             floor=int(floor) if floor < torch.inf else None,

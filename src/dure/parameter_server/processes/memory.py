@@ -6,11 +6,14 @@ that a worker has pulled its server writes where the worker wants them.
 
     push    the worker's copy into its pool, and the server's reading       d bytes, once each
     pull    the server's copy into the worker's pool                        d bytes, once
+
+What of a worker's pool is free again when, `rooms` knows.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import msgspec
 from torch import Tensor
@@ -46,6 +49,17 @@ class Memory:
         self.name = name
         self.cards = cards
         self._maps: dict[str, Mapping] = {name: pool().mapping}
+        self._bytes: dict[str, Tensor] = {}
+        """The maps as tensors."""
+
+    def see(self, others: Iterable[str]) -> None:
+        """Maps the memory of those that are on this host, now.
+
+        Later is too late where they may have died: a gradient in the memory of a dead worker can
+        still be read by all that had mapped it.
+        """
+        for other in others:
+            self._map(other)
 
     def shares(self, other: str) -> bool:
         """Whether another process is on this host, so that both see each other's memory."""
@@ -67,7 +81,10 @@ class Memory:
         there = self._map(place.owner)
         if there is None or place.offset < 0 or place.offset + size > there.nbytes:
             return None
-        return there.tensor()[place.offset : place.offset + size]
+        whole = self._bytes.get(place.owner)
+        if whole is None:
+            whole = self._bytes[place.owner] = there.tensor()
+        return whole[place.offset : place.offset + size]
 
     def _map(self, owner: str) -> Mapping | None:
         if owner not in self._maps:
