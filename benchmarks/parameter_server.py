@@ -70,18 +70,21 @@ class Pair:
     there, and the addresses."""
 
     def __init__(
-        self, way: str, hosts: Sequence[tuple[list[str], str]] = (([], "127.0.0.1"),) * 2
+        self,
+        way: str,
+        stack: ExitStack,
+        hosts: Sequence[tuple[list[str], str]] = (([], "127.0.0.1"),) * 2,
     ) -> None:
         (there, address), (here, own) = hosts
         os.environ["OWN_ADDRESS"] = own
         self.worker = End("exchanges.py", way, "worker", prefix=here)
-        self.ends = [self.worker]
+        stack.callback(self.worker.end)
         if way not in SERVERS:
             self.worker.hear()
             self.worker.say(None)
             return
         server = End("exchanges.py", way, "server", address, prefix=there)
-        self.ends.append(server)
+        stack.callback(server.end)
         says = server.hear()
         answer = self.worker.hear()
         self.worker.say(says)
@@ -90,10 +93,6 @@ class Pair:
     def milliseconds(self, size: str, times: int) -> float:
         self.worker.say([SIZES[size], times])
         return 1e3 * float(self.worker.hear())
-
-    def end(self) -> None:
-        for end in self.ends:
-            end.end()
 
 
 def exchanges(pairs: dict[str, Pair], rounds: int) -> JSON:
@@ -115,9 +114,7 @@ def on_one_host(rounds: int) -> JSON:
     if installed("ray"):
         ways.append("Ray")
     with ExitStack() as stack:
-        pairs = {way: Pair(way) for way in ways}
-        for pair in pairs.values():
-            stack.callback(pair.end)
+        pairs = {way: Pair(way, stack) for way in ways}
         found = exchanges(pairs, rounds)
     goal = found["40 MB"]
     limit = [
@@ -140,9 +137,7 @@ def between_hosts(rounds: int) -> JSON:
             show(f"between hosts: {error}")
             return {"skipped": str(error)}
         hosts = list(zip(begins, ADDRESSES, strict=True))
-        pairs = {way: Pair(way, hosts) for way in ("raw TCP", "dure")}
-        for pair in pairs.values():
-            stack.callback(pair.end)
+        pairs = {way: Pair(way, stack, hosts) for way in ("raw TCP", "dure")}
         found = exchanges(pairs, rounds)
     for size in SIZES:
         row = found[size]
@@ -156,17 +151,14 @@ def between_hosts(rounds: int) -> JSON:
 class Peers:
     """A contender of processes that are told how many steps to make."""
 
-    def __init__(self, way: str, model: str) -> None:
-        if way == "Ray":
-            self.workers = [End("trainers.py", way, model, "both")]
-            self.workers[0].hear()
-            self.ends = self.workers
-            return
-        self.workers = [End("trainers.py", way, model, f"worker {n}") for n in range(2)]
-        self.ends = list(self.workers)
+    def __init__(self, way: str, model: str, stack: ExitStack) -> None:
+        ends = ["both"] if way == "Ray" else ["worker 0", "worker 1"]
+        self.workers = [End("trainers.py", way, model, end) for end in ends]
+        for worker in self.workers:
+            stack.callback(worker.end)
         if way == "torch RPC":
             server = End("trainers.py", way, model, "server")
-            self.ends.append(server)
+            stack.callback(server.end)
             where = server.hear()
             for worker in self.workers:
                 worker.hear()
@@ -179,10 +171,6 @@ class Peers:
         for worker in self.workers:
             worker.say(steps)
         return 2 * steps / max(float(worker.hear()) for worker in self.workers)
-
-    def end(self) -> None:
-        for end in self.ends:
-            end.end()
 
 
 def by_dure(strategy: Callable[[int], dure.Strategy], model: str, steps: int) -> float:
@@ -209,8 +197,7 @@ def training(model: str, rounds: int, steps: int) -> JSON:
     with ExitStack() as stack:
         contenders: dict[str, Callable[[], float]] = {}
         for name, way in peers.items():
-            one = Peers(way, model)
-            stack.callback(one.end)
+            one = Peers(way, model, stack)
             one.steps_per_second(3)
             # The slow ones would make each round long.
             few = steps if name == "no communication" else max(4, steps // 5)

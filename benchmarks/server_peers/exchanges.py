@@ -199,13 +199,14 @@ def _spin(port: Any, cards: dict[str, Any]) -> None:
 def dure_server(way: str, address: str) -> None:
     from dure.parameter_server.keys import Range
     from dure.parameter_server.messages import MANAGER, Snapshot
-    from dure.parameter_server.optimizer import Recipe, Span
+    from dure.parameter_server.optimizer import Recipe
     from dure.parameter_server.processes.serving import serve
     from dure.parameter_server.server import Server
     from dure.parameter_server.shard import Shard, Terms
 
-    spans = [[Span(0, count, 0)] for count in SIZES.values()]
-    terms = Terms(Recipe(torch.optim.SGD, [{"lr": LR}], spans), staleness=None)
+    parameters = [nn.Parameter(torch.empty(count)) for count in SIZES.values()]
+    recipe = Recipe.of(torch.optim.SGD(parameters, lr=LR), [[one] for one in parameters])
+    terms = Terms(recipe, staleness=None)
     server = Server(0, _layout(), terms, beat=None)
     for number, count in enumerate(SIZES.values()):
         first = Shard(number, Range(number, 0, count), torch.zeros(count), terms).state()
@@ -247,11 +248,11 @@ class Dure:
         now = time.monotonic()
         said = self.side.push([room], 1.0, now)
         for to, message in [*said, *self.side.pull(now, self.side.clock)]:
-            self.slots.named(to, message)
+            self.slots.said(to, message)
             self.port.say(to, message)
         while not self.side.arrived:
             for sender, heard in self.port.hear(1.0):
-                self.slots.answered(sender, heard)
+                self.slots.heard(sender, heard)
                 self.side.receive(sender, heard, time.monotonic())
         self.slots.take(0, self.side.take())
         return self.model[0].detach()

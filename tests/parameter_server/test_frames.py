@@ -29,11 +29,13 @@ MEMORY = torch.arange(256, dtype=torch.uint8)
 MOST = 1 << 12
 
 
-def look(place: Place, size: int) -> Tensor | None:
+def look(place: Place, dtype: torch.dtype, count: int) -> Tensor | None:
     """256 bytes that "server 0" has shown."""
-    if place.owner != "server 0" or not 0 <= place.offset <= len(MEMORY) - size:
+    size = count * dtype.itemsize
+    inside = 0 <= place.offset <= len(MEMORY) - size and place.offset % dtype.itemsize == 0
+    if place.owner != "server 0" or not inside:
         return None
-    return MEMORY[place.offset : place.offset + size]
+    return MEMORY[place.offset : place.offset + size].view(dtype)
 
 
 def push(gradient: Tensor) -> Push:

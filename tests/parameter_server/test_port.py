@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dure.collectives.shared_memory.pool import empty_shared
 from dure.parameter_server.messages import Pull, Push, Values
+from dure.parameter_server.processes.frames import Place
 from dure.parameter_server.processes.memory import Memory, own_card
 from dure.parameter_server.processes.port import Gone, Port
 
@@ -136,10 +139,20 @@ def test_memory_that_was_seen_is_read_after_its_owner_has_died(
     server, late = Memory("server 0", cards), Memory("server 0", cards)
     server.see(cards)
     monkeypatch.setattr("dure.parameter_server.processes.memory.open_of", died)
-    found = server.look(place, gradient.nbytes)
+    found = server.look(place, torch.float32, 3)
     assert found is not None
-    assert found.view(torch.float32).tolist() == [7, 7, 7]
-    assert late.look(place, gradient.nbytes) is None
+    assert found.tolist() == [7, 7, 7]
+    assert late.look(place, torch.float32, 3) is None
+
+
+@given(st.integers(-(1 << 62), 1 << 62), st.integers(1, 1 << 62))
+def test_only_what_is_in_the_memory_of_a_process_can_be_looked_at(offset: int, count: int) -> None:
+    card = own_card("worker 0", ("127.0.0.1", 1))
+    memory = Memory("worker 0", {"worker 0": card})
+    found = memory.look(Place("worker 0", offset), torch.float64, count)
+    inside = offset >= 0 and offset + 8 * count <= card.nbytes and offset % 8 == 0
+    assert (found is not None) == inside
+    assert memory.look(Place("worker 1", 0), torch.float64, 1) is None
 
 
 def strangers(address: tuple[str, int], said: Sequence[bytes]) -> list[socket.socket]:

@@ -58,7 +58,7 @@ class Pulling(RuleBasedStateMachine):
     def say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
             assert isinstance(message, Pull)
-            self.slots.named(to, message)
+            self.slots.said(to, message)
             self.told.setdefault(to, []).append(message)
 
     @precondition(lambda self: self.side.asked is None)
@@ -96,7 +96,7 @@ class Pulling(RuleBasedStateMachine):
             assert torch.equal(before, self.weights()), "weights in use were written to"
             value = pull.into
         said = Values(pull.shard, 0, pull.number, value, 0, 0, None, 0)
-        self.slots.answered(name, said)
+        self.slots.heard(name, said)
         self.side.receive(name, said, self.now)
 
     @precondition(lambda self: self.side.arrived)
@@ -130,9 +130,9 @@ def test_rooms_alternate() -> None:
     for number in range(1, 7):
         parts = slots.ask(0)
         for shard, (part, keys) in enumerate(zip(parts, SHARDS, strict=True)):
-            slots.named("server 0", Pull(shard, 0, 0, 0, number, keys.start, keys.stop, into=part))
+            slots.said("server 0", Pull(shard, 0, 0, 0, number, keys.start, keys.stop, into=part))
         for shard, part in enumerate(parts):
-            slots.answered("server 0", Values(shard, 0, number, part, 0, 0, None, 0))
+            slots.heard("server 0", Values(shard, 0, number, part, 0, 0, None, 0))
         slots.take(0, parts)
         places.append(parts[0].data_ptr())
     assert places == places[:2] * 3
@@ -142,10 +142,10 @@ def test_rooms_alternate() -> None:
 def test_a_room_that_a_replaced_server_was_told_of_is_never_given_out_again() -> None:
     slots = Slots(FlatParameters(nn.Linear(7, 1)), SHARDS)
     lost = slots.ask(0)
-    slots.named("server 0", Pull(0, 0, 0, 0, 1, 0, 3, into=lost[0]))
+    slots.said("server 0", Pull(0, 0, 0, 0, 1, 0, 3, into=lost[0]))
     for number in range(2, 6):
         # Another answers from now on, also the question that the first did not.
-        slots.answered("server 1", Values(0, 0, number, torch.ones(3), 0, 0, None, 0))
+        slots.heard("server 1", Values(0, 0, number, torch.ones(3), 0, 0, None, 0))
         slots.take(0, [torch.ones(3), torch.ones(5)])
         assert slots.ask(0)[0].data_ptr() != lost[0].data_ptr()
 

@@ -76,7 +76,7 @@ class Frame(NamedTuple):
 
 
 PlaceOf = Callable[[Tensor], Place | None]
-Look = Callable[[Place, int], Tensor | None]
+Look = Callable[[Place, torch.dtype, int], Tensor | None]
 
 
 class Encoder:
@@ -115,7 +115,9 @@ class Encoder:
 
 
 class Decoder:
-    """Reads frames. One for each thread. look: the bytes at a place, so many; None: there are none.
+    """Reads frames. One for each thread.
+
+    look: the vector at a place, of this dtype and so many elements; None: there is none.
 
     The tensors of a message are views of its data, or of the memory in which they have a place.
     """
@@ -143,22 +145,28 @@ class Decoder:
     def _tensor(self, kind: type, node: Any) -> Tensor:
         name, shape, place = _description(node)
         dtype = _DTYPES[name]
-        size = math.prod(shape) * dtype.itemsize
-        if size == 0:
+        count = math.prod(shape)
+        if count == 0:
             return torch.empty(shape, dtype=dtype)
         if place is not None:
-            found = self._look(place, size)
+            found = self._look(place, dtype, count)
             if found is None:
-                raise FrameError(f"there are no {size} bytes at {place.offset} of {place.owner}")
+                raise FrameError(
+                    f"there is no {name} {list(shape)} at {place.offset} of {place.owner}"
+                )
         else:
-            found = self._data[self._at : self._at + size]
-            if len(found) != size:
-                raise FrameError(f"the tensor of {name} {list(shape)} is not there as a whole")
-            self._at += size
-            if found.data_ptr() % dtype.itemsize or found.storage_offset() % dtype.itemsize:
-                found = found.clone()
-        found = found.view(dtype)
+            found = self._inside(count * dtype.itemsize, dtype)
         return found if len(shape) == 1 else found.view(shape)
+
+    def _inside(self, size: int, dtype: torch.dtype) -> Tensor:
+        """The next bytes of the data, as a vector."""
+        found = self._data[self._at : self._at + size]
+        if len(found) != size:
+            raise FrameError(f"a tensor of {size} bytes is not there as a whole")
+        self._at += size
+        if found.data_ptr() % dtype.itemsize or found.storage_offset() % dtype.itemsize:
+            found = found.clone()
+        return found.view(dtype)
 
 
 def _description(node: Any) -> tuple[str, tuple[int, ...], Place | None]:

@@ -15,6 +15,7 @@ from dure.parameter_server.processes.frames import HEAD, MOST_HEADER, FrameError
 from dure.tensors.blocks import Blocks
 
 _BUFFER = 1 << 16
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Came(NamedTuple):
@@ -72,6 +73,8 @@ class Incoming:
         begins = self._start + HEAD.size
         self._start = begins + header
         self._header = bytes(self._buffer[begins : self._start])
+        if not data:
+            return Came(self._header, _NOTHING)
         self._data = self._blocks.empty(data)
         inside: Any = self._data.numpy()
         here = min(data, self._end - self._start)

@@ -29,6 +29,7 @@ from torch import Tensor
 from dure.collectives.shared_memory.pool import empty_shared
 from dure.parameter_server.keys import Range
 from dure.parameter_server.messages import Pull, Values
+from dure.parameter_server.processes.said import Said
 from dure.parameter_server.worker import WorkerSide
 from dure.tensors.flat import FlatParameters, Room
 
@@ -63,16 +64,19 @@ class Slots:
         slot = self._asked[worker] = self._free()
         return slot.parts
 
-    def named(self, to: str, pull: Pull) -> None:
-        """A question goes to a server, which may write from now on where it says."""
-        if pull.into is not None:
-            self._asked[pull.worker].writers[to, pull.shard, pull.worker] = pull.number
+    def said(self, to: str, message: Said) -> None:
+        """Something was said. Who was asked may write from now on where the question says."""
+        if isinstance(message, Pull) and message.into is not None:
+            key = (to, message.shard, message.worker)
+            self._asked[message.worker].writers[key] = message.number
 
-    def answered(self, sender: str, values: Values) -> None:
-        """A server has answered: where it was to write until then, it writes no more."""
-        key = (sender, values.shard, values.worker)
+    def heard(self, sender: str, message: Said) -> None:
+        """Something was heard. Who has answered writes no more where it was to until then."""
+        if not isinstance(message, Values):
+            return
+        key = (sender, message.shard, message.worker)
         for slot in self._slots:
-            if slot.writers.get(key, values.number + 1) <= values.number:
+            if slot.writers.get(key, message.number + 1) <= message.number:
                 del slot.writers[key]
 
     def take(self, worker: int, values: Sequence[Tensor]) -> None:

@@ -20,7 +20,7 @@ from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.messages import MANAGER, Beat, Envelope, Pull, Values
+from dure.parameter_server.messages import MANAGER, Beat, Envelope
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.rooms import Outbox, Slots
@@ -132,8 +132,7 @@ class Working:
                 self._dealt.extend(said.works)
                 self.worker.go_on()
             else:
-                if isinstance(said, Values):
-                    self.slots.answered(sender, said)
+                self.slots.heard(sender, said)  # type: ignore[arg-type]
                 self._say(self.worker.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         self._waited(waited)
         if time.monotonic() >= self.worker.wake:
@@ -148,8 +147,7 @@ class Working:
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
-            if isinstance(message, Pull):
-                self.slots.named(to, message)
+            self.slots.said(to, message)  # type: ignore[arg-type]
             self.port.say(to, message)
 
     def _waited(self, since: float) -> None:
