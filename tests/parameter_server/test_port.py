@@ -155,6 +155,13 @@ def test_only_what_is_in_the_memory_of_a_process_can_be_looked_at(offset: int, c
     assert memory.look(Place("worker 1", 0), torch.float64, 1) is None
 
 
+def test_a_port_that_was_closed_can_be_woken() -> None:
+    port = Port("server 0", TOKEN, 1 << 16)
+    port.wake()
+    port.close()
+    port.wake()
+
+
 def strangers(address: tuple[str, int], said: Sequence[bytes]) -> list[socket.socket]:
     """Some that call, and say this."""
     found = []

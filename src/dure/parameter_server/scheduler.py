@@ -71,7 +71,7 @@ class Scheduler:
         """Parts for a worker that has asked for some, where there is no bound; none if none are
         left."""
         count = min(_MOST_DEALT, max(1, self._left() // (4 * self._parts())))
-        found = []
+        found: list[Work] = []
         while len(found) < count and (work := self.next(worker, 0)) is not None:
             found.append(work)
         return tuple(found)

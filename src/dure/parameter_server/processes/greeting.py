@@ -85,7 +85,7 @@ class Caller:
         """How many bytes it is still to say, as far as is known. Never more: frames may follow."""
         if len(self._said) < _HELLO.size:
             return _HELLO.size - len(self._said)
-        (length,) = _HELLO.unpack_from(self._said)
+        length: int = _HELLO.unpack_from(self._said)[0]
         if length > _MOST_NAME:
             raise ConnectionError("its name is too long")
         return _HELLO.size + length + NONCE + PROOF - len(self._said)

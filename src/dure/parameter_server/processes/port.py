@@ -138,8 +138,8 @@ class Port:
         return other in self._lines
 
     def wake(self) -> None:
-        """Has `hear` return at once; any thread may call it."""
-        with contextlib.suppress(BlockingIOError):
+        """Has `hear` return at once; any thread may call it, and after the port was closed too."""
+        with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
     def close(self) -> None:
