@@ -114,7 +114,9 @@ def by_rpc(task: dure.Task, end: str) -> None:
     tell(where)
     where = where or told()
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{where[0]}:{where[1]}")
-    rpc.init_rpc(end, rank=names.index(end), world_size=3, rpc_backend_options=options)
+    rpc.init_rpc(
+        end.replace(" ", "-"), rank=names.index(end), world_size=3, rpc_backend_options=options
+    )
     if end == "server":
         threading.Event().wait()
     serve(

@@ -94,10 +94,10 @@ class Encoder:
         for a tensor of a dtype that no frame can have.
         """
         self._place_of = place_of
-        self._pieces = pieces = []
+        self._pieces = []
         header = self._encoder.encode(message)
-        size = sum(map(len, pieces)) if pieces else 0
-        return Frame(HEAD.pack(len(header), size) + header, pieces)
+        size = sum(len(piece) for piece in self._pieces)
+        return Frame(HEAD.pack(len(header), size) + header, self._pieces)
 
     def _described(self, node: Any) -> Any:
         if not isinstance(node, Tensor):

@@ -28,9 +28,10 @@ import msgspec
 from dure.parameter_server import messages
 from dure.parameter_server.processes.frames import Decoder, Encoder, FrameError
 from dure.parameter_server.processes.greeting import Caller, call
-from dure.parameter_server.processes.incoming import Blocks, Came, Incoming
+from dure.parameter_server.processes.incoming import Came, Incoming
 from dure.parameter_server.processes.memory import Card, Memory
 from dure.parameter_server.processes.said import Said, Shipped, landed, shipped
+from dure.tensors.blocks import Blocks
 
 _CALL_SECONDS = 1.0
 """That a call may take, with both proofs: a process that is there answers at once."""
