@@ -146,3 +146,17 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_worker_and_step() -> N
         train(small_task(loss=infinite), dure.ParameterServer(1, 2, batch_size=40))
     assert raised.value.where == "worker 0"
     assert raised.value.when == "step 2"
+
+
+def late(started: float, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy, which takes two seconds when rank 0 measures it before the run."""
+    if not torch.is_grad_enabled() and time.monotonic() < started + 30 and not late.__dict__:
+        late.__dict__["was"] = True
+        time.sleep(2)
+    return F.cross_entropy(outputs, targets)
+
+
+def test_workers_wait_for_a_leader_that_is_late() -> None:
+    task = small_task(loss=partial(late, time.monotonic()))
+    run = train(task, dure.ParameterServer(1, 2, batch_size=20), stop=dure.Stop(rounds=1))
+    assert run.summary["ended"] == "rounds"

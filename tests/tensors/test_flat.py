@@ -83,6 +83,25 @@ def test_loading_a_buffer_sets_the_model_and_an_update_shows_in_the_buffer():
     assert torch.equal(flat.buffers[0], copy[0])
 
 
+def test_a_model_moves_to_other_memory_and_back_without_a_copy():
+    model = Mixed()
+    flat = FlatParameters(model)
+    before = flat.copy()
+    home = flat.room(flat.buffers)
+    other = flat.room([torch.full_like(buffer, 0.5) for buffer in flat.buffers])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat.move(other)
+    assert all(bool((p == 0.5).all()) for p in trained_of(model))
+    assert model.first.weight is model.second.weight
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not bool((other.buffers[1] == 0.5).all())
+    assert flat.buffers is other.buffers
+    flat.move(home)
+    assert all(torch.equal(a, b) for a, b in zip(flat.buffers, before, strict=True))
+    assert torch.equal(model.first.weight.flatten(), before[1][1:10])
+
+
 def test_a_copy_is_nobody_s_view():
     flat = FlatParameters(nn.Linear(2, 2))
     copy = flat.copy()

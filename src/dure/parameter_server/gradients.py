@@ -85,10 +85,11 @@ class Gradients:
         """Sets the weights, by vector."""
         self.flat.load(vectors)
 
-    def of(self, work: Work, group: int, who: str) -> Computed:
+    def of(self, work: Work, group: int, who: str, out: Sequence[Tensor] | None = None) -> Computed:
         """The gradient of a part at the weights as they are.
 
-        who: whose it is, for errors. Raises LossNotFiniteError for a loss that is not, and
+        who: whose it is, for errors. out: where it is written, by vector; by default new memory.
+        Raises LossNotFiniteError for a loss that is not, and
         ValueError for a parameter without a gradient that the optimizer would move all the same.
         """
         batch = self.batches[group].at(work.batch)
@@ -96,8 +97,10 @@ class Gradients:
         place = (work.batch, work.part) if group == 0 else (work.batch, work.part, group)
         seed_generators(self.seed, "step", *place, everything=self.examples.draws)
         started = time.perf_counter()
+        if out is None:
+            out = [torch.empty_like(vector) for vector in self.flat.buffers]
         if not len(part):
-            empty = [torch.zeros_like(vector) for vector in self.flat.buffers]
+            empty = [vector.zero_() for vector in out]
             return Computed(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -109,9 +112,10 @@ class Gradients:
         found.loss.backward()  # type: ignore[no-untyped-call]
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        gradients = [self._vector(vector, found.counted) for vector in self._vectors]
+        for vector, room in zip(self._vectors, out, strict=True):
+            self._write(vector, found.counted, room)
         return Computed(
-            gradients=gradients,
+            gradients=list(out),
             weight=found.counted if self.bulk else len(part) / len(batch),
             loss=loss,
             counted=found.counted,
@@ -119,8 +123,8 @@ class Gradients:
             seconds=time.perf_counter() - started,
         )
 
-    def _vector(self, parameters: Sequence[nn.Parameter], counted: float) -> Tensor:
-        """The gradients of the parameters of a vector, one after another."""
+    def _write(self, parameters: Sequence[nn.Parameter], counted: float, room: Tensor) -> None:
+        """Writes the gradients of the parameters of a vector, one after another."""
         parts = []
         for parameter in parameters:
             gradient = parameter.grad
@@ -133,4 +137,4 @@ class Gradients:
                     )
                 gradient = torch.zeros_like(parameter)
             parts.append(gradient.reshape(-1))
-        return torch.cat(parts)
+        torch.cat(parts, out=room)

@@ -11,7 +11,12 @@ given up is dealt out again (without a bound), or is owed and computed in its na
 
 Work is granted up to a batch: where a run is evaluated, saved or ended, all meet.
 
-Source: Li et al. 2014, section 4.1 (a task scheduler for each group).
+Without a bound several parts are dealt out at a time, so that small steps do not wait for the
+dealer: with r parts left and m workers, r / 4m, so that near the end they are single ones and a
+slow worker keeps nobody waiting.
+
+Source: Li et al. 2014, section 4.1 (a task scheduler for each group); Polychronopoulos and Kuck
+1987, "Guided Self-Scheduling".
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from __future__ import annotations
 import msgspec
 
 from dure.parameter_server.members import Members
+
+_MOST_DEALT = 32
+"""Parts at a time, at most."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -58,6 +66,15 @@ class Scheduler:
         if work is not None:
             self._out.setdefault(worker, []).append(work)
         return work
+
+    def deal(self, worker: int) -> tuple[Work, ...]:
+        """Parts for a worker that has asked for some, where there is no bound; none if none are
+        left."""
+        count = min(_MOST_DEALT, max(1, self._left() // (4 * self._parts())))
+        found: list[Work] = []
+        while len(found) < count and (work := self.next(worker, 0)) is not None:
+            found.append(work)
+        return tuple(found)
 
     def done(self, worker: int, work: Work) -> None:
         """Every server has what a worker has computed of a part."""

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from dure.parameter_server.keys import Range
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.messages import Made, Pull, Push, Step, Values
 from dure.parameter_server.optimizer import Recipe, ShardOptimizer
+from dure.tensors.blocks import Blocks
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Shard:
         self.values = values
         self.terms = terms
         self.clock = RangedClock(keys.start, keys.stop)
+        self._blocks = Blocks()
+        self._plain = terms.recipe.plain
         self.optimizer = ShardOptimizer(terms.recipe, keys.vector, keys.start, values)
         self.version = 0
         """Steps that are applied."""
@@ -72,6 +76,8 @@ class Shard:
         """How many pushes of a worker have become steps here: by worker and first key."""
         self._waiting: dict[int, Pull] = {}
         """Pulls that cannot be answered yet, the newest of each worker."""
+        self._answered: dict[tuple[int, int], int] = {}
+        """The newest question that was answered: by worker and first key."""
 
     # Pushes become steps
 
@@ -136,15 +142,24 @@ class Shard:
         while (clock := self._next(worker, start)) in early:
             push = early.pop(clock)
             self._taken[worker, start] = clock + 1
-            gradient = push.gradient if push.weight == 1 else push.gradient * push.weight
+            gradient, factor = self._weighted(push)
             # Steps that are on their way to the replica will be applied before this one.
             age = self.made - push.version
-            factor = 1 / age if self.terms.slows and age > 1 else 1.0
+            factor *= 1 / age if self.terms.slows and age > 1 else 1.0
             now = self.made // max(1, workers)
             steps.append(self._step(start, gradient, [push], now, factor))
         if not early:
             del self._early[worker, start]
         return steps
+
+    def _weighted(self, push: Push) -> tuple[Tensor, float]:
+        """The gradient of a push as its weight has it, and the factor of the learning rates."""
+        if push.weight == 1:
+            return push.gradient, 1.0
+        # In plain SGD a part of a gradient is a part of the rate, which needs no pass of its own.
+        if self._plain:
+            return push.gradient, push.weight
+        return push.gradient * push.weight, 1.0
 
     # Steps are applied
 
@@ -169,6 +184,10 @@ class Shard:
         Raises ValueError for keys that the shard does not have.
         """
         self._check(pull.start, pull.stop)
+        if pull.into is not None and self._answered.get((pull.worker, pull.start)) == pull.number:
+            # Asked again, as an answer seems to have been lost: but it may be in use by now, and
+            # must not change.
+            pull = msgspec.structs.replace(pull, into=None)
         values = self._answer(pull, layout)
         if values is None:
             self._waiting[pull.worker] = pull
@@ -197,13 +216,14 @@ class Shard:
             staleness = self.terms.staleness
             if own < pull.own or (staleness is not None and floor < pull.clock - staleness):
                 return None
+        self._answered[pull.worker, pull.start] = pull.number
         first = pull.start - self.keys.start
         values = self.values[first : first + pull.stop - pull.start]
         return Values(
             shard=self.number,
             worker=pull.worker,
             number=pull.number,
-            values=values.clone() if pull.into is None else pull.into.copy_(values),
+            values=self._blocks.copy(values) if pull.into is None else pull.into.copy_(values),
             version=self.version,
             own=own,
             floor=int(floor) if floor < torch.inf else None,

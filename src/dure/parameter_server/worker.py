@@ -73,10 +73,11 @@ class Portion:
 class WorkerSide:
     """What worker `number` has asked and said. clock: how many pushes it has made.
 
-    portions: its keys. again: how an own push is applied to pulled values; None waits for the
-    servers to do it. patience: seconds after which something is said again; infinity where nothing
-    is lost unless a connection breaks (`cut`). beat: seconds between beats; None leaves them to
-    another, for a part that is computed in another's name.
+    portions: its keys. into: where the answers to the next question are to be written, by portion;
+    None: anywhere. again: how an own push is applied to pulled values; None waits for the servers
+    to do it. patience: seconds after which something is said again; infinity where nothing is lost
+    unless a connection breaks (`cut`). beat: seconds between beats; None leaves them to another,
+    for a part that is computed in another's name.
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class WorkerSide:
         clock: int = 0,
         patience: float = 1.0,
         beat: float | None = 0.5,
+        into: Callable[[], Sequence[Tensor | None]] | None = None,
     ) -> None:
         self.number = number
         self.name = worker(number)
+        self.into = into
         self.layout = layout
         self.life = layout.life(number)
         self.portions = [Portion(*portion, safe=clock) for portion in portions]
@@ -130,7 +133,8 @@ class WorkerSide:
         self._questions += 1
         self.asked = self._questions
         said: list[Envelope] = []
-        for portion in self.portions:
+        rooms = [None] * len(self.portions) if self.into is None else self.into()
+        for portion, room in zip(self.portions, rooms, strict=True):
             own = 0 if self.again is not None else self.clock
             pull = Pull(
                 shard=portion.shard,
@@ -143,8 +147,9 @@ class WorkerSide:
                 clock=clock,
                 own=own if clock is not None else 0,
             )
+            # Asked again it names no room: that may be in use when a second answer is written.
             self._pulls[portion.shard] = pull
-            said += self._say(portion, pull, now)
+            said += self._say(portion, msgspec.structs.replace(pull, into=room), now)
         return said
 
     @property

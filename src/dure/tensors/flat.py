@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,13 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(*addresses).any())
 
 
+class Room(NamedTuple):
+    """Memory for the weights of a model: flat buffers, and the parameters as views of them."""
+
+    buffers: list[Tensor]
+    views: list[list[Tensor]]
+
+
 class FlatParameters:
     """A model's trained parameters in one buffer a dtype; the model goes on using them as views.
 
@@ -110,6 +117,17 @@ class FlatParameters:
         self.take_memory()
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
+
+    def room(self, buffers: Sequence[Tensor]) -> Room:
+        """Buffers like those of the model, which then may `move` there, again and again."""
+        groups = zip(buffers, self._groups, strict=True)
+        return Room(list(buffers), [views_of(buffer, group) for buffer, group in groups])
+
+    def move(self, room: Room) -> None:
+        """The weights are from now on those in this room; nothing is copied."""
+        self.buffers = room.buffers
+        for group, views in zip(self._groups, room.views, strict=True):
+            _put(group, views)
 
     def let_go(self) -> None:
         """The parameters need no memory until the next `load`; till then all of them are NaN.

@@ -40,7 +40,7 @@ def test_torchrun_gives_the_bits_of_local_processes_also_where_a_run_goes_on(
 
 def test_servers_and_workers_are_ranks_and_all_of_them_end_well(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    system = "parameter-server --servers 1 --workers 2 --epochs 1".split()
+    system = ["parameter-server", "--servers", "1", "--workers", "2", "--epochs", "1"]
     command = [*TORCHRUN[:-1], "4", "-m", "dure", "train", "digits", *system, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,8 @@ from dure.parameter_server.processes.said import Said
 HEAD = struct.Struct("<IQ")
 MOST_HEADER = 1 << 24
 """Bytes of the longest header: a layout, or the clock of a shard, with room."""
+_MOST_EXTENT = 1 << 48
+"""Elements along a dimension, of which no memory has more."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -73,71 +75,117 @@ class Frame(NamedTuple):
         return sum(len(piece) for piece in self.data)
 
 
-def encode(message: Said, place_of: Callable[[Tensor], Place | None]) -> Frame:
-    """A frame of a message. place_of: where the receiver sees a tensor, if it does.
+PlaceOf = Callable[[Tensor], Place | None]
+Look = Callable[[Place, torch.dtype, int], Tensor | None]
 
-    Raises TypeError for a tensor of a dtype that no frame can have.
-    """
-    pieces: list[memoryview] = []
 
-    def described(node: Any) -> Any:
+class Encoder:
+    """Makes frames. One for each thread: it is made once, since that takes longer than a frame."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._described)
+        self._place_of: PlaceOf | None = None
+        self._pieces: list[memoryview] = []
+
+    def encode(self, message: Said, place_of: PlaceOf | None) -> Frame:
+        """A frame of a message.
+
+        place_of: where the receiver sees a tensor, if it does; None: it sees none. Raises TypeError
+        for a tensor of a dtype that no frame can have.
+        """
+        self._place_of = place_of
+        self._pieces = []
+        header = self._encoder.encode(message)
+        size = sum(len(piece) for piece in self._pieces)
+        return Frame(HEAD.pack(len(header), size) + header, self._pieces)
+
+    def _described(self, node: Any) -> Any:
         if not isinstance(node, Tensor):
             raise TypeError(f"a frame cannot have a {type(node).__name__}")
-        if node.dtype not in _NAMES:
+        name = _NAMES.get(node.dtype)
+        if name is None:
             raise TypeError(f"a frame cannot have tensors of {node.dtype}")
-        place = place_of(node) if node.numel() else None
-        if place is None and node.numel():
+        if not node.numel():
+            return name, tuple(node.shape), None
+        place = self._place_of(node) if self._place_of is not None else None
+        if place is None:
             flat: Any = node.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            pieces.append(memoryview(flat))
-        return _NAMES[node.dtype], tuple(node.shape), place
-
-    header = msgspec.msgpack.Encoder(enc_hook=described).encode(message)
-    size = sum(len(piece) for piece in pieces)
-    return Frame(HEAD.pack(len(header), size) + header, pieces)
+            self._pieces.append(memoryview(flat))
+        return name, tuple(node.shape), place
 
 
-def decode(
-    header: bytes | memoryview, data: Tensor, look: Callable[[Place, int], Tensor | None]
-) -> Said:
-    """The message of a header and its data, which its tensors are views of.
+class Decoder:
+    """Reads frames. One for each thread.
 
-    look: the bytes at a place, so many; None where there is no such place. Raises FrameError for
-    what is no message.
+    look: the vector at a place, of this dtype and so many elements; None: there is none.
+
+    The tensors of a message are views of its data, or of the memory in which they have a place.
     """
-    at = 0
 
-    def tensor(kind: type, node: Any) -> Tensor:
-        nonlocal at
-        name, shape, place = msgspec.convert(
-            node, tuple[str, tuple[int, ...], tuple[str, int] | None]
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(
+            Said, dec_hook=self._tensor
         )
-        dtype = _DTYPES.get(name)
-        if dtype is None or any(extent < 0 for extent in shape) or len(shape) > 8:
-            raise FrameError(f"there is no tensor of {name} {list(shape[:8])}")
-        size = math.prod(shape) * dtype.itemsize
-        if size == 0:
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._at = 0
+
+    def decode(self, header: bytes | memoryview, data: Tensor) -> Said:
+        """The message of a header and its data. Raises FrameError for what is no message."""
+        self._data = data
+        self._at = 0
+        try:
+            message = self._decoder.decode(header)
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise FrameError(f"it is no message: {error}") from error
+        if self._at != len(data):
+            raise FrameError(f"the frame has {len(data) - self._at} bytes that belong to nothing")
+        return message
+
+    def _tensor(self, kind: type, node: Any) -> Tensor:
+        name, shape, place = _description(node)
+        dtype = _DTYPES[name]
+        count = math.prod(shape)
+        if count == 0:
             return torch.empty(shape, dtype=dtype)
         if place is not None:
-            found = look(Place(*place), size)
+            found = self._look(place, dtype, count)
             if found is None:
-                raise FrameError(f"there are no {size} bytes at {place[1]} of {place[0]}")
+                raise FrameError(
+                    f"there is no {name} {list(shape)} at {place.offset} of {place.owner}"
+                )
         else:
-            found = data[at : at + size]
-            at += size
-            if len(found) != size:
-                raise FrameError(f"the tensor of {name} {list(shape)} is not there as a whole")
-            if (found.storage_offset() + found.untyped_storage().data_ptr()) % dtype.itemsize:
-                found = found.clone()
-        return found.view(dtype).view(shape)
+            found = self._inside(count * dtype.itemsize, dtype)
+        return found if len(shape) == 1 else found.view(shape)
 
-    try:
-        message: Said = _decoder(tensor).decode(header)
-    except (msgspec.DecodeError, ValueError, RuntimeError) as error:
-        raise FrameError(f"it is no message: {error}") from error
-    if at != len(data):
-        raise FrameError(f"the frame has {len(data) - at} bytes that belong to nothing")
-    return message
+    def _inside(self, size: int, dtype: torch.dtype) -> Tensor:
+        """The next bytes of the data, as a vector."""
+        found = self._data[self._at : self._at + size]
+        if len(found) != size:
+            raise FrameError(f"a tensor of {size} bytes is not there as a whole")
+        self._at += size
+        if found.data_ptr() % dtype.itemsize or found.storage_offset() % dtype.itemsize:
+            found = found.clone()
+        return found.view(dtype)
 
 
-def _decoder(hook: Callable[[type, Any], Tensor]) -> msgspec.msgpack.Decoder[Said]:
-    return msgspec.msgpack.Decoder(Said, dec_hook=hook)
+def _description(node: Any) -> tuple[str, tuple[int, ...], Place | None]:
+    """What a header says of a tensor, checked: its dtype's name, its shape, its place."""
+    # By hand: every push and pull comes through here, and a schema takes ten times as long.
+    if not isinstance(node, list | tuple) or len(node) != 3:
+        raise FrameError("a tensor is described by its dtype, its shape and its place")
+    name, shape, place = node
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise FrameError(f"there is no tensor of {str(name)[:40]}")
+    if not isinstance(shape, list | tuple) or len(shape) > 8:
+        raise FrameError("a tensor has up to eight dimensions")
+    if not all(type(extent) is int and 0 <= extent <= _MOST_EXTENT for extent in shape):
+        raise FrameError(f"there is no tensor of {name} {list(shape)}")
+    if place is None:
+        return name, tuple(shape), None
+    if not isinstance(place, list | tuple) or len(place) != 2:
+        raise FrameError("a place is the name of a process and an offset")
+    owner, offset = place
+    if not isinstance(owner, str) or type(offset) is not int:
+        raise FrameError("a place is the name of a process and an offset")
+    return name, tuple(shape), Place(owner, offset)

@@ -15,10 +15,15 @@ import torch.distributed as dist
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.two_hosts.across import address_towards
+from dure.machine.cores import available_cores
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.memory import Card, own_card
 from dure.parameter_server.processes.port import Port
+
+SPIN = 100e-6
+"""Seconds that a process looks for messages before it sleeps, where each has a core of its own: to
+be woken takes about as long as a small step."""
 
 SLACK = 1 << 20
 """Bytes of a frame besides the weights, or what an optimizer remembers of them."""
@@ -57,6 +62,12 @@ def meet(group: Group, plan: Plan, nbytes: int) -> Port:
     told = group.broadcast_bytes(b"[" + b",".join(cards) + b"]" if group.rank == 0 else None)
     known = {card.name: card for card in msgspec.json.decode(told, type=list[Card])}
     port.meet(known, _called_by(group.rank, plan))
+    assert port.memory is not None
+    here = [other for other in known if port.memory.shares(other)]
+    if name.startswith("server"):
+        port.memory.see(here)
+    if len(here) <= available_cores():
+        port.spin = SPIN
     return port
 
 

@@ -1,56 +1,51 @@
 """The port of a process: connections to others of its job, and the frames that come over them.
 
-Both sides of a connection prove that they know the job's token, which never travels:
+Whoever has something to say to a process that it is not connected to calls it, if it may be there;
+both prove that they know the job's token (`greeting`). A connection that breaks is an event,
+`Gone`, and no error; what was on its way over it is lost, and said again by those whose affair it
+is. What cannot leave at once waits in memory, and leaves when the peer takes it: nothing here waits
+for a peer, but a call for a second at most.
 
-    listener -> caller    16 random bytes a
-    caller -> listener    its name, 16 random bytes b, HMAC(token, "caller", a, name)
-    listener -> caller    HMAC(token, "listener", b)
-
-Whoever has something to say to a process that it is not connected to calls it, if it may be there.
-A connection that breaks is an event, `Gone`, and no error; what was on its way over it is lost, and
-said again by those whose affair it is. Nothing here waits for a peer: what cannot leave at once
-waits in memory, and leaves when the peer takes it.
-
-Source: Krawczyk et al. 1997, RFC 2104 (HMAC).
+What is said leaves together, when its speaker listens again: a push, and the pull after it, cost
+one system call and wake their server once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
-import os
 import selectors
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 import msgspec
-import torch
-from torch import Tensor
 
 from dure.parameter_server import messages
-from dure.parameter_server.processes.frames import (
-    HEAD,
-    MOST_HEADER,
-    FrameError,
-    decode,
-    encode,
-)
+from dure.parameter_server.processes.frames import Decoder, Encoder, FrameError
+from dure.parameter_server.processes.greeting import Caller, call
+from dure.parameter_server.processes.incoming import Came, Incoming
 from dure.parameter_server.processes.memory import Card, Memory
 from dure.parameter_server.processes.said import Said, Shipped, landed, shipped
+from dure.tensors.blocks import Blocks
 
-_NONCE = 16
-_HELLO = struct.Struct("<H")
-_MOST_NAME = 64
 _CALL_SECONDS = 1.0
 """That a call may take, with both proofs: a process that is there answers at once."""
 _AGAIN_SECONDS = 0.25
 """Until one that could not be reached is called again."""
+_MOST_CALLERS = 64
+"""Who have proved nothing yet; of more, the one that has waited longest goes."""
+_LARGE = 1 << 16
+"""Bytes of a payload that is not kept for what may be said after it."""
+_PIECES = 16
+"""That leave in one system call."""
+
+_STAY = (messages.Push, messages.Values, messages.Replicate, Shipped)
+"""Messages whose tensors nobody changes until they have been answered: they leave uncopied."""
 
 
 class Gone(NamedTuple):
@@ -68,17 +63,10 @@ class Line:
 
     name: str
     socket: socket.socket
+    incoming: Incoming
     leaving: deque[memoryview] = field(default_factory=deque)
-    head: bytearray = field(default_factory=lambda: bytearray(HEAD.size))
-    header: bytearray = field(default_factory=bytearray)
-    data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    view: memoryview = field(init=False)
-    """What the next bytes are written into."""
-    part: int = 0
-    """Which part of the frame comes: head, header, data."""
-
-    def __post_init__(self) -> None:
-        self.view = memoryview(self.head)
+    full: bool = False
+    """Whether the peer has to take something before more can leave."""
 
 
 class Port:
@@ -90,12 +78,16 @@ class Port:
     def __init__(self, name: str, token: bytes, most: int, host: str = "127.0.0.1") -> None:
         self.name = name
         self.most = most
+        self.spin = 0.0
+        """Seconds that `hear` looks again and again before it sleeps: for a core of its own."""
         self._token = token
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._callers: deque[Caller] = deque()
         self._lines: dict[str, Line] = {}
+        self._unsent: list[Line] = []
         self._heard: deque[Heard] = deque()
         self._failed: dict[str, float] = {}
         self._calls: frozenset[str] = frozenset()
@@ -104,6 +96,8 @@ class Port:
         self._awake.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ, self._awake)
+        self._blocks = Blocks()
+        self._encoder = Encoder()
         self.memory: Memory | None = None
         self.sent = 0
         """Payload bytes that have left, those in shared memory among them."""
@@ -121,7 +115,7 @@ class Port:
         calls: those that this one calls, now and whenever it has something to say and no connection
         to them; the others call it.
         """
-        self.memory = Memory(self.name, cards)
+        self._see(Memory(self.name, cards))
         self._calls = frozenset(calls)
         for other in calls:
             self._line(other)
@@ -132,26 +126,33 @@ class Port:
         port = Port(name, self._token, self.most, self.address[0])
         card = self.memory.cards[self.name]
         cards = {**self.memory.cards, name: msgspec.structs.replace(card, name=name)}
-        port.memory = Memory(name, cards)
+        port._see(Memory(name, cards))
         port._calls = self._calls
         return port
+
+    def _see(self, memory: Memory) -> None:
+        self.memory = memory
+        self._decoder = Decoder(memory.look)
 
     def reaches(self, other: str) -> bool:
         """Whether there is a connection to a process."""
         return other in self._lines
 
     def wake(self) -> None:
-        """Has `hear` return at once; any thread may call it."""
-        with contextlib.suppress(BlockingIOError):
+        """Has `hear` return at once; any thread may call it, and after the port was closed too."""
+        with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
     def close(self) -> None:
         """Ends all connections, after what waits has had a moment to leave."""
+        self.flush()
         until = time.monotonic() + _CALL_SECONDS
         while any(line.leaving for line in self._lines.values()) and time.monotonic() < until:
             self._look(0.01)
         for line in list(self._lines.values()):
             self._drop(line, "this end was closed")
+        for caller in self._callers:
+            caller.socket.close()
         self._heard.clear()
         self._selector.close()
         for each in (self._listener, self._awake, self._waker):
@@ -162,8 +163,8 @@ class Port:
     def say(self, to: str, message: Said | messages.Snapshot) -> bool:
         """Says something to a process; False where it cannot be reached, and nothing is said.
 
-        What it says is taken as it is now: tensors outside of shared memory leave at once, or are
-        copied.
+        It leaves with `flush` or `hear`, or at once if it is large. Tensors of pushes, values,
+        replicated updates and snapshots stay as they are until then; others are copied.
         """
         line = self._line(to)
         if line is None:
@@ -175,80 +176,95 @@ class Port:
         elif isinstance(message, messages.Pull) and message.into is not None and not shared:
             # Memory that the other does not see.
             message = msgspec.structs.replace(message, into=None)
-        place_of = self.memory.place_of
-        frame = encode(message, place_of if shared else lambda tensor: None)
-        self.sent += _payload(message)
-        self._leave(line, [memoryview(frame.head), *frame.data])
+        frame = self._encoder.encode(message, self.memory.place_of if shared else None)
+        payload = _payload(message)
+        self.sent += payload
+        if not line.leaving:
+            self._unsent.append(line)
+        line.leaving.append(memoryview(frame.head))
+        stay = isinstance(message, _STAY)
+        line.leaving.extend(piece if stay else memoryview(bytes(piece)) for piece in frame.data)
+        if payload >= _LARGE:
+            self._send(line)
         return True
 
-    def _leave(self, line: Line, pieces: list[memoryview]) -> None:
-        if not line.leaving:
-            pieces = self._push_out(line, pieces)
-        if pieces:
-            # The tensors may be changed by their owner before the rest has left.
-            line.leaving.extend(memoryview(bytes(piece)) for piece in pieces)
-            if line.name in self._lines:
-                self._selector.modify(
-                    line.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, line
-                )
+    def flush(self) -> None:
+        """Lets leave what was said."""
+        lines, self._unsent = self._unsent, []
+        for line in lines:
+            if not line.full:
+                self._send(line)
 
-    def _push_out(self, line: Line, pieces: list[memoryview]) -> list[memoryview]:
-        """Sends what can be sent at once; what is left."""
-        while pieces:
-            try:
-                count = line.socket.sendmsg(pieces[:16])
-            except BlockingIOError:
-                return pieces
-            except OSError as error:
-                self._drop(line, error.strerror or str(error))
-                return []
-            while pieces and count >= len(pieces[0]):
-                count -= len(pieces[0])
-                pieces = pieces[1:]
-            if count:
-                pieces = [pieces[0][count:], *pieces[1:]]
-        return []
+    def _send(self, line: Line) -> None:
+        """Sends what can be sent at once; the rest leaves when the peer has taken some."""
+        try:
+            while line.leaving:
+                pieces = [*islice(line.leaving, _PIECES)]
+                _take_away(line.leaving, line.socket.sendmsg(pieces))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._drop(line, error.strerror or str(error))
+            return
+        full = bool(line.leaving)
+        if full != line.full:
+            line.full = full
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if full else 0)
+            self._selector.modify(line.socket, events, line)
 
     # Hearing
 
     def hear(self, seconds: float) -> Iterator[Heard]:
         """What has come, and from whom; waits so long for the first, at the most."""
         if not self._heard:
+            self.flush()
+        # A line that broke is heard of.
+        if not self._heard:
             self._look(max(0.0, seconds))
         while self._heard:
             yield self._heard.popleft()
 
     def _look(self, seconds: float) -> None:
-        for key, events in self._selector.select(min(seconds, 3600.0)):
+        for key, events in self._wait(min(seconds, 3600.0)):
             if key.data is None:
                 self._answer_call()
-                continue
-            if key.data is self._awake:
+            elif key.data is self._awake:
                 self._awake.recv(4096)
-                continue
-            line: Line = key.data
-            if events & selectors.EVENT_WRITE:
-                self._go_on(line)
-            if events & selectors.EVENT_READ and line.name in self._lines:
-                self._read(line)
+            elif isinstance(key.data, Caller):
+                self._greet(key.data)
+            else:
+                self._go_on(key.data, events)
 
-    def _go_on(self, line: Line) -> None:
-        line.leaving = deque(self._push_out(line, list(line.leaving)))
-        if not line.leaving and line.name in self._lines:
-            self._selector.modify(line.socket, selectors.EVENT_READ, line)
+    def _go_on(self, line: Line, events: int) -> None:
+        # What was ready may have been dropped since.
+        if events & selectors.EVENT_WRITE and self._lines.get(line.name) is line:
+            self._send(line)
+        if events & selectors.EVENT_READ and self._lines.get(line.name) is line:
+            self._read(line)
+
+    def _wait(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """What can be done; looks for a while before it sleeps, where cores allow it."""
+        if self.spin > 0:
+            until = time.perf_counter() + min(self.spin, seconds)
+            while True:
+                if found := self._selector.select(0):
+                    return found
+                if time.perf_counter() >= until:
+                    break
+        return self._selector.select(seconds)
 
     def _read(self, line: Line) -> None:
         try:
             while True:
-                # An empty part is complete at once.
-                if len(line.view):
-                    count = line.socket.recv_into(line.view)
-                    if not count:
-                        self._drop(line, "it closed the connection")
-                        return
-                    line.view = line.view[count:]
-                if not len(line.view):
-                    self._complete(line)
+                room = line.incoming.room()
+                count = line.socket.recv_into(room)
+                if not count:
+                    self._drop(line, "it closed the connection")
+                    return
+                for frame in line.incoming.came(count):
+                    self._take(line.name, frame)
+                if count < len(room):
+                    return
         except BlockingIOError:
             return
         except FrameError as error:
@@ -256,29 +272,11 @@ class Port:
         except OSError as error:
             self._drop(line, error.strerror or str(error))
 
-    def _complete(self, line: Line) -> None:
-        """A part of a frame is there: what comes next."""
-        if line.part == 0:
-            header, data = HEAD.unpack(line.head)
-            if header > MOST_HEADER or data > self.most:
-                raise FrameError(f"a frame of {header} and {data} bytes is longer than any here")
-            line.header = bytearray(header)
-            line.data = torch.empty(data, dtype=torch.uint8)
-            line.view = memoryview(line.header)
-            line.part = 1
-            return
-        if line.part == 1:
-            inside: Any = line.data.numpy()
-            line.view = memoryview(inside)
-            line.part = 2
-            if len(line.data):
-                return
-        assert self.memory is not None
-        said = decode(bytes(line.header), line.data, self.memory.look)
-        line.view = memoryview(line.head)
-        line.part = 0
+    def _take(self, sender: str, frame: Came) -> None:
+        """A frame has come. Raises FrameError if it is none of this job."""
+        said = self._decoder.decode(frame.header, frame.data)
         self.received += _payload(said)
-        self._heard.append((line.name, landed(said) if isinstance(said, Shipped) else said))
+        self._heard.append((sender, _landed(said) if isinstance(said, Shipped) else said))
 
     # Connections
 
@@ -294,63 +292,54 @@ class Port:
         if now < self._failed.get(to, -math.inf) + _AGAIN_SECONDS:
             return None
         try:
-            line = self._call(to, card.address)
+            there = call(card.address, self.name, to, self._token, _CALL_SECONDS)
         except OSError:
             self._failed[to] = now
             return None
-        self._add(line)
-        return line
-
-    def _call(self, to: str, address: tuple[str, int]) -> Line:
-        """Calls a process. Raises OSError if it is not there, or is another."""
-        there = socket.create_connection(address, timeout=_CALL_SECONDS)
-        try:
-            nonce = _exactly(there, _NONCE)
-            own = os.urandom(_NONCE)
-            name = self.name.encode()
-            proof = _proof(self._token, b"caller", nonce, name)
-            there.sendall(_HELLO.pack(len(name)) + name + own + proof)
-            if not hmac.compare_digest(
-                _exactly(there, 32), _proof(self._token, b"listener", own, to.encode())
-            ):
-                raise ConnectionError("it does not know the job's token")
-            return Line(to, there)
-        except BaseException:
-            there.close()
-            raise
+        return self._add(to, there)
 
     def _answer_call(self) -> None:
+        now = time.monotonic()
         try:
             there, _ = self._listener.accept()
+            caller = Caller(there, now + _CALL_SECONDS)
         except OSError:
             return
-        try:
-            there.settimeout(_CALL_SECONDS)
-            nonce = os.urandom(_NONCE)
-            there.sendall(nonce)
-            (length,) = _HELLO.unpack(_exactly(there, _HELLO.size))
-            if length > _MOST_NAME:
-                raise ConnectionError("its name is too long")
-            name = _exactly(there, length)
-            own = _exactly(there, _NONCE)
-            if not hmac.compare_digest(
-                _exactly(there, 32), _proof(self._token, b"caller", nonce, name)
-            ):
-                raise ConnectionError("it does not know the job's token")
-            there.sendall(_proof(self._token, b"listener", own, self.name.encode()))
-            self._add(Line(name.decode(), there))
-        except (OSError, UnicodeDecodeError):
-            there.close()
+        self._callers.append(caller)
+        self._selector.register(there, selectors.EVENT_READ, caller)
+        while len(self._callers) > _MOST_CALLERS or self._callers[0].until < now:
+            self._hang_up(self._callers[0])
 
-    def _add(self, line: Line) -> None:
-        line.socket.setblocking(False)
-        line.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        former = self._lines.get(line.name)
+    def _greet(self, caller: Caller) -> None:
+        """Hears what one who has called says to prove that it is of this job."""
+        if caller not in self._callers:
+            return  # it was hung up on since
+        try:
+            name = caller.hear(self._token, self.name)
+        except OSError:
+            self._hang_up(caller)
+            return
+        if name is not None:
+            self._callers.remove(caller)
+            self._selector.unregister(caller.socket)
+            self._add(name, caller.socket)
+
+    def _hang_up(self, caller: Caller) -> None:
+        self._callers.remove(caller)
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
+
+    def _add(self, name: str, there: socket.socket) -> Line:
+        there.setblocking(False)
+        there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line = Line(name, there, Incoming(self.most, self._blocks))
+        former = self._lines.get(name)
         if former is not None:
             # Both have called each other, or it has come back: the newer one is the one it uses.
             self._forget(former)
-        self._lines[line.name] = line
-        self._selector.register(line.socket, selectors.EVENT_READ, line)
+        self._lines[name] = line
+        self._selector.register(there, selectors.EVENT_READ, line)
+        return line
 
     def _drop(self, line: Line, reason: str) -> None:
         if self._lines.get(line.name) is line:
@@ -361,22 +350,23 @@ class Port:
         self._lines.pop(line.name, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.socket)
+        line.leaving.clear()
         line.socket.close()
 
 
-def _proof(token: bytes, role: bytes, nonce: bytes, name: bytes) -> bytes:
-    return hmac.digest(token, role + nonce + name, "sha256")
+def _take_away(pieces: deque[memoryview], count: int) -> None:
+    """Takes so many bytes from the front."""
+    while pieces and count >= len(pieces[0]):
+        count -= len(pieces.popleft())
+    if count:
+        pieces[0] = pieces[0][count:]
 
 
-def _exactly(there: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError at the end of the stream."""
-    found = b""
-    while len(found) < count:
-        more = there.recv(count - len(found))
-        if not more:
-            raise ConnectionError("it closed the connection")
-        found += more
-    return found
+def _landed(said: Shipped) -> messages.Snapshot:
+    try:
+        return landed(said)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise FrameError(f"it is no snapshot: {error}") from error
 
 
 def _payload(message: Said) -> int:

@@ -1,8 +1,8 @@
 """What processes say to each other besides the messages of the state machines.
 
 leader -> worker   Grant     batches before this one may be begun
-worker -> leader   Ask       a part, please; these are done
-leader -> worker   Deal      do this part; None: there is none now
+worker -> leader   Ask       parts, please; these are done
+leader -> worker   Deal      do these parts; none: there is nothing now
 worker -> leader   Report    I have nothing to do; this I have done since I said so last
 leader -> server   Save      what have you of this shard?  (the answer is a Snapshot)
 any    -> leader   Failed    an error of the task's own
@@ -33,16 +33,16 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for a part. done: parts that every server has."""
+    """A worker asks for parts. done: parts that every server has."""
 
     worker: int
     done: tuple[Work, ...] = ()
 
 
 class Deal(msgspec.Struct, frozen=True, tag=True):
-    """The part that a worker is to do; None: nothing is left of what was granted."""
+    """The parts that a worker is to do; none: nothing is left of what was granted."""
 
-    work: Work | None
+    works: tuple[Work, ...]
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import MANAGER, Beat, Envelope
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.rooms import Outbox, Slots
 from dure.parameter_server.processes.said import Ask, Deal, Grant, Over, Report
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.scheduler import Scheduler, Work
@@ -41,6 +44,8 @@ class Working:
         self.model = place.model(task, seed).train()
         self.shards = plan.shards(self.model)
         self.computing = plan.gradients(task, self.model, seed)
+        self.slots = Slots(self.computing.flat, self.shards)
+        self.outbox = Outbox(self.computing.flat.buffers)
         self.buffers = Buffers(self.model)
         self.group = plan.group_of(number)
         layout = plan.layout(self.model)
@@ -55,7 +60,7 @@ class Working:
         )
         self._computed: list[Computed] = []
         self._done: list[Work] = []
-        self._dealt: list[Work] = []
+        self._dealt: deque[Work] = deque()
         self._asked = False
         self._left = False
         """Whether there may be parts to ask for."""
@@ -63,8 +68,11 @@ class Working:
 
     def _side(self, number: int, layout: Layout, clock: int) -> WorkerSide:
         portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
+        into = partial(self.slots.ask, number)
         # Streams lose nothing but when they break.
-        return WorkerSide(number, layout, portions, clock=clock, patience=math.inf, beat=None)
+        return WorkerSide(
+            number, layout, portions, clock=clock, patience=math.inf, beat=None, into=into
+        )
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
         return self._side(owed.worker, layout, owed.first)
@@ -77,21 +85,21 @@ class Working:
             return self.scheduler.next(side.number, side.clock)
         if asked is not None:
             return asked
-        if self._dealt:
-            return self._dealt.pop(0)
-        if self._left and not self._asked:
+        work = self._dealt.popleft() if self._dealt else None
+        if not self._dealt and self._left and not self._asked:
+            # Before the last is computed, so that the next are here when it is.
             self._asked = True
             self.port.say(MANAGER, Ask(self.number, tuple(self._done)))
             self._done.clear()
-        return None
+        return work
 
     def _compute(
         self, side: WorkerSide, work: Work, values: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], float]:
+        self.port.flush()
         started = time.perf_counter()
-        for keys, value in zip(self.shards, values, strict=True):
-            self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
-        found = self.computing.of(work, self.group, side.name)
+        self.slots.take(side.number, values)
+        found = self.computing.of(work, self.group, side.name, self.outbox.room(side))
         self._computed.append(found)
         self.meter.compute("gradient", started, time.perf_counter(), work.batch + 1)
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
@@ -126,11 +134,11 @@ class Working:
                 self._granted(said)
             elif isinstance(said, Deal):
                 self._asked = False
-                self._left = said.work is not None
-                if said.work is not None:
-                    self._dealt.append(said.work)
+                self._left = bool(said.works)
+                self._dealt.extend(said.works)
                 self.worker.go_on()
             else:
+                self.slots.heard(sender, said)  # type: ignore[arg-type]
                 self._say(self.worker.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         self._waited(waited)
         if time.monotonic() >= self.worker.wake:
@@ -145,6 +153,7 @@ class Working:
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
+            self.slots.said(to, message)  # type: ignore[arg-type]
             if not self.port.say(to, message):
                 self._cut(to)
 
@@ -203,6 +212,7 @@ class Heart(threading.Thread):
             side = self._side
             beat = Beat(side.name, side.layout.version, math.nan, clock=side.clock)
             self._port.say(MANAGER, beat)
+            self._port.flush()
         self._port.close()
 
     def stop(self) -> None:

@@ -1,0 +1,116 @@
+"""How two processes of a job greet each other: both prove that they know its token.
+
+    listener -> caller    16 random bytes a
+    caller -> listener    its name, 16 random bytes b, HMAC(token, "caller", a, name)
+    listener -> caller    HMAC(token, "listener", b, the listener's name)
+
+The token never travels. The listener waits for nobody: what a caller has said so far it keeps, and
+reads the rest when it comes. So strangers who say nothing, or anything else, hold up no one.
+
+Source: Krawczyk et al. 1997, RFC 2104 (HMAC).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+
+NONCE = 16
+PROOF = 32
+_HELLO = struct.Struct("<H")
+_MOST_NAME = 64
+
+
+def call(
+    address: tuple[str, int], name: str, other: str, token: bytes, seconds: float
+) -> socket.socket:
+    """Calls a process; the connection, once both know each other. Waits so long at the most.
+
+    Raises OSError if it is not there, or is another.
+    """
+    there = socket.create_connection(address, timeout=seconds)
+    try:
+        nonce = _exactly(there, NONCE)
+        own = os.urandom(NONCE)
+        there.sendall(_said(name, own, nonce, token))
+        if not hmac.compare_digest(_exactly(there, PROOF), _answer(token, own, other)):
+            raise ConnectionError("it does not know the job's token")
+        return there
+    except BaseException:
+        there.close()
+        raise
+
+
+class Caller:
+    """One who has called, and has not proved anything yet. until: when it has to have done so."""
+
+    def __init__(self, there: socket.socket, until: float) -> None:
+        self.socket = there
+        self.until = until
+        self._nonce = os.urandom(NONCE)
+        self._said = b""
+        there.setblocking(False)
+        there.send(self._nonce)  # a new connection has room for it
+
+    def hear(self, token: bytes, name: str) -> str | None:
+        """The caller's name, once it has proved that it knows the token; it has its answer then.
+
+        None: not yet. Raises OSError for one that will not. name: the listener's.
+        """
+        while (missing := self._missing()) > 0:
+            try:
+                more = self.socket.recv(missing)
+            except BlockingIOError:
+                return None
+            if not more:
+                raise ConnectionError("it closed the connection")
+            self._said += more
+        (length,) = _HELLO.unpack_from(self._said)
+        other = self._said[_HELLO.size : _HELLO.size + length]
+        own = self._said[_HELLO.size + length : -PROOF]
+        if not hmac.compare_digest(
+            self._said[-PROOF:], _proof(token, b"caller", self._nonce, other)
+        ):
+            raise ConnectionError("it does not know the job's token")
+        try:
+            found = other.decode()
+        except UnicodeDecodeError as error:
+            raise ConnectionError("its name is no text") from error
+        self.socket.send(_answer(token, own, name))
+        return found
+
+    def _missing(self) -> int:
+        """How many bytes it is still to say, as far as is known. Never more: frames may follow."""
+        if len(self._said) < _HELLO.size:
+            return _HELLO.size - len(self._said)
+        length: int = _HELLO.unpack_from(self._said)[0]
+        if length > _MOST_NAME:
+            raise ConnectionError("its name is too long")
+        return _HELLO.size + length + NONCE + PROOF - len(self._said)
+
+
+def _said(name: str, own: bytes, nonce: bytes, token: bytes) -> bytes:
+    """What a caller says."""
+    text = name.encode()
+    return _HELLO.pack(len(text)) + text + own + _proof(token, b"caller", nonce, text)
+
+
+def _answer(token: bytes, nonce: bytes, name: str) -> bytes:
+    return _proof(token, b"listener", nonce, name.encode())
+
+
+def _proof(token: bytes, role: bytes, nonce: bytes, name: bytes) -> bytes:
+    return hmac.digest(token, role + nonce + name, "sha256")
+
+
+def _exactly(there: socket.socket, count: int) -> bytes:
+    """So many bytes. Raises ConnectionError at the end of the stream."""
+    found = b""
+    while len(found) < count:
+        more = there.recv(count - len(found))
+        if not more:
+            raise ConnectionError("it closed the connection")
+        found += more
+    return found

@@ -1,0 +1,217 @@
+"""Ports: those who know the token talk, and strangers hold up nobody."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.collectives.shared_memory.pool import empty_shared
+from dure.parameter_server.messages import Pull, Push, Values
+from dure.parameter_server.processes.frames import Place
+from dure.parameter_server.processes.memory import Memory, own_card
+from dure.parameter_server.processes.port import Gone, Port
+
+TOKEN = b"a token of this job"
+
+
+class Listening(threading.Thread):
+    """Has a port listen until it is closed; what it hears."""
+
+    def __init__(self, port: Port, answer: Callable[[str, Any], Any] = lambda who, what: None):
+        super().__init__(daemon=True)
+        self.port = port
+        self.answer = answer
+        self.heard: list[Any] = []
+        self.over = False
+
+    def run(self) -> None:
+        while not self.over:
+            for sender, said in self.port.hear(0.01):
+                self.heard.append((sender, said))
+                answer = self.answer(sender, said)
+                if answer is not None:
+                    self.port.say(sender, answer)
+        self.port.close()
+
+
+@contextmanager
+def two(
+    answer: Callable[[str, Any], Any] = lambda who, what: None, token: bytes = TOKEN
+) -> Iterator[tuple[Listening, Port]]:
+    """A server that listens in a thread, and a worker that has not called it yet."""
+    server, worker = Port("server 0", TOKEN, 1 << 24), Port("worker 0", token, 1 << 24)
+    cards = {port.name: own_card(port.name, port.address) for port in (server, worker)}
+    server.meet(cards, [])
+    listening = Listening(server, answer)
+    listening.start()
+    try:
+        worker.meet(cards, ["server 0"])
+        yield listening, worker
+    finally:
+        listening.over = True
+        listening.join()
+        worker.close()
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def heard(port: Port) -> Any:
+    """The next that a port hears."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        for _, said in port.hear(0.1):
+            return said
+    raise AssertionError("nothing came")
+
+
+def push(gradient: torch.Tensor) -> Push:
+    return Push(0, 0, 0, 0, 0, 0, gradient, 1.0, 0)
+
+
+def back(who: str, said: Any) -> Values | None:
+    """Gives back the gradient of a push."""
+    return Values(0, 0, 1, said.gradient, 0, 0, None, 0) if isinstance(said, Push) else None
+
+
+@pytest.mark.parametrize("count", [3, 100_000, 3_000_000])
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_arrive_whole_in_memory_that_is_shared_or_not(count: int, shared: bool) -> None:
+    gradient = empty_shared(count) if shared else torch.empty(count)
+    gradient.copy_(torch.arange(count))
+    with two(back) as (listening, worker):
+        for _ in range(2):
+            worker.say("server 0", push(gradient))
+        for _ in range(2):
+            assert torch.equal(heard(worker).values, gradient)
+        assert worker.sent == worker.received == 2 * gradient.nbytes
+        # What lies in shared memory is not sent, but read there.
+        gradient.add_(1)
+        assert torch.equal(listening.heard[0][1].gradient, gradient) == shared
+
+
+def test_an_answer_is_written_where_the_question_wants_it() -> None:
+    room = empty_shared(5).zero_()
+
+    def answer(who: str, said: Any) -> Values | None:
+        if not isinstance(said, Pull) or said.into is None:
+            return None
+        return Values(0, 0, said.number, said.into.copy_(torch.arange(5.0)), 0, 0, None, 0)
+
+    with two(answer) as (_, worker):
+        worker.say("server 0", Pull(0, 0, 0, 0, 1, 0, 5, into=room))
+        assert heard(worker).values.data_ptr() == room.data_ptr()
+        assert room.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_is_said_together_arrives_in_order() -> None:
+    with two() as (listening, worker):
+        for number in range(100):
+            worker.say("server 0", Pull(0, 0, 0, 0, number, 0, 5))
+        worker.flush()
+        soon(lambda: len(listening.heard) == 100)
+        assert [said.number for _, said in listening.heard] == list(range(100))
+
+
+def test_memory_that_was_seen_is_read_after_its_owner_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def died(*_: object) -> int:
+        raise OSError("there is no such process")
+
+    gradient = empty_shared(3).fill_(7)
+    cards = {name: own_card(name, ("127.0.0.1", 1)) for name in ("worker 0", "server 0")}
+    place = Memory("worker 0", cards).place_of(gradient)
+    assert place is not None
+    server, late = Memory("server 0", cards), Memory("server 0", cards)
+    server.see(cards)
+    monkeypatch.setattr("dure.parameter_server.processes.memory.open_of", died)
+    found = server.look(place, torch.float32, 3)
+    assert found is not None
+    assert found.tolist() == [7, 7, 7]
+    assert late.look(place, torch.float32, 3) is None
+
+
+@given(st.integers(-(1 << 62), 1 << 62), st.integers(1, 1 << 62))
+def test_only_what_is_in_the_memory_of_a_process_can_be_looked_at(offset: int, count: int) -> None:
+    card = own_card("worker 0", ("127.0.0.1", 1))
+    memory = Memory("worker 0", {"worker 0": card})
+    found = memory.look(Place("worker 0", offset), torch.float64, count)
+    inside = offset >= 0 and offset + 8 * count <= card.nbytes and offset % 8 == 0
+    assert (found is not None) == inside
+    assert memory.look(Place("worker 1", 0), torch.float64, 1) is None
+
+
+def test_a_port_that_was_closed_can_be_woken() -> None:
+    port = Port("server 0", TOKEN, 1 << 16)
+    port.wake()
+    port.close()
+    port.wake()
+
+
+def strangers(address: tuple[str, int], said: Sequence[bytes]) -> list[socket.socket]:
+    """Some that call, and say this."""
+    found = []
+    for words in said:
+        stranger = socket.create_connection(address)
+        stranger.sendall(words)
+        found.append(stranger)
+    return found
+
+
+def test_strangers_hold_up_nobody() -> None:
+    silent = [b""] * 70
+    talking = [b"\xff" * 100, b"\x08\x00worker 0" + b"x" * 48, b"\x02", b"GET / HTTP/1.1\r\n\r\n"]
+    server = Port("server 0", TOKEN, 1 << 16)
+    calling = strangers(server.address, [*silent, *talking])
+    worker = Port("worker 0", TOKEN, 1 << 16)
+    cards = {port.name: own_card(port.name, port.address) for port in (server, worker)}
+    server.meet(cards, [])
+    listening = Listening(server)
+    listening.start()
+    worker.meet(cards, ["server 0"])
+    assert worker.reaches("server 0")
+    worker.say("server 0", push(torch.ones(3)))
+    worker.flush()
+    soon(lambda: bool(listening.heard))
+    ((sender, said),) = listening.heard
+    assert sender == "worker 0"
+    assert said.gradient.tolist() == [1, 1, 1]
+    listening.over = True
+    listening.join()
+    worker.close()
+    for stranger in calling:
+        stranger.close()
+
+
+def test_one_who_does_not_know_the_token_is_not_let_in_and_lets_nobody_in() -> None:
+    with two(token=b"of another job") as (listening, worker):
+        assert not worker.reaches("server 0")
+        assert not listening.port.reaches("worker 0")
+        worker.say("server 0", push(torch.ones(3)))
+        worker.flush()
+    assert listening.heard == []
+
+
+def test_one_who_sends_no_frame_is_gone_and_the_port_goes_on() -> None:
+    with two(back) as (listening, worker):
+        worker._lines["server 0"].socket.sendall(b"\xff" * 64)
+        soon(lambda: bool(listening.heard))
+        assert isinstance(listening.heard[0][1], Gone)
+        assert isinstance(heard(worker), Gone)
+        # It calls again when it has something to say.
+        worker.say("server 0", push(torch.ones(3)))
+        assert heard(worker).values.tolist() == [1, 1, 1]

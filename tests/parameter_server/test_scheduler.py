@@ -1,0 +1,53 @@
+"""The scheduler: every part once, whoever asks, and whoever dies."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dure.parameter_server.members import Members
+from dure.parameter_server.scheduler import Scheduler, Work
+
+
+@given(
+    workers=st.integers(1, 5),
+    batches=st.integers(0, 60),
+    turns=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40),
+)
+def test_each_part_is_done_once_whoever_asks_and_whoever_dies(
+    workers: int, batches: int, turns: list[tuple[int, bool]]
+) -> None:
+    scheduler = Scheduler(Members.of(range(workers)), bounded=False)
+    scheduler.until = batches
+    alive = set(range(workers))
+    done: list[Work] = []
+    for who, dies in [*turns, *[(who, False) for who in range(workers)] * 400]:
+        who %= workers
+        if who not in alive:
+            continue
+        works = scheduler.deal(who)
+        if dies and len(alive) > 1:
+            alive.remove(who)
+            scheduler.gone(who)
+            continue
+        for work in works:
+            scheduler.done(who, work)
+        done += works
+    assert scheduler.idle
+    expected = [Work(b, p, workers) for b in range(batches) for p in range(workers)]
+    assert sorted(done, key=lambda w: (w.batch, w.part)) == expected
+
+
+def test_many_parts_are_dealt_at_a_time_and_single_ones_near_the_end() -> None:
+    scheduler = Scheduler(Members.of((0, 1)), bounded=False)
+    scheduler.until = 1000
+    dealt = []
+    while works := scheduler.deal(0):
+        dealt.append(len(works))
+        for work in works:
+            scheduler.done(0, work)
+    assert sum(dealt) == 2000
+    assert dealt == sorted(dealt, reverse=True)
+    assert dealt[0] > 10
+    # The other one, at work on what it was dealt last, is waited for no longer than for one part.
+    assert dealt[-8:] == [1] * 8
