@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 
+from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
-from dure.parameter_server.messages import MANAGER, Snapshot
+from dure.parameter_server.messages import MANAGER, Message, Push, Replicate, Snapshot, Values
 from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.said import Over, Save
+from dure.parameter_server.processes.said import Account, Over, Save, Tell
 from dure.parameter_server.server import Server
+from dure.parameter_server.virtual import nbytes
 
 
-def serve(server: Server, port: Port) -> None:
+def serve(server: Server, port: Port, place: Place) -> None:
     """Serves until the leader says that it is over. Raises PeerLostError if that is gone."""
+    place.group.meter.name = server.name
     while True:
         for sender, said in port.hear(server.wake - time.monotonic()):
             if isinstance(said, Over):
@@ -21,13 +24,38 @@ def serve(server: Server, port: Port) -> None:
                 check_leader(sender, said, "serving")
             elif isinstance(said, Save):
                 _save(server, said.shard, sender, port)
+            elif isinstance(said, Tell):
+                _tell(server, sender, port, place)
             else:
-                # Each by itself: what is said takes the weights as they are at this moment.
-                for to, message in server.receive(sender, said, time.monotonic()):  # type: ignore[arg-type]
-                    port.say(to, message)
+                _answer(server, sender, said, port, place)  # type: ignore[arg-type]
         if time.monotonic() >= server.wake:
             for to, message in server.tick(time.monotonic()):
                 port.say(to, message)
+
+
+def _answer(server: Server, sender: str, message: Message, port: Port, place: Place) -> None:
+    began = time.perf_counter()
+    counters = place.group.meter.counters
+    if isinstance(message, Push | Replicate):
+        counters.bytes_received += nbytes(message)
+    # Each by itself: what is said takes the weights as they are at this moment.
+    for to, answer in server.receive(sender, message, time.monotonic()):
+        port.say(to, answer)
+        # What the leader reads is measuring, and is not counted.
+        if isinstance(answer, Values | Replicate) and to != MANAGER:
+            place.group.meter.sent(nbytes(answer))
+    if sender != MANAGER:
+        what = type(message).__name__.lower()
+        clock = getattr(message, "clock", None) or 0
+        place.group.meter.compute(what, began, time.perf_counter(), clock + 1)
+
+
+def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
+    """Says what was counted, and what of the timeline is new."""
+    counters = place.group.meter.counters.as_list()
+    trace = place.trace.packed(place.clock_offset)
+    place.trace.lanes.clear()
+    port.say(sender, Account(server.number, counters, trace))
 
 
 def check_leader(sender: str, gone: Gone, operation: str) -> None:
