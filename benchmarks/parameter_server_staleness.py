@@ -259,8 +259,8 @@ def crowded(workers: int, servers: int, mbit: float) -> dict[str, Any]:
         "workers": workers,
         "servers": servers,
         "seconds": run.summary["numbers"]["virtual_seconds"],
-        # All weights go out to every worker, and every gradient comes in.
-        "links": 2 * workers * nbytes / servers / (mbit * 125_000),
+        # All weights go out to every worker. Gradients come in the other way, meanwhile.
+        "links": workers * nbytes / servers / (mbit * 125_000),
         "idle": run.summary["numbers"]["waiting"],
     }
     show(
@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's four IDX files")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--period", type=int, default=88, help="steps between two meetings")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--real-rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer runs, to see that it works")
     parser.add_argument("--figures", type=Path, help="folder for the figures")
