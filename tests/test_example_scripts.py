@@ -21,6 +21,7 @@ LEAST_ACCURACY = {
     "my_task": 0.9,
     "averaging": 0.8,
     "threads": 0.7,
+    "parameter_server": 0.7,
     "federated": 0.6,
     "lora": 0.7,
     "foreign_loop": 0.85,

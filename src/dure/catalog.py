@@ -212,7 +212,7 @@ WORLDS: dict[str, World] = {
     "simulated": World(
         "dure.worlds.simulated",
         "Simulated",
-        "a federation in one process",
+        "a federation, or a parameter server, in one process under a virtual clock",
         lives="clients",
         call="Simulated()",
     ),

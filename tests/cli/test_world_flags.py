@@ -23,11 +23,30 @@ def test_settings_of_a_world_stand_beside_those_of_the_system() -> None:
     assert entry("single-worker", 3)[1] == dure.Processes(1)
 
 
+def test_one_number_of_workers_serves_systems_that_count_them_themselves() -> None:
+    strategy, world = entry("parameter-server,staleness=2", 3)
+    assert strategy == dure.ParameterServer(workers=3, staleness=2)
+    assert world == dure.Processes(1 + 1 + 3)
+    assert entry("parameter-server,workers=4", 3)[0] == dure.ParameterServer(workers=4)
+    assert entry("parameter-server", None)[0] == dure.ParameterServer()
+
+
+def test_a_system_that_can_be_simulated_takes_conditions_beside_its_settings() -> None:
+    strategy, world = entry(
+        "parameter-server,servers=2,world=simulated,devices=stragglers:0.25:5,server_mbit=100", 4
+    )
+    assert strategy == dure.ParameterServer(servers=2, workers=4)
+    assert world == dure.Simulated(devices=Stragglers(0.25, 5.0), server_mbit=100.0)
+
+
 @pytest.mark.parametrize(
     ("system", "said"),
     [
         ("data-parallel,attack=nan", "DataParallel has no field 'attack'"),
         ("data-parallel,world=mars", "the world is threads or processes"),
+        ("data-parallel,world=simulated", "the world is threads or processes"),
+        ("parameter-server,world=mars", "the world is threads or processes"),
+        ("parameter-server,world=simulated,snails=2", "ParameterServer has no field 'snails'"),
         ("fed-avg,attack=sign-flip", "an attack needs attackers"),
         ("fed-avg,drop_out=often", "drop_out cannot be 'often'"),
         ("fed-avg,devices=snails", "there is no device setting 'snails'"),

@@ -11,12 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.errors import DataError
-from dure.fleet.devices import Device, DevicesFile, Equal, Lognormal, Stragglers, parse_devices
+from dure.fleet.devices import (
+    Device,
+    DevicesFile,
+    Equal,
+    Jitter,
+    Lognormal,
+    Stragglers,
+    parse_devices,
+)
 
 SPEEDS = st.floats(1e-3, 1e6)
 SETTINGS = st.one_of(
     st.builds(Equal, SPEEDS, SPEEDS, SPEEDS),
     st.builds(Stragglers, st.floats(0, 1), st.floats(1, 1e3), SPEEDS, SPEEDS, SPEEDS),
+    st.builds(Jitter, st.floats(0, 1), st.floats(1, 1e3), SPEEDS, SPEEDS, SPEEDS),
     st.builds(Lognormal, st.floats(0, 10), SPEEDS, SPEEDS, SPEEDS),
 )
 HEADER = "client,examples_per_second,down_mbit,up_mbit\n"
@@ -62,6 +71,7 @@ def test_the_text_form_is_read_back(setting):
         ("equal", Equal()),
         ("equal:50:20:5", Equal(50, 20, 5)),
         ("stragglers:0.2:4", Stragglers(0.2, 4)),
+        ("jitter:0.5:3", Jitter(0.5, 3)),
         ("lognormal:0.5", Lognormal(0.5)),
         ("lognormal:0.5:20", Lognormal(0.5, 20)),
     ],
@@ -76,6 +86,22 @@ def test_the_share_of_stragglers_is_as_asked_and_only_they_compute_slower():
     assert abs(len(slow) / len(devices) - 0.2) < 0.025
     assert {device.examples_per_second for device in devices} == {10.0, 80.0}
     assert {device[1:] for device in devices} == {(500_000.0, 250_000.0)}
+
+
+def test_jitter_slows_as_many_pieces_of_work_as_asked_and_each_client_by_itself():
+    setting = Jitter(0.2, 5, 80.0, 4, 2)
+    slowness = [[setting.slowness(client, work, 0) for work in range(800)] for client in range(4)]
+    for one in slowness:
+        assert set(one) == {1.0, 5.0}
+        assert abs(one.count(5.0) / 800 - 0.2) < 0.05
+    assert len(set(map(tuple, slowness))) == 4
+    assert slowness[0] != [setting.slowness(0, work, 1) for work in range(800)]
+    assert {setting.of(client, 0) for client in range(9)} == {Device(80.0, 500_000.0, 250_000.0)}
+
+
+@given(SETTINGS.filter(lambda setting: not isinstance(setting, Jitter)), st.integers(0, 99))
+def test_without_jitter_work_takes_as_long_as_the_device_says(setting, work):
+    assert setting.slowness(3, work, 0) == 1.0
 
 
 @pytest.mark.parametrize(("share", "speeds"), [(0.0, {100.0}), (1.0, {10.0})])
@@ -154,6 +180,8 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
         ("stragglers:1.5", "between 0 and 1, not 1.5"),
         ("stragglers:nan", "between 0 and 1, not nan"),
         ("stragglers:0.1:0.5", "at least 1, not 0.5"),
+        ("jitter:2", "between 0 and 1, not 2"),
+        ("jitter:0.2:0.5", "jitter: what is slow is so by a factor of at least 1, not 0.5"),
         ("lognormal:-1", "sigma is between 0 and 10, not -1.0"),
         ("file", "the path '' cannot be written"),
         ("file:a:b", "too many values: write file:PATH"),

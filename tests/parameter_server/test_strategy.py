@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import dure
 from dure.errors import WorkerFailedError
+from dure.parameter_server.virtual import HEADER
 from small import check_all, largest_difference, same_bits, small_task
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -102,6 +104,67 @@ def test_a_straggler_holds_up_those_who_wait_and_nobody_else() -> None:
     assert free < synchronous / 1.8
 
 
+def test_steps_that_are_slow_now_and_then_hold_up_the_synchronous_most() -> None:
+    def seconds(devices: str, staleness: int | None = 0) -> float:
+        run = simulated(
+            small_task(n=800),
+            workers=4,
+            staleness=staleness,
+            devices=f"{devices}:100:1e9:1e9",
+            stop=dure.Stop(rounds=1),
+        )
+        return float(run.summary["numbers"]["virtual_seconds"])
+
+    assert seconds("jitter:1:5") == pytest.approx(seconds("stragglers:1:5"))
+    assert seconds("jitter:0:5") == pytest.approx(seconds("stragglers:0:5"))
+    synchronous = seconds("jitter:0.2:5")
+    assert seconds("jitter:0.2:5", 4) < synchronous / 1.4
+    assert seconds("jitter:0.2:5", None) < synchronous / 1.4
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_a_worker_computes_or_waits_and_the_account_of_it_is_whole(staleness: int | None) -> None:
+    run = simulated(small_task(n=80), workers=3, staleness=staleness, devices="jitter:0.3:4")
+    whole = run.summary["numbers"]["virtual_seconds"]
+    spans = run.summary["facts"][0]["parameter_server"]["spans"]
+    for line in run.summary["per_worker"]:
+        if line["name"].startswith("worker"):
+            assert line["compute_seconds"] + line["idle_seconds"] == pytest.approx(whole)
+            own = [(began, seconds) for who, _, began, seconds, _ in spans if who == line["name"]]
+            assert sum(seconds for _, seconds in own) == pytest.approx(line["compute_seconds"])
+            assert all(
+                began + seconds <= after + 1e-9
+                for (began, seconds), (after, _) in pairwise(sorted(own))
+            )
+
+
+def test_the_share_that_workers_wait_is_told_of_every_round() -> None:
+    run = simulated(small_task(n=80), workers=3, devices="jitter:0.3:4")
+    steps, shares = run.history.series("waiting")
+    _, clock = run.history.series("virtual_seconds")
+    lasted = [now - before for before, now in pairwise([0.0, *clock])]
+    waited = sum(share * 3 * seconds for share, seconds in zip(shares, lasted, strict=True))
+    workers = [line for line in run.summary["per_worker"] if line["name"].startswith("worker")]
+    assert steps == [1, 2]
+    assert waited == pytest.approx(sum(line["idle_seconds"] for line in workers))
+
+
+def test_the_link_of_a_server_is_busy_for_as_long_as_its_bytes_take() -> None:
+    world = dure.Simulated(devices="equal:100:1e9:1e9", server_mbit=1)
+    strategy = dure.ParameterServer(servers=2, workers=3, batch_size=9)
+    run = dure.train(small_task(), strategy, world, STOP)
+    spans = run.summary["facts"][0]["parameter_server"]["spans"]
+    for line in run.summary["per_worker"]:
+        own = [span for span in spans if span[0] == line["name"] and span[1] == "communication"]
+        messages = 2 * 5 * 3
+        if line["name"].startswith("server"):
+            assert len(own) == messages
+            bits = 8 * (line["bytes_sent"] + messages * HEADER)
+            assert sum(span[3] for span in own) == pytest.approx(bits / 1e6)
+        else:
+            assert own == []
+
+
 def test_the_staleness_that_is_reported_is_within_the_bound_and_reaches_it() -> None:
     run = simulated(
         small_task(n=400), workers=4, staleness=2, devices="stragglers:0.3:5:100:1e9:1e9"
@@ -125,7 +188,9 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(
     dure.train(task, strategy, dure.Simulated(), dure.Stop(rounds=2), out=tmp_path / "run")
     again = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(rounds=4))
     assert same_bits(whole, again)
-    numbers = ("virtual_seconds", "pushes", "staleness")
+    assert whole.summary["facts"] == again.summary["facts"]
+    assert whole.summary["per_worker"][2:] == again.summary["per_worker"][2:]
+    numbers = ("virtual_seconds", "pushes", "staleness", "waiting")
     assert [whole.summary["numbers"][n] for n in numbers] == [
         again.summary["numbers"][n] for n in numbers
     ]

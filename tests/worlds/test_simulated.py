@@ -52,6 +52,19 @@ def test_a_round_takes_as_long_as_its_slowest_client() -> None:
     assert numbers(run, "virtual_seconds") == [pytest.approx(expected, rel=1e-12)]
 
 
+@pytest.mark.parametrize("selection", ["uniform", "uniform:1:5:1"])
+def test_work_that_is_always_slow_takes_as_long_as_on_a_slow_device(selection: str) -> None:
+    def clock(devices: str) -> list[float]:
+        # With a deadline clients of FedProx do as much as they can until then.
+        strategy = dure.FedProx(clients=K, batch_size=4, local_epochs=50, selection=selection)
+        return numbers(train(strategy, rounds=2, devices=devices), "virtual_seconds")
+
+    assert clock("jitter:1:6") == pytest.approx(clock("stragglers:1:6"))
+    slow, quick, now_and_then = map(clock, ("jitter:1:6", "jitter:0:6", "jitter:0.5:6"))
+    assert quick[-1] < slow[-1]
+    assert quick[-1] <= now_and_then[-1] <= slow[-1]
+
+
 def test_a_round_in_which_nobody_was_asked_has_no_loss(tmp_path: Path) -> None:
     strategy = dure.FedAvg(clients=K, fraction=0.125, batch_size=4, selection="poisson")
     run = dure.train(
@@ -279,6 +292,7 @@ def with_dropout() -> nn.Module:
             {},
             "4 attackers are more than the 3 clients",
         ),
+        ({}, {"server_mbit": 100}, {}, "server_mbit is the link of parameter servers"),
         (
             {},
             {"engine": "batched"},

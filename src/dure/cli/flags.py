@@ -97,11 +97,14 @@ class RankOptions:
     """Where the ranks are, for systems whose own flags say how many there are.
 
     Args:
+        world: processes of this machine, or simulated, under a virtual clock; --world simulated
+            --help lists the conditions there.
         deadline: seconds that a rank waits for a silent peer.
         backend: what carries the bytes between ranks: dure through shared memory, gloo through
             sockets.
     """
 
+    world: Literal["processes", "simulated"] | None = None
     deadline: float = 60.0
     backend: Literal["dure", "gloo"] = "dure"
 
@@ -178,7 +181,8 @@ class CompareOptions:
     """How to compare.
 
     Args:
-        workers: ranks or threads, for systems that divide the work; one a core by default.
+        workers: ranks or threads, for systems that divide the work; one a core by default. Of a
+            parameter server: those that compute, where its settings do not say it.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the folder of the comparison; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.

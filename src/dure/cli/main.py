@@ -85,7 +85,7 @@ def usage() -> str:
     """The text of `dure --help`."""
 
     def listed(entries: dict[str, str]) -> str:
-        return "\n".join(f"  {name:<15} {summary}" for name, summary in entries.items())
+        return "\n".join(f"  {name:<16} {summary}" for name, summary in entries.items())
 
     systems = {name: system.summary for name, system in catalog.SYSTEMS.items()}
     return USAGE.format(tasks=listed(catalog.TASKS), systems=listed(systems))
@@ -218,6 +218,10 @@ COMPARED = (
 """What `dure compare TASK` compares if no system is named."""
 
 
+_UNFORKED = ("threads", "simulated")
+"""Worlds of one process, also for systems whose ranks are forked elsewhere."""
+
+
 def _train(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     # Everything else is in the run folder, so neither task nor system is named.
@@ -231,7 +235,7 @@ def _train(given: list[str]) -> int:
     check_names(reference, [system])
     built_in = catalog.SYSTEMS.get(system)
     # Before the imports below: the server loads torch while this process does.
-    if built_in is not None and built_in.forks and value_of("--world", flags) != "threads":
+    if built_in is not None and built_in.forks and value_of("--world", flags) not in _UNFORKED:
         _start_fork_server()
     from dure.cli.worlds import options_of, world_of
     from dure.run.registry import strategy_class

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from dure import catalog
 from dure.cli.flags import NamedWorld, RankOptions, WorldName, WorldOptions, value_of
 from dure.contracts.strategy import Strategy, World
 from dure.fleet.conditions import Conditions
@@ -88,6 +89,10 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     """
     name, *settings = system.split(",")
     kind = strategy_class(name)
+    # A strategy that counts its workers itself takes them too, where its settings do not say it.
+    counted = any(text.startswith("workers=") for text in settings)
+    if workers is not None and _counts_workers(kind) and not counted:
+        settings.insert(0, f"workers={workers}")
     # After "world=".
     named = next((text[6:] for text in settings if text.startswith("world=")), None)
     if named is None and kind.kind == "clients":
@@ -99,7 +104,7 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
         alone = kind.kind == "clients" or kind.alone or _counts_workers(kind)
         options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
         return strategy, _of_workers(strategy, options)
-    if kind.kind != "clients" and ":" not in named:
+    if kind.kind != "clients" and ":" not in named and not _lives_with_clients(kind, named):
         raise ValueError(f"{system!r}: the world is threads or processes, or one of your own")
     # A setting that both know is the strategy's; one that neither knows is told as the strategy's.
     of_strategy = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -107,6 +112,12 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     where = [text for text in others if text.partition("=")[0] in of_world]
     own = [text for text in others if text not in where]
     return parse_strategy(",".join([name, *own])), parse_world(",".join([named, *where]))
+
+
+def _lives_with_clients(kind: type[Strategy], named: str) -> bool:
+    """Whether this is a world of clients, in which the strategy lives as well."""
+    world = catalog.WORLDS.get(named)
+    return world is not None and world.lives == "clients" and "clients" in kind.dwellings()
 
 
 def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:

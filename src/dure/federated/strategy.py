@@ -242,6 +242,11 @@ class Federated(Strategy):
             )
         if attack.poisons:
             check_poison(task.train, attack)
+        if conditions.server_mbit != Conditions().server_mbit:
+            raise ValueError(
+                "server_mbit is the link of parameter servers; in a federation the links are the "
+                "clients': leave it out, or give devices with slower links"
+            )
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
         _check_names([*self.measures(task, model, conditions), FAILURES])

@@ -30,7 +30,8 @@ class Conditions:
     Settings may be given as text, as the command line takes them.
 
     Args:
-        devices: how fast they compute and send: equal, stragglers:0.1:10, lognormal:0.5, file:PATH.
+        devices: how fast they compute and send: equal, stragglers:0.1:10, jitter:0.2:5,
+            lognormal:0.5, file:PATH.
         availability: when they are there: always, probability:0.8, daily:0.3, file:PATH.
         arrival: which of their examples they have when: still, arriving:0.1:3600, leaving:0.5:3600,
             window:0.2:3600.

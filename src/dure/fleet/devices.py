@@ -2,22 +2,29 @@
 
 A client that receives D bytes, processes n examples and sends U bytes takes D / down + n / speed +
 U / up seconds. A device is a pure function of (setting, client, seed): nothing is kept for clients
-who do not take part.
+who do not take part. Where a device is slower at some times than at others, the middle term is
+longer by a factor that is a pure function of (setting, client, piece of work, seed).
 
     equal:EXAMPLES_PER_SECOND:DOWN_MBIT:UP_MBIT   all alike
     stragglers:SHARE:FACTOR   each client, with this probability, computes FACTOR times slower
+    jitter:SHARE:FACTOR       each piece of work, with this probability, takes FACTOR times longer
     lognormal:SIGMA           speed · exp(SIGMA·z), both links · exp(SIGMA·z'); z, z' ~ N(0, 1)
     file:PATH                 CSV with client,examples_per_second,down_mbit,up_mbit
 
-Stragglers and lognormal take the values of equal as well, after their own, such as
-`stragglers:0.1:10:50:6:2`: for stragglers those of all others, for lognormal the medians.
+A piece of work is a step of a parameter server's worker, and what a federation's client is asked
+at once.
+
+Stragglers, jitter and lognormal take the values of equal as well, after their own, such as
+`stragglers:0.1:10:50:6:2`: for stragglers those of all others, for jitter those of work that is not
+slow, for lognormal the medians.
 
 Defaults: links of 6 Mbit/s down and 2 Mbit/s up, the 0.75 and 0.25 megabytes a second that J. Wang
 et al., "A Field Guide to Federated Optimization", 2021, estimate for phones of a deployed system.
 100 examples a second are of the order of a small convolutional network on a phone; that depends on
 the model more than on the phone, so measure yours. Stragglers: a tenth of the clients, ten times
-slower. Lognormal: F. Lai et al., "FedScale", ICML 2022, show speeds of phones that differ by more
-than an order of magnitude; with sigma 1 the middle 90 % differ by a factor of 27.
+slower. Jitter: a fifth of the work, five times longer. Lognormal: F. Lai et al., "FedScale", ICML
+2022, show speeds of phones that differ by more than an order of magnitude; with sigma 1 the middle
+90 % differ by a factor of 27.
 """
 
 from __future__ import annotations
@@ -63,6 +70,10 @@ class Devices:
         """The device of `client`: the same whenever it is asked for."""
         raise NotImplementedError
 
+    def slowness(self, client: int, work: int, seed: int) -> float:
+        """How many times longer than by its speed a client's `work`-th piece of work takes."""
+        return 1.0
+
     def __str__(self) -> str:
         """The text that `parse_devices` reads."""
         return write(self)
@@ -100,16 +111,39 @@ class Stragglers(Devices):
 
     def __post_init__(self) -> None:
         check_share(self.share, "stragglers: their share")
-        if not (self.factor >= 1 and math.isfinite(self.factor)):
-            raise ValueError(
-                f"stragglers: they are slower by a factor of at least 1, not {self.factor}"
-            )
+        _check_factor(self.name, self.factor)
         _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
 
     def of(self, client: int, seed: int) -> Device:
         slow = uniform(seed, "straggler", client) < self.share
         speed = self.examples_per_second / self.factor if slow else self.examples_per_second
         return _device(speed, self.down_mbit, self.up_mbit)
+
+
+@dataclass(frozen=True)
+class Jitter(Devices):
+    """All alike, but that computing is now and then `factor` times slower, for everybody.
+
+    share: the probability of that for each piece of work, drawn for each client and each time anew.
+    """
+
+    name: ClassVar[str] = "jitter"
+    share: float = 0.2
+    factor: float = 5.0
+    examples_per_second: float = _SPEED
+    down_mbit: float = _DOWN
+    up_mbit: float = _UP
+
+    def __post_init__(self) -> None:
+        check_share(self.share, "jitter: the share of slow work")
+        _check_factor(self.name, self.factor)
+        _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
+
+    def of(self, client: int, seed: int) -> Device:
+        return _device(self.examples_per_second, self.down_mbit, self.up_mbit)
+
+    def slowness(self, client: int, work: int, seed: int) -> float:
+        return self.factor if uniform(seed, "slow work", client, work) < self.share else 1.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +223,11 @@ def parse_devices(text: str) -> Devices:
 
 def _device(examples_per_second: float, down_mbit: float, up_mbit: float) -> Device:
     return Device(examples_per_second, down_mbit * _BYTES_PER_MBIT, up_mbit * _BYTES_PER_MBIT)
+
+
+def _check_factor(name: str, factor: float) -> None:
+    if not (factor >= 1 and math.isfinite(factor)):
+        raise ValueError(f"{name}: what is slow is so by a factor of at least 1, not {factor}")
 
 
 def _check_speeds(name: str, *speeds: float) -> None:

@@ -36,6 +36,8 @@ from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 
 _BYTES_PER_MBIT = 125_000.0
+_SPANS = 4_000
+"""Of the timeline, which is in the report: the first ones, of servers and workers together."""
 
 
 class SimulatedLearner(Learner):
@@ -65,6 +67,8 @@ class SimulatedLearner(Learner):
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
         self.staleness: dict[int, int] = {}
         self.pushes = 0
+        self.waiting = 0.0
+        self.spans: list[list[Any]] = []
         self.buffers = Buffers(self.model)
         # Each worker's own, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
@@ -95,7 +99,7 @@ class SimulatedLearner(Learner):
             Server(number, self.layout, self.terms, beat=None, patience=math.inf)
             for number in range(plan.servers)
         ]
-        self.network = VirtualNetwork()
+        self.network = VirtualNetwork(watch=self._sends)
         self.network.now = self.now
         self.network.add(MANAGER, self.manager)
         for one in self.servers:
@@ -148,8 +152,23 @@ class SimulatedLearner(Learner):
 
     def _seconds(self, number: int, clock: int) -> float:
         """Of computing what was computed last."""
-        device = self.conditions.devices.of(number, self.seed)
-        return self._computed[-1].examples / device.examples_per_second
+        devices = self.conditions.devices
+        device = devices.of(number, self.seed)
+        seconds = self._computed[-1].examples / device.examples_per_second
+        seconds *= devices.slowness(number, clock, self.seed)
+        self._mark(worker(number), "compute", self.network.now, seconds, clock)
+        return seconds
+
+    def _sends(self, name: str, began: float, ended: float) -> None:
+        """A server's link was busy: where many workers wait for it, that is seen here."""
+        if name.startswith("server"):
+            self._mark(name, "communication", began, ended - began)
+
+    def _mark(
+        self, name: str, category: str, began: float, seconds: float, clock: int | None = None
+    ) -> None:
+        if seconds > 0 and len(self.spans) < _SPANS:
+            self.spans.append([name, category, began, seconds, clock])
 
     def _compute(
         self, side: WorkerSide, work: Work, values: Sequence[Tensor]
@@ -185,8 +204,8 @@ class SimulatedLearner(Learner):
         restore_generators(before)
         assert met, "nobody waits for anybody for ever"
         self.round += 1
+        self._count(self.network.now - self.now)
         self.now = self.network.now
-        self._count()
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
         return Progress(
@@ -199,13 +218,18 @@ class SimulatedLearner(Learner):
     def _all_met(self) -> bool:
         return all(one.finished for one in self.workers.values())
 
-    def _count(self) -> None:
-        """Takes over what was sent, received and computed since the last round."""
+    def _count(self, seconds: float) -> None:
+        """Takes over what was sent, received and computed in the last round, of so many seconds."""
         for meter in [*self.server_meters, *self.worker_meters.values()]:
             traffic = self.network.traffic(meter.name)
             meter.exchanged(sent=traffic.sent, received=traffic.received)
+        computed = sum(one.computed for one in self.workers.values())
+        self.waiting = 1 - computed / (seconds * len(self.workers)) if seconds else 0.0
         for number, one in self.workers.items():
-            self.worker_meters[number].counters.compute_seconds += one.computed
+            counters = self.worker_meters[number].counters
+            counters.compute_seconds += one.computed
+            # For messages and for others: under this clock the two are not told apart.
+            counters.idle_seconds += seconds - one.computed
             one.computed = 0.0
             for behind, often in one.own.staleness.items():
                 self.staleness[behind] = self.staleness.get(behind, 0) + often
@@ -215,7 +239,12 @@ class SimulatedLearner(Learner):
     def _numbers(self) -> dict[str, float]:
         often = sum(self.staleness.values())
         mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
-        return {"virtual_seconds": self.now, "staleness": mean, "pushes": float(self.pushes)}
+        return {
+            "virtual_seconds": self.now,
+            "staleness": mean,
+            "waiting": self.waiting,
+            "pushes": float(self.pushes),
+        }
 
     def _owned(self, number: int) -> Shard:
         owner = self.manager.layout.shards[number].owner
@@ -245,6 +274,7 @@ class SimulatedLearner(Learner):
             "clocks": {number: one.own.clock for number, one in self.workers.items()},
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
+            "spans": self.spans,
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
             "buffers": passing_buffers(self.model),
         }
@@ -256,6 +286,7 @@ class SimulatedLearner(Learner):
         self.now = state["now"]
         self.staleness = dict(state["staleness"])
         self.pushes = state["pushes"]
+        self.spans = [list(span) for span in state["spans"]]
         self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
         self._begin(state["shards"], state["clocks"])
         for scheduler in self.schedulers:
@@ -269,10 +300,12 @@ class SimulatedLearner(Learner):
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
+                "shard_bytes": [self._owned(n).values.nbytes for n in range(len(self.shards))],
                 "owners": [placed.owner for placed in self.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",
                 "pushes": self.pushes,
+                "spans": self.spans,
             }
         }
 

@@ -66,6 +66,14 @@ class Traffic:
     received: list[int]
 
 
+Watch = Callable[[str, float, float], None]
+"""watch(sender, began, ended): a message with a payload took so long to leave."""
+
+
+def unwatched(sender: str, began: float, ended: float) -> None:
+    """Nobody looks."""
+
+
 @dataclass
 class _Inhabitant:
     """A node, and when its links are free. gone: it hears and says nothing any more."""
@@ -84,9 +92,10 @@ class _Inhabitant:
 class VirtualNetwork:
     """Nodes by name, and the messages between them."""
 
-    def __init__(self, fate: Fate = arrives) -> None:
+    def __init__(self, fate: Fate = arrives, watch: Watch = unwatched) -> None:
         self.now = 0.0
         self.fate = fate
+        self.watch = watch
         self._nodes: dict[str, _Inhabitant] = {}
         self._queue: list[tuple[float, int, str, str, Message]] = []
         """(when, which in the order of making, from, to, what)."""
@@ -112,9 +121,11 @@ class VirtualNetwork:
             if there is None or here is None or here.gone:
                 continue
             size = HEADER + nbytes(message)
+            began = max(here.out_free, self.now)
+            here.out_free = began + size / here.link.out
             if size > HEADER:
                 here.traffic.sent.append(size - HEADER)
-            here.out_free = max(here.out_free, self.now) + size / here.link.out
+                self.watch(sender, began, here.out_free)
             for delay in self.fate(sender, receiver, message, self.now):
                 there.in_free = max(there.in_free, here.out_free) + size / there.link.into
                 when = there.in_free + delay

@@ -70,6 +70,14 @@ class Trace:
         ]
         return msgspec.msgpack.encode(lanes)
 
+    def take(self, packed: bytes) -> None:
+        """Adds what another trace has packed, lane by lane."""
+        for lane in self.unpacked(packed):
+            for span in lane.spans:
+                self.add(lane.name, *span)
+            if lane.dropped:
+                self.lanes.setdefault(lane.name, Lane(lane.name, [])).dropped += lane.dropped
+
     @staticmethod
     def unpacked(packed: bytes) -> list[Lane]:
         """The inverse of `packed`."""

@@ -385,3 +385,15 @@ def _means(
 def short(value: float | None, digits: int = 6) -> float | None:
     """Enough digits to draw: six keep the file small."""
     return None if value is None else float(f"{value:.{digits}g}")
+
+
+def xy(x: str, y: str, series: Sequence[JSON], metric: str = "", log: bool = False) -> JSON:
+    """A figure with two axes. metric: what is on the vertical one, in percent if it is a share."""
+    return {
+        "kind": "xy",
+        "x": x,
+        "y": y,
+        "series": list(series),
+        "share": is_share(metric),
+        "log": log,
+    }

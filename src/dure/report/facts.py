@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dure.report.runs import Assignment, Federation, Member, Presence, Rank, Sent, Stage
+from dure.report.runs import (
+    Assignment,
+    Busy,
+    Federation,
+    Held,
+    Member,
+    Presence,
+    Rank,
+    Sent,
+    Servers,
+    Stage,
+)
 from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole, whole_number
 
 
@@ -138,6 +149,63 @@ def _sent(raw: Sequence[Any]) -> Sent:
         bool(lies),
         norm=number(norm),
         cosine=number(cosine),
+    )
+
+
+def servers_of(summary: Mapping[str, Any]) -> Servers | None:
+    """What a parameter server told; None where there is none."""
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    told = mapping(facts.get("parameter_server"))
+    if not isinstance(told.get("shards"), list):
+        return None
+    sizes = listing(told.get("shard_bytes"))
+    owners = listing(told.get("owners"))
+    shards = [
+        [*listing(keys), _entry(sizes, place), _entry(owners, place)]
+        for place, keys in enumerate(listing(told["shards"]))
+    ]
+    return Servers(
+        shards=rows(shards, _held),
+        staleness=_by_number(told.get("staleness")),
+        counts=text_of(told.get("staleness_counts")) or "clocks",
+        pushes=whole(told.get("pushes")),
+        lost=dict(rows(told.get("lost"), _lost)),
+        busy=rows(told.get("spans"), _busy),
+    )
+
+
+def _entry(listed: Sequence[Any], place: int) -> Any:
+    return listed[place] if place < len(listed) else None
+
+
+def _lost(raw: Sequence[Any]) -> tuple[str, str]:
+    name, why = raw
+    return str(name), str(why)
+
+
+def _held(raw: Sequence[Any]) -> Held:
+    vector, start, stop, nbytes, owner = raw
+    return Held(
+        whole_number(vector),
+        whole_number(start),
+        whole_number(stop),
+        nbytes=None if number(nbytes) is None else whole(nbytes),
+        owner=None if number(owner) is None else whole(owner),
+    )
+
+
+def _busy(raw: Sequence[Any]) -> Busy:
+    who, category, began, seconds, clock = raw
+    first = number(began)
+    length = number(seconds)
+    if first is None or length is None or length < 0:
+        raise ValueError("what took time has a beginning and a length")
+    return Busy(
+        str(who),
+        category=str(category),
+        began=first,
+        seconds=length,
+        clock=None if number(clock) is None else whole(clock),
     )
 
 

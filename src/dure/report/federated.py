@@ -13,7 +13,7 @@ server's own account.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dure.report.charts import JSON
@@ -32,7 +32,7 @@ from dure.report.federated_figures import (
     pairs_of,
     quantile,
 )
-from dure.report.parts import swatch
+from dure.report.parts import figure_of, grid, swatch, table
 from dure.report.runs import Federation, Member, Run, clock_of, time_of
 from dure.report.words import (
     UNKNOWN,
@@ -154,7 +154,7 @@ def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
 
     def figure(key: str, heading: str, note: str = "") -> str:
         name = f"{key}-{place}"
-        return _figure(name, heading, note) if name in drawn else ""
+        return figure_of(name, heading, note) if name in drawn else ""
 
     def updates(key: str, heading: str) -> str:
         name = f"{key}-{place}"
@@ -171,7 +171,7 @@ def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
     return (
         f'<div class="pipeline"><h3>{swatch(place)}<span>{escape(run.label)}</span></h3>'
         f"<p>{escape(_facts(run, federation))}</p>{asked}{_outcome_table(run, federation)}"
-        f"{_cohort(federation)}{_grid(small)}</div>"
+        f"{_cohort(federation)}{grid(small)}</div>"
     )
 
 
@@ -242,7 +242,7 @@ def _outcome_table(run: Run, federation: Federation) -> str:
         key = f'<span class="key"><i class="{colour(outcome)}"></i>{escape(outcome)}</span>'
         numbers = f"<td>{count(number)}</td><td>{100 * number / asked:.1f} %</td>"
         rows += f'<tr><th scope="row">{key}</th>{numbers}</tr>'
-    return _table("Outcomes", "narrow", ("outcome", "assignments", "share"), rows)
+    return table("Outcomes", "narrow", ("outcome", "assignments", "share"), rows)
 
 
 def _cohort(federation: Federation) -> str:
@@ -258,7 +258,7 @@ def _cohort(federation: Federation) -> str:
     note = f"<p>{count(left)} more clients, of which less is to be told.</p>" if left else ""
     rows = "".join(_member_row(one, federation, failed.get(one.client, {})) for one in shown)
     head = ("client", "examples", "held out", "counted", "did not count", "there", "machine")
-    return _table("Clients", "long", head, rows) + note
+    return table("Clients", "long", head, rows) + note
 
 
 MOST_MEMBERS = 100
@@ -342,10 +342,10 @@ def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
     name = escape(metric_name(metric))
     clients = f"clients-{metric}"
     personal = f"personal-{metric}"
-    shown = [_figure(clients, f"Spread of {name} over clients", _curve_names(drawn[clients]))]
+    shown = [figure_of(clients, f"Spread of {name} over clients", _curve_names(drawn[clients]))]
     if personal in drawn:
         heading = "Clients’ own models against the global one"
-        shown.append(_figure(personal, heading, _better(told, metric)))
+        shown.append(figure_of(personal, heading, _better(told, metric)))
     rows = "".join(
         _spread_row(one, model, metric, values) for one, model, values in models_of(told, metric)
     )
@@ -360,7 +360,7 @@ def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
         "worst client",
         "all examples",
     )
-    return _grid(shown) + _table(f"Spread of {name}", "long", head, rows)
+    return grid(shown) + table(f"Spread of {name}", "long", head, rows, texts=["model"])
 
 
 def _spread_row(one: Told, model: str, metric: str, values: Sequence[float]) -> str:
@@ -414,29 +414,3 @@ def _better(told: Sequence[Told], metric: str) -> str:
                 f"{count(len(pairs))}."
             )
     return " ".join(parts)
-
-
-# Pieces of HTML.
-
-
-def _figure(name: str, heading: str, note: str = "") -> str:
-    aside = f'<p class="aside">{note}</p>' if note else ""
-    chart = f'class="chart" data-figure="{escape(name)}" role="img" aria-label="{heading}"'
-    return f"<figure><figcaption><h4>{heading}</h4>{aside}</figcaption><div {chart}></div></figure>"
-
-
-def _grid(shown: Iterable[str]) -> str:
-    inside = "".join(shown)
-    return f'<div class="grid">{inside}</div>' if inside else ""
-
-
-def _table(name: str, kind: str, head: Sequence[str], rows: str) -> str:
-    heads = "".join(
-        f'<th scope="col"{_TEXT if title == "model" else ""}>{title}</th>' for title in head
-    )
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    around = f'class="scroll small {kind}" role="region" aria-label="{name}" tabindex="0"'
-    return f"<div {around}>{table}</div>"
-
-
-_TEXT = ' class="text"'

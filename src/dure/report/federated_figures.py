@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dure.report.charts import JSON, POINTS, SPANS, SPANS_OF_ALL_RUNS, short, style
+from dure.report.charts import JSON, POINTS, SPANS, SPANS_OF_ALL_RUNS, short, style, xy
 from dure.report.runs import Assignment, Federation, Presence, Run, Sent, clock_of
-from dure.report.words import is_share, metric_name
+from dure.report.words import metric_name
 
 ROWS = 60
 """Clients that are drawn with what they were asked."""
@@ -218,7 +218,7 @@ def _staleness(staleness: Mapping[int, int]) -> JSON | None:
         "x": x,
         "y": [staleness[one] for one in x],
     }
-    return _xy("staleness", "updates", [bars])
+    return xy("staleness", "updates", [bars])
 
 
 class Thinned(NamedTuple):
@@ -266,7 +266,7 @@ def _points(
     low = min(y for _, y in known)
     high = max(y for _, y in known)
     # Above a ratio of 30 the small ones would lie on the axis; a logarithm needs all above 0.
-    figure = _xy("round", name, series, log=log and 0 < 30 * low < high)
+    figure = xy("round", name, series, log=log and 0 < 30 * low < high)
     return {**figure, "every": thinned.every}
 
 
@@ -286,7 +286,7 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
         series.append({"type": "lines", "name": _named(one, model), **look, **curve})
     if not series:
         return None
-    figure = _xy("share of the clients", metric_name(metric), series, metric)
+    figure = xy("share of the clients", metric_name(metric), series, metric)
     return {**figure, "shares": True}
 
 
@@ -301,20 +301,9 @@ def _personal(told: Sequence[Told], metric: str) -> JSON | None:
     if not series:
         return None
     name = metric_name(metric)
-    figure = _xy(f"{name} of the global model", f"{name} of the client’s own", series, metric)
+    figure = xy(f"{name} of the global model", f"{name} of the client’s own", series, metric)
     return {**figure, "diagonal": True}
 
 
 def _named(one: Told, model: str = "") -> str:
     return html.escape(one.run.label, quote=False) + (f", {model} model" if model else "")
-
-
-def _xy(x: str, y: str, series: Sequence[JSON], metric: str = "", log: bool = False) -> JSON:
-    return {
-        "kind": "xy",
-        "x": x,
-        "y": y,
-        "series": list(series),
-        "share": is_share(metric),
-        "log": log,
-    }

@@ -17,6 +17,8 @@ from dure.report.ranks import holdings
 from dure.report.read import read_runs
 from dure.report.repeat import command, plain, settings
 from dure.report.runs import Run, Runs, Worker
+from dure.report.servers import figures as figures_of_servers
+from dure.report.servers import parameter_servers
 from dure.report.table import table
 from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
@@ -54,7 +56,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     timelines = charts.timelines(runs.runs)
     partitions = charts.partitions(runs.runs)
     # What there is nothing of has no figure, and then no place in the page either.
-    drawn = figures(runs.runs)
+    drawn = figures(runs.runs) | figures_of_servers(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
         "curves": curves,
@@ -70,6 +72,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         pipelines(runs.runs),
         holdings(runs.runs),
         _timelines(runs.runs, timelines),
+        parameter_servers(runs.runs, drawn),
         federations(runs.runs, drawn),
         fairness(runs.runs, drawn),
         _partitions(partitions),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dure.report.runs import Run, Worker
 from dure.report.values import mapping, number
-from dure.report.words import UNKNOWN, count, duration
+from dure.report.words import UNKNOWN, count, duration, escape
 
 
 def world(run: Run) -> str:
@@ -46,3 +46,29 @@ def legend(categories: Sequence[str]) -> str:
 def swatch(index: int) -> str:
     """The line and marker of a run; page.js draws it, in the same way as in the charts."""
     return f'<svg class="swatch" data-run="{index}" viewBox="0 0 28 12" aria-hidden="true"></svg>'
+
+
+def figure_of(name: str, heading: str, note: str = "") -> str:
+    """The place of a figure that page.js draws."""
+    aside = f'<p class="aside">{note}</p>' if note else ""
+    chart = f'class="chart" data-figure="{escape(name)}" role="img" aria-label="{heading}"'
+    return f"<figure><figcaption><h4>{heading}</h4>{aside}</figcaption><div {chart}></div></figure>"
+
+
+def grid(shown: Iterable[str]) -> str:
+    """Figures next to each other; empty if there is none."""
+    inside = "".join(shown)
+    return f'<div class="grid">{inside}</div>' if inside else ""
+
+
+def table(name: str, kind: str, head: Sequence[str], rows: str, texts: Collection[str] = ()) -> str:
+    """A small table. kind: its width, "narrow" or "long". texts: columns that hold words."""
+    heads = "".join(
+        f'<th scope="col"{_TEXT if title in texts else ""}>{title}</th>' for title in head
+    )
+    inside = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    around = f'class="scroll small {kind}" role="region" aria-label="{name}" tabindex="0"'
+    return f"<div {around}>{inside}</div>"
+
+
+_TEXT = ' class="text"'

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.report.facts import federation_of, ranks_of
+from dure.report.facts import federation_of, ranks_of, servers_of
 from dure.report.runs import Line, Partition, Result, Run, Runs, Span, Target, Trace, Worker
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
 from dure.report.words import higher_is_better
@@ -85,6 +85,7 @@ def read_run(folder: Path) -> Run:
         notes=notes,
         ranks=ranks_of(summary),
         federation=federation_of(summary),
+        servers=servers_of(summary),
     )
 
 

@@ -75,6 +75,7 @@ USUAL = {
         "attackers_change": "False",
         "engine": "auto",
         "processes": "None",
+        "server_mbit": "inf",
         "transfer_budget": "None",
     },
 }

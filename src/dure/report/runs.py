@@ -218,6 +218,58 @@ class Federation:
         return next((one.name for one in self.cohort if one.client == client), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard: the keys start … stop-1 of a vector. owner: who has it; None where it is lost."""
+
+    vector: int
+    start: int
+    stop: int
+    nbytes: int | None
+    owner: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """A worker computed, or a server's link sent, in seconds of a virtual clock.
+
+    clock: the worker's.
+    """
+
+    who: str
+    category: str
+    began: float
+    seconds: float
+    clock: int | None
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What a parameter server told of itself.
+
+    staleness: how many clocks weights were behind -> how often; counts: what it counts. pushes: of
+    all workers. lost: who was given up -> why. busy: the first ones, under a virtual clock.
+    """
+
+    shards: Sequence[Held]
+    staleness: Mapping[int, int]
+    counts: str
+    pushes: int
+    lost: Mapping[str, str]
+    busy: Sequence[Busy]
+
+    @property
+    def pulls(self) -> int:
+        """Of all workers."""
+        return sum(self.staleness.values())
+
+    @property
+    def nbytes(self) -> int | None:
+        """Of the weights; None where a shard does not say its own."""
+        sizes = [shard.nbytes for shard in self.shards]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
 @dataclass(frozen=True)
 class Target:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
@@ -262,6 +314,7 @@ class Run:
     notes: Sequence[str]
     ranks: Sequence[Rank] = ()
     federation: Federation | None = None
+    servers: Servers | None = None
 
 
 @dataclass(frozen=True)

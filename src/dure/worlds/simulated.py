@@ -310,14 +310,17 @@ class Simulation:
             self._gone.add(client)
             return SPENT
         down, compute, up = self._seconds(client, work.examples, size, work.up)
+        slowness = known.devices.slowness(client, assignment.ticket, self.seed)
+        compute *= slowness
         deadline = assignment.deadline
         if deadline is not None and self.clients.partial and now + down + compute + up > deadline:
             # As much work as fits between download and upload; at least one step, so the update may
             # still be late.
             left = deadline - now - down - up
-            speed = known.devices.of(client, self.seed).examples_per_second
+            speed = known.devices.of(client, self.seed).examples_per_second / slowness
             work = self.clients.work(assignment, now, left * speed)
             down, compute, up = self._seconds(client, work.examples, size, work.up)
+            compute *= slowness
         ends = now + down + compute + up
         reason = None
         if leaves < ends:

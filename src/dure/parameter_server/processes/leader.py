@@ -31,7 +31,17 @@ from dure.parameter_server.messages import (
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.meeting import rank_of
 from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.said import Ask, Deal, Failed, Grant, Over, Report, Save
+from dure.parameter_server.processes.said import (
+    Account,
+    Ask,
+    Deal,
+    Failed,
+    Grant,
+    Over,
+    Report,
+    Save,
+    Tell,
+)
 from dure.parameter_server.scheduler import Scheduler
 from dure.parameter_server.worker import WorkerSide
 
@@ -84,6 +94,8 @@ class Leader:
         self._reads: Future[list[Tensor]] | None = None
         self._saves: Future[Shards] | None = None
         self._saved: dict[int, Mapping[str, Any]] = {}
+        self._tells: Future[list[Account]] | None = None
+        self._accounts: dict[int, Account] = {}
         self._reports: list[Report] = []
         self._stands: dict[int, tuple[int, int]] = {}
         """What each worker has reported: until which batch, and knowing which layout."""
@@ -105,6 +117,10 @@ class Leader:
     def meet(self, until: int) -> Future[list[Report]]:
         """Has all workers do the batches before `until`; what they report when all are there."""
         return self._ask(lambda: self._grant(until))
+
+    def accounts(self) -> Future[list[Account]]:
+        """What the servers that live have counted."""
+        return self._ask(self._tell)
 
     def values(self) -> Future[list[Tensor]]:
         """The weights, by shard."""
@@ -172,6 +188,7 @@ class Leader:
         if self.manager.layout.version != version:
             self._changed(now)
         self._look_at_meeting()
+        self._look_at_accounts()
 
     def _hear(self, sender: str, said: Any, now: float) -> None:
         version = self.manager.layout.version
@@ -196,6 +213,8 @@ class Leader:
         elif isinstance(said, Snapshot):
             self._saved[said.shard] = said.state
             self._look_at_saved()
+        elif isinstance(said, Account):
+            self._accounts[said.server] = said
         elif isinstance(said, Replicated):
             self._begun.add(said.shard)
         else:
@@ -358,6 +377,22 @@ class Leader:
         reports, self._reports = self._reports, []
         meets.set_result(reports)
 
+    def _tell(self) -> Future[list[Account]]:
+        self._tells = Future()
+        self._accounts = {}
+        for number in self._servers():
+            self.port.say(server(number), Tell())
+        return self._tells
+
+    def _servers(self) -> list[int]:
+        return [n for n in range(self.plan.servers) if self.manager.alive(server(n))]
+
+    def _look_at_accounts(self) -> None:
+        """Whether all servers that live have told."""
+        if self._tells is not None and all(n in self._accounts for n in self._servers()):
+            tells, self._tells = self._tells, None
+            tells.set_result(list(self._accounts.values()))
+
     def _read(self) -> Future[list[Tensor]]:
         self._reads = Future()
         self._say(self._reader.pull(time.monotonic(), None))
@@ -388,7 +423,7 @@ class Leader:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        for waiting in (self._begins, self._meets, self._reads, self._saves):
+        for waiting in (self._begins, self._meets, self._reads, self._saves, self._tells):
             if waiting is not None:
                 waiting.set_exception(error)
 

@@ -14,7 +14,7 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
 from dure.parameter_server.manager import Manager
-from dure.parameter_server.messages import MANAGER, worker
+from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import meet, name_of
@@ -24,7 +24,7 @@ from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard
-from dure.record.meter import Counters, Meter
+from dure.record.meter import Counters, Meter, sum_of_counters
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
@@ -49,7 +49,7 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
             layout = plan.layout(model)
             # Streams lose nothing but when they break.
             terms = plan.terms(task, model)
-            return serve(Server(rank - 1, layout, terms, patience=math.inf), port)
+            return serve(Server(rank - 1, layout, terms, patience=math.inf), port, place)
         place.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
         return Working(number, task, place, seed, plan, port).live()
@@ -81,6 +81,7 @@ class ProcessesLearner(Learner):
         self.task = task
         self.plan = plan
         self.group = place.group.alone()
+        self.trace = place.trace
         self.group.meter.name = "leader"
         self.group.meter.is_worker = False
         self.model = place.model(task, seed).train()
@@ -96,7 +97,9 @@ class ProcessesLearner(Learner):
         self.buffers = Buffers(self.model)
         self.staleness: dict[int, int] = {}
         self.pushes = 0
+        self.waiting = 0.0
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
+        self.server_meters = [Meter(server(n), is_worker=False) for n in range(plan.servers)]
         self.manager = Manager(
             plan.layout(self.model), plan.servers, plan.staleness, PATIENCE, plan.replicas
         )
@@ -104,6 +107,8 @@ class ProcessesLearner(Learner):
         self.leader = Leader(plan, self.manager, portions, port, place.deadline)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
+        self._before: dict[str, Counters] = {}
+        """What each had counted in processes of before, where the run was interrupted."""
         self._started = False
         self._states: Sequence[Mapping[str, Any]] = [
             self._first(number) for number in range(len(self.shards))
@@ -131,8 +136,13 @@ class ProcessesLearner(Learner):
         self._begin()
         reports: list[Report] = self.leader.meet((self.round + 1) * self.period).result()
         self.round += 1
+        before = self._spent()
+        for account in self.leader.accounts().result():
+            self._counted(self.server_meters[account.server], account.counters, account.trace)
         for report in reports:
             self._take(report)
+        computed, everything = (now - then for now, then in zip(self._spent(), before, strict=True))
+        self.waiting = 1 - computed / everything if everything else 0.0
         self._tell_of_the_dead()
         counted = sum(report.counted for report in reports)
         return Progress(
@@ -147,13 +157,25 @@ class ProcessesLearner(Learner):
         batches = range((self.round - 1) * self.period, self.round * self.period)
         return sum(len(group.at(batch)) for group in self.computing.batches for batch in batches)
 
+    def _spent(self) -> tuple[float, float]:
+        """Seconds that the workers have computed, and all their seconds."""
+        total = sum_of_counters(meter.counters for meter in self.worker_meters.values())
+        waited = total.communication_seconds + total.idle_seconds
+        return total.compute_seconds, total.compute_seconds + waited
+
     def _take(self, report: Report) -> None:
-        self.worker_meters[report.worker].counters = Counters.from_list(report.counters)
+        self._counted(self.worker_meters[report.worker], report.counters, report.trace)
         self.pushes += report.pushes
         for behind, often in report.staleness.items():
             self.staleness[behind] = self.staleness.get(behind, 0) + often
         if report.worker == self.plan.workers[0]:
             self.buffers.load(self.model, report.buffers)
+
+    def _counted(self, meter: Meter, told: list[float], trace: bytes) -> None:
+        """Takes over what a process has counted since it began."""
+        before = self._before.setdefault(meter.name, meter.counters)
+        meter.counters = sum_of_counters([before, Counters.from_list(told)])
+        self.trace.take(trace)
 
     def _tell_of_the_dead(self) -> None:
         for name, reason in self.manager.dead.items():
@@ -167,7 +189,7 @@ class ProcessesLearner(Learner):
     def _numbers(self) -> dict[str, float]:
         often = sum(self.staleness.values())
         mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
-        return {"staleness": mean, "pushes": float(self.pushes)}
+        return {"staleness": mean, "waiting": self.waiting, "pushes": float(self.pushes)}
 
     def _load(self) -> None:
         """The weights of the servers into the model."""
@@ -208,13 +230,15 @@ class ProcessesLearner(Learner):
         self._states = state["shards"]
 
     def meters(self) -> Sequence[Meter]:
-        return [self.group.meter, *self.worker_meters.values()]
+        return [self.group.meter, *self.server_meters, *self.worker_meters.values()]
 
     def facts(self) -> dict[str, Any]:
         """Who owned what, who was lost, and how stale the weights of workers were, in clocks."""
+        vectors = self.computing.flat.buffers
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
+                "shard_bytes": [len(keys) * vectors[keys.vector].itemsize for keys in self.shards],
                 "owners": [placed.owner for placed in self.manager.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",

@@ -4,6 +4,8 @@ leader -> worker   Grant     batches before this one may be begun
 worker -> leader   Ask       parts, please; these are done
 leader -> worker   Deal      do these parts; none: there is nothing now
 worker -> leader   Report    I have nothing to do; this I have done since I said so last
+leader -> server   Tell      what have you counted?
+server -> leader   Account   this, since I began
 leader -> server   Save      what have you of this shard?  (the answer is a Snapshot)
 any    -> leader   Failed    an error of the task's own
 leader -> any      Over      the run has ended
@@ -49,7 +51,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """A worker has done all that was granted until a batch, and knows the layout of a version.
 
     loss: the sum of the losses of what `counted` counts. staleness: how often its weights were how
-    many clocks behind. counters: as `Counters.as_list`, since the run began. buffers: its own.
+    many clocks behind. counters: as `Counters.as_list`, since this process began. buffers: its own.
+    trace: its lanes since it said so last, as `Trace.packed`.
     """
 
     worker: int
@@ -63,6 +66,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     counters: list[float]
     done: tuple[Work, ...]
     buffers: list[Tensor]
+    trace: bytes
 
 
 class Shipped(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +84,18 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     """What is in a shard?"""
 
     shard: int
+
+
+class Tell(msgspec.Struct, frozen=True, tag=True):
+    """What has a server counted?"""
+
+
+class Account(msgspec.Struct, frozen=True, tag=True):
+    """What a server has counted, as a worker says it in a `Report`."""
+
+    server: int
+    counters: list[float]
+    trace: bytes
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +132,8 @@ Said: TypeAlias = (
     | Deal
     | Report
     | Save
+    | Tell
+    | Account
     | Failed
     | Over
 )

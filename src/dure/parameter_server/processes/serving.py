@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import time
 
+from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
-from dure.parameter_server.messages import MANAGER, Envelope, Snapshot
+from dure.parameter_server.messages import (
+    MANAGER,
+    Envelope,
+    Message,
+    Push,
+    Replicate,
+    Snapshot,
+    Values,
+)
 from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.said import Over, Save
+from dure.parameter_server.processes.said import Account, Over, Save, Tell
 from dure.parameter_server.server import Server
+from dure.parameter_server.virtual import nbytes
 
 
-def serve(server: Server, port: Port) -> str:
+def serve(server: Server, port: Port, place: Place) -> str:
     """Serves until the leader says that it is over; by which limit.
 
     Raises PeerLostError if the leader is gone.
     """
+    place.group.meter.name = server.name
     while True:
         for sender, said in port.hear(server.wake - time.monotonic()):
             if isinstance(said, Over):
@@ -25,9 +36,10 @@ def serve(server: Server, port: Port) -> str:
                 server.cut(sender)
             elif isinstance(said, Save):
                 _save(server, said.shard, sender, port)
+            elif isinstance(said, Tell):
+                _tell(server, sender, port, place)
             else:
-                # Each by itself: what is said takes the weights as they are at this moment.
-                _say(server.receive(sender, said, time.monotonic()), server, port)  # type: ignore[arg-type]
+                _answer(server, sender, said, port, place)  # type: ignore[arg-type]
         if time.monotonic() >= server.wake:
             _say(server.tick(time.monotonic()), server, port)
 
@@ -36,6 +48,32 @@ def _say(said: list[Envelope], server: Server, port: Port) -> None:
     for to, message in said:
         if not port.say(to, message):
             server.cut(to)
+
+
+def _answer(server: Server, sender: str, message: Message, port: Port, place: Place) -> None:
+    began = time.perf_counter()
+    counters = place.group.meter.counters
+    if isinstance(message, Push | Replicate):
+        counters.bytes_received += nbytes(message)
+    # Each by itself: what is said takes the weights as they are at this moment.
+    for to, answer in server.receive(sender, message, time.monotonic()):
+        if not port.say(to, answer):
+            server.cut(to)
+        # What the leader reads is measuring, and is not counted.
+        if isinstance(answer, Values | Replicate) and to != MANAGER:
+            place.group.meter.sent(nbytes(answer))
+    if sender != MANAGER:
+        what = type(message).__name__.lower()
+        clock = getattr(message, "clock", None) or 0
+        place.group.meter.compute(what, began, time.perf_counter(), clock + 1)
+
+
+def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
+    """Says what was counted, and what of the timeline is new."""
+    counters = place.group.meter.counters.as_list()
+    trace = place.trace.packed(place.clock_offset)
+    place.trace.lanes.clear()
+    port.say(sender, Account(server.number, counters, trace))
 
 
 def check_leader(sender: str, gone: Gone, operation: str) -> None:

@@ -20,7 +20,7 @@ from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.messages import MANAGER, Beat, Envelope
+from dure.parameter_server.messages import MANAGER, Beat, Envelope, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.rooms import Outbox, Slots
@@ -41,6 +41,9 @@ class Working:
         self.plan = plan
         self.port = port
         self.meter = place.group.meter
+        self.meter.name = worker(number)
+        self.trace = place.trace
+        self.clock_offset = place.clock_offset
         self.model = place.model(task, seed).train()
         self.shards = plan.shards(self.model)
         self.computing = plan.gradients(task, self.model, seed)
@@ -191,7 +194,9 @@ class Working:
             counters=counters.as_list(),
             done=tuple(self._done),
             buffers=[buffer.detach() for buffer in self.buffers.of(self.model)],
+            trace=self.trace.packed(self.clock_offset),
         )
+        self.trace.lanes.clear()
         self._computed.clear()
         self._done.clear()
         self.port.say(MANAGER, report)

@@ -1,0 +1,221 @@
+"""Parameter servers in the report.
+
+How stale weights were, how much of the workers' time went into waiting, what travelled against what
+had to, who owned what and who was lost; and, under a virtual clock, when workers computed and
+servers sent.
+
+    by the formula, d bytes of weights:    d up a push, d down a pull
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dure.report.charts import CATEGORIES, JSON, SPANS, SPANS_OF_ALL_RUNS, short, style, xy
+from dure.report.document import section
+from dure.report.federated_figures import ROWS
+from dure.report.parts import figure_of, grid, swatch, table
+from dure.report.runs import Busy, Run, Servers, Worker, clock_of, time_of
+from dure.report.words import UNKNOWN, count, escape, plural, size
+
+SHARDS = 40
+"""Shards in the table of who owns what."""
+
+
+class Told(NamedTuple):
+    """A run with parameter servers, and its place in the report."""
+
+    place: int
+    run: Run
+    servers: Servers
+
+
+def _told(runs: Sequence[Run]) -> list[Told]:
+    return [
+        Told(place, run, run.servers) for place, run in enumerate(runs) if run.servers is not None
+    ]
+
+
+# What page.js draws.
+
+
+def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+    """The figures by name, with the run's place in the report: clocks-0, waiting-0, busy-0.
+
+    What there is nothing of has none.
+    """
+    told = _told(runs)
+    most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(told), 1))
+    drawn: dict[str, JSON | None] = {}
+    for place, run, servers in told:
+        drawn[f"clocks-{place}"] = _clocks(servers)
+        drawn[f"waiting-{place}"] = _waiting(place, run)
+        drawn[f"busy-{place}"] = _busy(servers.busy[:most], clock_of(run))
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _clocks(servers: Servers) -> JSON | None:
+    if not servers.staleness:
+        return None
+    x = sorted(servers.staleness)
+    y = [servers.staleness[behind] for behind in x]
+    bars = {"type": "bar", "name": "pulls", "color": "var(--compute)", "x": x, "y": y}
+    return xy(f"staleness in {servers.counts}", "pulls", [bars])
+
+
+def _waiting(place: int, run: Run) -> JSON | None:
+    known = [
+        (line.step, waited)
+        for line in run.steps
+        if (waited := line.metrics.get("waiting")) is not None
+    ]
+    if len(known) < 2:
+        return None
+    x = [round for round, _ in known]
+    y = [short(waited) for _, waited in known]
+    curve = {"type": "lines", "name": "waiting", **style(place), "x": x, "y": y}
+    return {**xy("round", "share of the workers’ time", [curve]), "share": True}
+
+
+def _busy(busy: Sequence[Busy], clock: str | None) -> JSON | None:
+    """A lane for each server and worker, from the start of the run."""
+    names = sorted({one.who for one in busy}, key=_in_order)[:ROWS]
+    if not names:
+        return None
+    row = {name: place for place, name in enumerate(names)}
+    series = []
+    for category in CATEGORIES:
+        spans = [
+            [row[one.who], short(one.began, 8), short(one.seconds), _numbered(one.clock)]
+            for one in busy
+            if one.category == category and one.who in row
+        ]
+        if spans:
+            series.append({"name": category, "color": f"var(--{category})", "spans": spans})
+    return {
+        "kind": "lanes",
+        "x": f"{clock or 'virtual'} seconds",
+        "who": "",
+        "unit": "clock",
+        "rows": [html.escape(name, quote=False) for name in names],
+        "series": series,
+    }
+
+
+def _in_order(name: str) -> tuple[str, int]:
+    """Servers before workers, and both by their numbers."""
+    kind, _, number = name.partition(" ")
+    return kind, int(number) if number.isdigit() else 0
+
+
+def _numbered(clock: int | None) -> int | None:
+    # For people the first is 1, in the account 0.
+    return None if clock is None else clock + 1
+
+
+# The section.
+
+
+def parameter_servers(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+    """The section, a block for each run; empty if there is none. drawn: its figures."""
+    told = _told(runs)
+    if not told:
+        return ""
+    lead = (
+        "Servers own the weights by ranges; workers push gradients and pull weights. The staleness "
+        "of a pull is in clocks: by how many steps the slowest worker of the group was behind the "
+        "step for which the weights were taken. (That of FedAsync counts models that were made "
+        "meanwhile.)"
+    )
+    blocks = "".join(_block(one, drawn) for one in told)
+    return section("servers", "Parameter servers", lead, blocks)
+
+
+def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
+    place, run, servers = one
+
+    def figure(key: str, heading: str, note: str = "") -> str:
+        name = f"{key}-{place}"
+        return figure_of(name, heading, note) if name in drawn else ""
+
+    small = (
+        figure("clocks", "Staleness of pulls"),
+        figure("waiting", "Waiting", "The workers’ time in which they did not compute."),
+    )
+    first = (
+        "From the start of the run, as long as the account goes: workers compute, the links of "
+        "servers send weights."
+    )
+    return (
+        f'<div class="pipeline"><h3>{swatch(place)}<span>{escape(run.label)}</span></h3>'
+        f"<p>{escape(_facts(run, servers))}</p>{grid(small)}{_traffic(run, servers)}"
+        f"{_owners(servers)}{figure('busy', 'Who was busy when', first)}</div>"
+    )
+
+
+def _facts(run: Run, servers: Servers) -> str:
+    workers = len(_workers(run))
+    owners = {shard.owner for shard in servers.shards if shard.owner is not None}
+    said = [
+        f"{plural(len(owners), 'server')} with {plural(len(servers.shards), 'shard')}, "
+        f"{plural(workers, 'worker')}",
+        f"{count(servers.pushes)} pushes, {count(servers.pulls)} pulls",
+    ]
+    seconds, clock = _seconds(run)
+    if seconds:
+        said.append(
+            f"{count(round(servers.pushes / seconds, 1))} pushes and "
+            f"{count(round(servers.pulls / seconds, 1))} pulls a second of {clock} time at each "
+            f"shard"
+        )
+    said += [f"{name} was lost: it {why}" for name, why in servers.lost.items()]
+    return "; ".join(said) + "."
+
+
+def _workers(run: Run) -> list[Worker]:
+    return [one for one in run.result.workers if one.name.startswith("worker")]
+
+
+def _seconds(run: Run) -> tuple[float | None, str]:
+    """How long the run took, and on which clock."""
+    now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
+    return (now, clock_of(run) or "virtual") if now is not None else (run.result.seconds, "wall")
+
+
+def _traffic(run: Run, servers: Servers) -> str:
+    """What workers sent and received, against the formula."""
+    workers = _workers(run)
+    nbytes = servers.nbytes
+    if nbytes is None or not workers:
+        return ""
+    rows = ""
+    for way, times, measured in (
+        ("up", servers.pushes, sum(one.sent for one in workers)),
+        ("down", servers.pulls, sum(one.received for one in workers)),
+    ):
+        formula = nbytes * times
+        more = f"{measured / formula:.4g}" if formula else UNKNOWN
+        rows += (
+            f'<tr><th scope="row">{way}</th><td>{count(nbytes)} × {count(times)}</td>'
+            f"<td>{size(formula)}</td><td>{size(measured)}</td><td>{more}</td></tr>"
+        )
+    head = ("of all workers", "bytes of weights × times", "formula", "measured", "ratio")
+    return table("Bytes", "long", head, rows)
+
+
+def _owners(servers: Servers) -> str:
+    """Who owns what at the end."""
+    rows = ""
+    for number, shard in enumerate(servers.shards[:SHARDS]):
+        owner = "lost" if shard.owner is None else f"server {shard.owner}"
+        rows += (
+            f'<tr><th scope="row">{number}</th><td class="text">{owner}</td>'
+            f"<td>{count(shard.start)} to {count(shard.stop - 1)}</td>"
+            f"<td>{size(shard.nbytes)}</td></tr>"
+        )
+    left = len(servers.shards) - SHARDS
+    note = f'<p class="aside">{count(left)} more shards are left out.</p>' if left > 0 else ""
+    head = ("shard", "owned by", "keys", "weights")
+    return table("Who owns what", "narrow", head, rows, texts=["owned by"]) + note
