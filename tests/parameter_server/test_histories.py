@@ -167,6 +167,18 @@ def test_a_server_without_a_copy_is_lost_with_its_shards_and_that_is_told() -> N
     assert history.manager.layout.shards[1].owner is None
 
 
+def test_a_server_that_dies_before_its_copy_was_made_is_a_loss_that_is_told() -> None:
+    def fate(sender: str, receiver: str, message: Message, now: float) -> Sequence[float]:
+        return () if isinstance(message, Snapshot) else (0.0,)
+
+    history = History(servers=2, replicas=1, fate=fate)
+    history.network.run(lambda: history.network.now >= 0.5, 1e4)
+    history.network.kill(server(0))
+    history.network.run(lambda: any(loss.shards for loss in history.manager.losses), 100)
+    assert [loss.shards for loss in history.manager.losses] == [(), (0,)]
+    assert history.manager.layout.shards[0].owner is None
+
+
 def test_a_server_that_wakes_up_is_refused_and_gives_nobody_what_it_has() -> None:
     history = History(replicas=1, servers=3, staleness=None, clocks=60)
     network = history.network

@@ -104,7 +104,8 @@ class Manager:
                 said.append((message.node, Lease(message.sent, self.patience)))
         for count in message.counts:
             self._count(count)
-        changed = self._close()
+        changed = self._without(message)
+        changed += self._close()
         if not changed and message.layout < self.layout.version:
             said.append((message.node, self.layout))
         return [*said, *changed]
@@ -166,6 +167,26 @@ class Manager:
             shards.append(Placed(owner, self._next_to(owner), placed.epoch + 1))
         self.losses.append(Loss(number, reason, tuple(lost)))
         self._change(shards=tuple(shards))
+
+    def _without(self, beat: Beat) -> list[Envelope]:
+        """Shards that went with their owner before the copy was made are lost."""
+        held = [
+            shard
+            for shard in beat.without
+            if self.alive(beat.node)
+            and beat.layout == self.layout.version
+            and self.layout.shards[shard].owner is not None
+        ]
+        if not held:
+            return []
+        number = int(beat.node.partition(" ")[2])
+        self.losses.append(Loss(number, "had no copy yet when the owner went", tuple(held)))
+        shards = [
+            Placed(None, None, placed.epoch + 1) if shard in held else placed
+            for shard, placed in enumerate(self.layout.shards)
+        ]
+        self._change(shards=tuple(shards))
+        return self._say()
 
     def _next_to(self, owner: int | None) -> int | None:
         """Who holds the copy of a shard of this owner."""

@@ -179,7 +179,8 @@ class Count(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """A node is there. layout: the version that it has. sent: by its own clock.
 
-    counts: of the workers that are closing. clock: a worker's.
+    counts: of the workers that are closing. clock: a worker's. without: shards that a server is to
+    answer for, and of which it has nothing: they went with the one before.
     """
 
     node: str
@@ -187,6 +188,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     sent: float
     counts: tuple[Count, ...] = ()
     clock: int = 0
+    without: tuple[int, ...] = ()
 
 
 class Lease(msgspec.Struct, frozen=True, tag=True):

@@ -322,7 +322,14 @@ class Server:
                 least, most = one.shard.count(who)
                 life = self.layout.life(who)
                 counts.append(Count(number, one.epoch, who, life, least, most))
-        return [(MANAGER, Beat(self.name, self.layout.version, now, tuple(counts)))]
+        # At the first epoch the weights of the beginning are still to come.
+        without = tuple(
+            number
+            for number in self.layout.owned_by(self.number)
+            if number not in self.owned and self.layout.shards[number].epoch > 0
+        )
+        beat = Beat(self.name, self.layout.version, now, tuple(counts), without=without)
+        return [(MANAGER, beat)]
 
     def _leased(self, sender: str, message: Lease, now: float) -> list[Envelope]:
         until = message.sent + message.seconds
