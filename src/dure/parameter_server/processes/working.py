@@ -119,7 +119,10 @@ class Working:
     def _turn(self) -> bool:
         """What has come, and what is due; False at the end."""
         waited = time.perf_counter()
-        for sender, said in self.port.hear(self.worker.wake - time.monotonic()):
+        seconds = self.worker.wake - time.monotonic()
+        if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
+            seconds = min(seconds, 0.1)
+        for sender, said in self.port.hear(seconds):
             if isinstance(said, Over):
                 return False
             if isinstance(said, Gone):
