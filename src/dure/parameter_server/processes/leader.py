@@ -55,7 +55,7 @@ Shards = list[Mapping[str, Any]]
 
 
 class Leader:
-    """Leads from `start` to `end`, and answers calls before.
+    """Leads from `start` to `end`.
 
     portions: all shards, as those of a worker. deadline: seconds for which others wait for a worker
     that lives and makes no step.
@@ -79,8 +79,6 @@ class Leader:
         self._reader = WorkerSide(READER, manager.layout, portions, beat=None, patience=math.inf)
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._leads = False
-        """Whether it has begun: before, silence means nothing."""
         self._over = False
         self.ended = ""
         """By which limit the run has ended."""
@@ -105,14 +103,16 @@ class Leader:
         self._gone: dict[str, tuple[float, str]] = {}
         """Whose connection broke, when, and why."""
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
-        self._thread.start()
 
     def start(self, states: Sequence[Mapping[str, Any]], batches: int) -> None:
         """Begins to lead; returns when the owners of all shards have these states.
 
         batches: that were done before.
         """
-        self._ask(lambda: self._hand_out(states, batches)).result()
+        for scheduler in self.schedulers:
+            scheduler.resume(batches)
+        self._thread.start()
+        self._ask(lambda: self._hand_out(states)).result()
 
     def meet(self, until: int) -> Future[list[Report]]:
         """Has all workers do the batches before `until`; what they report when all are there."""
@@ -166,9 +166,7 @@ class Leader:
             self.port.close()
 
     def _turn(self) -> None:
-        wake = min(self._reader.wake, self._return())
-        if self._leads:
-            wake = min(wake, self.manager.wake)
+        wake = min(self.manager.wake, self._reader.wake, self._return())
         if self._begins is not None:
             wake = min(wake, time.monotonic() + 0.01)  # calls are answered without a word
         for sender, said in self.port.hear(wake - time.monotonic()):
@@ -178,7 +176,7 @@ class Leader:
         now = time.monotonic()
         version = self.manager.layout.version
         self._bury(now)
-        if self._leads and now >= self.manager.wake:
+        if now >= self.manager.wake:
             self._say(self.manager.tick(now))
         if now >= self._reader.wake:
             self._say(self._reader.tick(now))
@@ -316,10 +314,7 @@ class Leader:
 
     # What the run asks
 
-    def _hand_out(self, states: Sequence[Mapping[str, Any]], batches: int) -> Future[None]:
-        self._leads = True
-        for scheduler in self.schedulers:
-            scheduler.resume(batches)
+    def _hand_out(self, states: Sequence[Mapping[str, Any]]) -> Future[None]:
         self._begins = Future()
         for _, _, times in states[0]["clock"] if states else ():
             self._clocks.update(times)

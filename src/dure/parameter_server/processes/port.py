@@ -138,6 +138,10 @@ class Port:
         """Whether there is a connection to a process."""
         return other in self._lines
 
+    def reach(self, other: str) -> bool:
+        """Whether there is a connection to a process, which is called where there is none."""
+        return self._line(other) is not None
+
     def wake(self) -> None:
         """Has `hear` return at once; any thread may call it, and after the port was closed too."""
         with contextlib.suppress(OSError):

@@ -127,7 +127,10 @@ class Working:
     def _turn(self) -> str | None:
         """What has come, and what is due; by which limit the run has ended, if it has."""
         waited = time.perf_counter()
-        for sender, said in self.port.hear(self.worker.wake - time.monotonic()):
+        seconds = self.worker.wake - time.monotonic()
+        if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
+            seconds = min(seconds, 0.1)
+        for sender, said in self.port.hear(seconds):
             if isinstance(said, Over):
                 return said.ended
             if isinstance(said, Gone):
