@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import first_layout
 from dure.parameter_server.optimizer import Recipe
-from dure.parameter_server.shard import Terms
+from dure.parameter_server.shard import Shard, Terms
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
 
@@ -89,6 +90,17 @@ class Plan:
             groups=len(self.groups),
             clip_norm=self.clip_norm,
         )
+
+
+def first_states(
+    shards: Sequence[Range], computing: Gradients, terms: Terms
+) -> list[Mapping[str, Any]]:
+    """The states of shards with the weights of the beginning."""
+    vectors = computing.flat.buffers
+    return [
+        Shard(number, keys, vectors[keys.vector][keys.start : keys.stop].clone(), terms).state()
+        for number, keys in enumerate(shards)
+    ]
 
 
 def recipe_of(task: Task, model: nn.Module) -> Recipe:

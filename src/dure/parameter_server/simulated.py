@@ -22,7 +22,7 @@ from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
-from dure.parameter_server.plan import Plan
+from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard
@@ -73,7 +73,7 @@ class SimulatedLearner(Learner):
         # Each worker's own, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
-        self._begin([self._first(number) for number in range(len(self.shards))])
+        self._begin(first_states(self.shards, self.computing, self.terms))
 
     def flops_per_step(self) -> float:
         return flops_per_step(
@@ -81,12 +81,6 @@ class SimulatedLearner(Learner):
         )
 
     # Making them
-
-    def _first(self, number: int) -> Mapping[str, Any]:
-        """The state of a shard with the weights of the beginning."""
-        keys = self.shards[number]
-        values = self.computing.flat.buffers[keys.vector][keys.start : keys.stop].clone()
-        return Shard(number, keys, values, self.terms).state()
 
     def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int] = {}) -> None:
         """Servers with these shards, and workers that have pushed so often."""

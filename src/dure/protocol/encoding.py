@@ -48,7 +48,7 @@ _MOST_TENSORS = 10_000
 """Far more than the buffers of any model. Each costs some memory and time, even an empty one."""
 
 # A list of its own: a name in a message stands for one of these, or for nothing.
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64,
@@ -65,7 +65,10 @@ _DTYPES = {
         torch.bool,
     )
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""What may travel, by name."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The inverse."""
 
 if sys.byteorder != "little":  # elements travel as they lie in memory
     raise ImportError("dure's messages are little-endian, and this machine is not")
@@ -87,12 +90,12 @@ def to_bytes(message: Message) -> bytearray:
     def described(node: Any) -> Any:
         if not isinstance(node, Tensor):
             return list(node)  # a sequence of tensors that are formed when somebody looks at them
-        if node.dtype not in _NAMES:
+        if node.dtype not in NAMES:
             raise TypeError(f"a message cannot have tensors of {node.dtype}")
         tensors.append(node)
         if len(tensors) > _MOST_TENSORS:
             raise ValueError(f"a message cannot have more than {_MOST_TENSORS:,} tensors")
-        return _NAMES[node.dtype], tuple(node.shape)
+        return NAMES[node.dtype], tuple(node.shape)
 
     # Two passes: sizes first, so that the message is written once into memory of the right size.
     header = msgspec.msgpack.Encoder(enc_hook=described).encode(message)
@@ -139,7 +142,7 @@ def from_bytes(content: bytearray) -> Message:
         if count > _MOST_TENSORS:
             raise MessageError(f"the message has more than {_MOST_TENSORS:,} tensors")
         name, shape = msgspec.convert(node, tuple[str, tuple[int, ...]])
-        dtype = _DTYPES.get(name)
+        dtype = DTYPES.get(name)
         if dtype is None or len(shape) > _MOST_DIMENSIONS or any(extent < 0 for extent in shape):
             raise MessageError(f"there is no tensor of {name} {list(shape[:_MOST_DIMENSIONS])}")
         # The decoder calls this in the order of the header, so a running position finds each

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.parameter_server.processes.said import Said
+from dure.protocol.encoding import DTYPES, NAMES
 
 HEAD = struct.Struct("<IQ")
 MOST_HEADER = 1 << 24
@@ -34,22 +35,8 @@ MOST_HEADER = 1 << 24
 _MOST_EXTENT = 1 << 48
 """Elements along a dimension, of which no memory has more."""
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not dtype.is_complex}
+"""What servers can hold."""
 
 
 class FrameError(ValueError):
@@ -102,7 +89,7 @@ class Encoder:
     def _described(self, node: Any) -> Any:
         if not isinstance(node, Tensor):
             raise TypeError(f"a frame cannot have a {type(node).__name__}")
-        name = _NAMES.get(node.dtype)
+        name = NAMES.get(node.dtype) if not node.dtype.is_complex else None
         if name is None:
             raise TypeError(f"a frame cannot have tensors of {node.dtype}")
         if not node.numel():

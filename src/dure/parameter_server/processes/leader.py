@@ -191,6 +191,9 @@ class Leader:
     def _hear(self, sender: str, said: Any, now: float) -> None:
         version = self.manager.layout.version
         if isinstance(said, Gone):
+            # Who dies loses its other connection too; a heart calls again, or is missed.
+            if sender.endswith(" heart"):
+                return
             self._gone[sender] = (now, said.reason)
             self._reader.cut(sender)
         elif isinstance(said, Failed):
@@ -240,8 +243,6 @@ class Leader:
             if now < since + _RETURN_SECONDS:
                 continue
             del self._gone[name]
-            if name.endswith(" heart"):
-                name = name.removesuffix(" heart")
             self._say(self.manager.lost(name, reason, now))
 
     def _changed(self, now: float) -> None:

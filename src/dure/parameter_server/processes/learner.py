@@ -15,7 +15,7 @@ from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
-from dure.parameter_server.plan import Plan
+from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import meet, name_of
 from dure.parameter_server.processes.port import Port
@@ -23,7 +23,6 @@ from dure.parameter_server.processes.said import Failed, Report
 from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
 from dure.parameter_server.server import Server
-from dure.parameter_server.shard import Shard
 from dure.record.meter import Counters, Meter, sum_of_counters
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -110,19 +109,14 @@ class ProcessesLearner(Learner):
         self._before: dict[str, Counters] = {}
         """What each had counted in processes of before, where the run was interrupted."""
         self._started = False
-        self._states: Sequence[Mapping[str, Any]] = [
-            self._first(number) for number in range(len(self.shards))
-        ]
+        self._states: Sequence[Mapping[str, Any]] = first_states(
+            self.shards, self.computing, self.terms
+        )
 
     def flops_per_step(self) -> float:
         return flops_per_step(
             self.model, self.computing.examples, self.computing.batches[0].batch_size
         )
-
-    def _first(self, number: int) -> Mapping[str, Any]:
-        keys = self.shards[number]
-        values = self.computing.flat.buffers[keys.vector][keys.start : keys.stop].clone()
-        return Shard(number, keys, values, self.terms).state()
 
     def _begin(self) -> None:
         """Hands out the weights, those of the beginning or of a checkpoint, once."""
