@@ -20,13 +20,11 @@ from dure.fleet.conditions import Conditions
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.manager import Manager
-from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
+from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.server import Server
-from dure.parameter_server.shard import Shard
-from dure.parameter_server.virtual import Link, VirtualNetwork
+from dure.parameter_server.virtual import Link
+from dure.parameter_server.virtual_servers import VirtualServers, first_states
 from dure.parameter_server.worker import WorkerSide
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
@@ -34,8 +32,6 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
-
-_BYTES_PER_MBIT = 125_000.0
 
 
 class SimulatedLearner(Learner):
@@ -69,7 +65,7 @@ class SimulatedLearner(Learner):
         # Each worker's own, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
-        self._begin([self._first(number) for number in range(len(self.shards))])
+        self._begin(first_states(self.shards, self.computing, self.terms))
 
     def flops_per_step(self) -> float:
         return flops_per_step(
@@ -78,37 +74,12 @@ class SimulatedLearner(Learner):
 
     # Making them
 
-    def _first(self, number: int) -> Mapping[str, Any]:
-        """The state of a shard with the weights of the beginning."""
-        keys = self.shards[number]
-        values = self.computing.flat.buffers[keys.vector][keys.start : keys.stop].clone()
-        return Shard(number, keys, values, self.terms).state()
-
     def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int] = {}) -> None:
         """Servers with these shards, and workers that have pushed so often."""
         plan = self.plan
-        # Nobody dies here: nobody has to say that it lives.
-        self.manager = Manager(
-            self.layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
+        self.virtual = VirtualServers(
+            plan, self.layout, self.terms, self.conditions, states, self.now
         )
-        self.servers = [
-            Server(number, self.layout, self.terms, beat=None, patience=math.inf)
-            for number in range(plan.servers)
-        ]
-        self.network = VirtualNetwork()
-        self.network.now = self.now
-        self.network.add(MANAGER, self.manager)
-        for one in self.servers:
-            self.network.add(one.name, one, self._server_link())
-        for number, state in enumerate(states):
-            placed = self.layout.shards[number]
-            assert placed.owner is not None
-            snapshot = Snapshot(number, placed.epoch, state["version"], state)
-            # The weights of the beginning are there before the run, and cost it nothing.
-            self.servers[placed.owner].receive(MANAGER, snapshot, self.now)
-            if placed.replica is not None:
-                self.servers[placed.replica].receive(server(placed.owner), snapshot, self.now)
-                self.servers[placed.owner].copied(number)
         self.schedulers = [
             Scheduler(members, bounded=plan.staleness is not None) for members in self.layout.groups
         ]
@@ -125,11 +96,8 @@ class SimulatedLearner(Learner):
         }
         for number, working in self.workers.items():
             device = self.conditions.devices.of(number, self.seed)
-            self.network.add(worker(number), working, Link(out=device.up, into=device.down))
-
-    def _server_link(self) -> Link:
-        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
-        return Link(out=speed, into=speed)
+            link = Link(out=device.up, into=device.down)
+            self.virtual.network.add(worker(number), working, link)
 
     def _side(self, number: int, clock: int) -> WorkerSide:
         portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
@@ -181,11 +149,11 @@ class SimulatedLearner(Learner):
         for one in self.workers.values():
             one.go_on()
         before = generators_state()
-        met = self.network.run(self._all_met, math.inf)
+        met = self.virtual.network.run(self._all_met, math.inf)
         restore_generators(before)
         assert met, "nobody waits for anybody for ever"
         self.round += 1
-        self.now = self.network.now
+        self.now = self.virtual.network.now
         self._count()
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
@@ -201,9 +169,7 @@ class SimulatedLearner(Learner):
 
     def _count(self) -> None:
         """Takes over what was sent, received and computed since the last round."""
-        for meter in [*self.server_meters, *self.worker_meters.values()]:
-            traffic = self.network.traffic(meter.name)
-            meter.exchanged(sent=traffic.sent, received=traffic.received)
+        self.virtual.count([*self.server_meters, *self.worker_meters.values()])
         for number, one in self.workers.items():
             self.worker_meters[number].counters.compute_seconds += one.computed
             one.computed = 0.0
@@ -217,14 +183,9 @@ class SimulatedLearner(Learner):
         mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
         return {"virtual_seconds": self.now, "staleness": mean, "pushes": float(self.pushes)}
 
-    def _owned(self, number: int) -> Shard:
-        owner = self.manager.layout.shards[number].owner
-        assert owner is not None
-        return self.servers[owner].owned[number].shard
-
     def _load_all(self) -> None:
         """The weights of the servers, and the buffers of the first worker, into the model."""
-        self._load([self._owned(number).values for number in range(len(self.shards))])
+        self._load(self.virtual.values())
         self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
 
     def evaluate(self) -> dict[str, float]:
@@ -241,7 +202,7 @@ class SimulatedLearner(Learner):
             "version": 1,
             "round": self.round,
             "now": self.now,
-            "shards": [self._owned(number).state() for number in range(len(self.shards))],
+            "shards": self.virtual.states(),
             "clocks": {number: one.own.clock for number, one in self.workers.items()},
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
