@@ -337,10 +337,9 @@ class Leader:
 
     def _end(self) -> None:
         self._over = True
-        names = [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
-        for name in names:
-            if self.manager.alive(name):
-                self.port.say(name, Over())
+        # Those too that were given up, and may not know it yet.
+        for name in [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]:
+            self.port.say(name, Over())
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
