@@ -32,7 +32,7 @@ def system(name: str) -> dure.Strategy:
 
 def world(strategy: dure.Strategy) -> dure.World | None:
     if strategy.kind == "ranks" and not strategy.alone:
-        return dure.Processes(2)
+        return dure.Processes(strategy.ranks or 2)
     return dure.Threads(2) if strategy.kind == "threads" else None
 
 
