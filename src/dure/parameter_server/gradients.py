@@ -89,12 +89,29 @@ class Gradients:
         """The gradient of a part at the weights as they are.
 
         who: whose it is, for errors. out: where it is written, by vector; by default new memory.
-        Raises LossNotFiniteError for a loss that is not, and
-        ValueError for a parameter without a gradient that the optimizer would move all the same.
+        Raises LossNotFiniteError for a loss that is not, and ValueError for a parameter without a
+        gradient that the optimizer would move all the same.
         """
         batch = self.batches[group].at(work.batch)
         part = batch.tensor_split(work.parts)[work.part]
         place = (work.batch, work.part) if group == 0 else (work.batch, work.part, group)
+        found = self.mean(part, place, who, out)
+        # Data parallel's weight, or a share of the batch.
+        found.weight = found.counted if self.bulk else len(part) / len(batch)
+        return found
+
+    def mean(
+        self,
+        part: Tensor,
+        place: tuple[int, ...],
+        who: str,
+        out: Sequence[Tensor] | None = None,
+    ) -> Computed:
+        """The gradient of the mean loss of these examples, which has weight 1.
+
+        place: where they are in the run, its step first: what is drawn is a function of it. who,
+        out, and what is raised: as in `of`.
+        """
         seed_generators(self.seed, "step", *place, everything=self.examples.draws)
         started = time.perf_counter()
         if out is None:
@@ -108,7 +125,7 @@ class Gradients:
         found = self.losses.mean(self.model(inputs), targets, len(part))
         loss = float(found.loss.item())
         if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, who, f"step {work.batch + 1}")
+            raise LossNotFiniteError(loss, who, f"step {place[0] + 1}")
         found.loss.backward()  # type: ignore[no-untyped-call]
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -116,7 +133,7 @@ class Gradients:
             self._write(vector, found.counted, room)
         return Computed(
             gradients=list(out),
-            weight=found.counted if self.bulk else len(part) / len(batch),
+            weight=1.0,
             loss=loss,
             counted=found.counted,
             examples=len(part),
@@ -130,11 +147,15 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None:
                 if not self.skips and counted:
-                    raise ValueError(
-                        f"{self._names[id(parameter)]} has no gradient, and the optimizer at the "
-                        f"servers would move it all the same: freeze it, or take SGD without "
-                        f"momentum and weight decay"
-                    )
+                    raise ValueError(no_gradient(self._names[id(parameter)]))
                 gradient = torch.zeros_like(parameter)
             parts.append(gradient.reshape(-1))
         torch.cat(parts, out=room)
+
+
+def no_gradient(name: str) -> str:
+    """What is wrong where a parameter of this name has no gradient."""
+    return (
+        f"{name} has no gradient, and the optimizer at the servers would move it all the same: "
+        f"freeze it, or take SGD without momentum and weight decay"
+    )

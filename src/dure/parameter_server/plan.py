@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from dure.contracts.lr_schedule import factor_at
+from dure.contracts.strategy import World
 from dure.contracts.task import Task
+from dure.fleet.conditions import Conditions
 from dure.parameter_server.gradients import Gradients
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout
@@ -41,6 +43,32 @@ class Plan:
     def workers(self) -> list[int]:
         """All of them."""
         return [worker for group in self.groups for worker in group]
+
+    def made_for(self, task: Task, model: nn.Module) -> Plan:
+        """The same for ranks that have this model."""
+        return self
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether a group's workers share its batches, so that one computes what another left."""
+        return True
+
+    @property
+    def deals(self) -> bool:
+        """Whether parts of batches are dealt out to whoever is free."""
+        return self.shares_data and self.staleness is None
+
+    def until(self, worker: int, batches: int) -> int:
+        """Before which of its batches a worker stops, where all meet after so many of a group."""
+        return batches
+
+    def steps_per_epoch(self, computing: Gradients) -> int:
+        """Batches in a pass over the data."""
+        return computing.steps_per_epoch
+
+    def companions(self, worker: int) -> list[int]:
+        """Workers that cannot go on without this one."""
+        return []
 
     def group_of(self, worker: int) -> int:
         """The number of a worker's group."""
@@ -120,3 +148,23 @@ def check_model(model: nn.Module) -> None:
     if any(parameter.is_complex() for parameter in trained):
         raise ValueError("the model has complex parameters, which servers cannot hold")
     check_apart(model)
+
+
+def check_world(world: World) -> None:
+    """Raises ValueError for clients over a network, which are no workers."""
+    if world.serves:
+        raise ValueError(
+            "a parameter server's workers are ranks, or simulated: clients over a network have "
+            "federated systems, such as FedAvg"
+        )
+
+
+def check_under(conditions: Conditions) -> None:
+    """Raises ValueError for conditions that workers do not have."""
+    ideal = Conditions()
+    for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
+        if getattr(conditions, name) != getattr(ideal, name):
+            raise ValueError(
+                f"{name.replace('_', ' ')} is about clients, and a parameter server has workers: "
+                f"leave it out"
+            )

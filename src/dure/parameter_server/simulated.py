@@ -20,13 +20,11 @@ from dure.fleet.conditions import Conditions
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.manager import Manager
-from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
+from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.server import Server
-from dure.parameter_server.shard import Shard
-from dure.parameter_server.virtual import Link, VirtualNetwork
+from dure.parameter_server.virtual import Link
+from dure.parameter_server.virtual_servers import VirtualServers
 from dure.parameter_server.worker import WorkerSide
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
@@ -35,7 +33,6 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 
-_BYTES_PER_MBIT = 125_000.0
 _SPANS = 4_000
 """Of the timeline, which is in the report: the first ones, of servers and workers together."""
 
@@ -85,28 +82,9 @@ class SimulatedLearner(Learner):
     def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int] = {}) -> None:
         """Servers with these shards, and workers that have pushed so often."""
         plan = self.plan
-        # Nobody dies here: nobody has to say that it lives.
-        self.manager = Manager(
-            self.layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
+        self.virtual = VirtualServers(
+            plan, self.layout, self.terms, self.conditions, states, self.now, self._sends
         )
-        self.servers = [
-            Server(number, self.layout, self.terms, beat=None, patience=math.inf)
-            for number in range(plan.servers)
-        ]
-        self.network = VirtualNetwork(watch=self._sends)
-        self.network.now = self.now
-        self.network.add(MANAGER, self.manager)
-        for one in self.servers:
-            self.network.add(one.name, one, self._server_link())
-        for number, state in enumerate(states):
-            placed = self.layout.shards[number]
-            assert placed.owner is not None
-            snapshot = Snapshot(number, placed.epoch, state["version"], state)
-            # The weights of the beginning are there before the run, and cost it nothing.
-            self.servers[placed.owner].receive(MANAGER, snapshot, self.now)
-            if placed.replica is not None:
-                self.servers[placed.replica].receive(server(placed.owner), snapshot, self.now)
-                self.servers[placed.owner].copied(number)
         self.schedulers = [
             Scheduler(members, bounded=plan.staleness is not None) for members in self.layout.groups
         ]
@@ -123,11 +101,8 @@ class SimulatedLearner(Learner):
         }
         for number, working in self.workers.items():
             device = self.conditions.devices.of(number, self.seed)
-            self.network.add(worker(number), working, Link(out=device.up, into=device.down))
-
-    def _server_link(self) -> Link:
-        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
-        return Link(out=speed, into=speed)
+            link = Link(out=device.up, into=device.down)
+            self.virtual.network.add(worker(number), working, link)
 
     def _side(self, number: int, clock: int) -> WorkerSide:
         portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
@@ -150,7 +125,7 @@ class SimulatedLearner(Learner):
         device = devices.of(number, self.seed)
         seconds = self._computed[-1].examples / device.examples_per_second
         seconds *= devices.slowness(number, clock, self.seed)
-        self._mark(worker(number), "compute", self.network.now, seconds, clock)
+        self._mark(worker(number), "compute", self.virtual.network.now, seconds, clock)
         return seconds
 
     def _sends(self, name: str, began: float, ended: float) -> None:
@@ -194,12 +169,13 @@ class SimulatedLearner(Learner):
         for one in self.workers.values():
             one.go_on()
         before = generators_state()
-        met = self.network.run(self._all_met, math.inf)
+        met = self.virtual.network.run(self._all_met, math.inf)
         restore_generators(before)
         assert met, "nobody waits for anybody for ever"
         self.round += 1
-        self._count(self.network.now - self.now)
-        self.now = self.network.now
+        now = self.virtual.network.now
+        self._count(now - self.now)
+        self.now = now
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
         return Progress(
@@ -214,9 +190,7 @@ class SimulatedLearner(Learner):
 
     def _count(self, seconds: float) -> None:
         """Takes over what was sent, received and computed in the last round, of so many seconds."""
-        for meter in [*self.server_meters, *self.worker_meters.values()]:
-            traffic = self.network.traffic(meter.name)
-            meter.exchanged(sent=traffic.sent, received=traffic.received)
+        self.virtual.count([*self.server_meters, *self.worker_meters.values()])
         computed = sum(one.computed for one in self.workers.values())
         self.waiting = 1 - computed / (seconds * len(self.workers)) if seconds else 0.0
         for number, one in self.workers.items():
@@ -240,14 +214,9 @@ class SimulatedLearner(Learner):
             "pushes": float(self.pushes),
         }
 
-    def _owned(self, number: int) -> Shard:
-        owner = self.manager.layout.shards[number].owner
-        assert owner is not None
-        return self.servers[owner].owned[number].shard
-
     def _load_all(self) -> None:
         """The weights of the servers, and the buffers of the first worker, into the model."""
-        self._load([self._owned(number).values for number in range(len(self.shards))])
+        self._load(self.virtual.values())
         self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
 
     def evaluate(self) -> dict[str, float]:
@@ -264,7 +233,7 @@ class SimulatedLearner(Learner):
             "version": 1,
             "round": self.round,
             "now": self.now,
-            "shards": [self._owned(number).state() for number in range(len(self.shards))],
+            "shards": self.virtual.states(),
             "clocks": {number: one.own.clock for number, one in self.workers.items()},
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
@@ -294,7 +263,7 @@ class SimulatedLearner(Learner):
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
-                "shard_bytes": [self._owned(n).values.nbytes for n in range(len(self.shards))],
+                "shard_bytes": [values.nbytes for values in self.virtual.values()],
                 "owners": [placed.owner for placed in self.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",

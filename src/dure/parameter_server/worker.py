@@ -48,7 +48,8 @@ Again = Callable[[int, int, Tensor, Tensor, float], None]
 class Portion:
     """The keys start … stop-1 of a shard, which this worker pulls and pushes.
 
-    kept: pushes that are not acknowledged, or that the newest answer does not contain, by clock.
+    kept: pushes that are not acknowledged, by clock; or, where they are applied to answers once
+    more (`again`), that the newest answer does not contain.
     """
 
     shard: int
@@ -63,9 +64,9 @@ class Portion:
     """Whether the way to the server broke since then: what was said may have been lost."""
     answer: Values | None = None
 
-    def forget(self) -> None:
-        """Lets go of what is safe and seen."""
-        seen = self.safe if self.answer is None else self.answer.own
+    def forget(self, again: bool) -> None:
+        """Lets go of what is safe, and seen where that matters."""
+        seen = self.safe if self.answer is None or not again else self.answer.own
         for clock in [clock for clock in self.kept if clock < min(self.safe, seen)]:
             del self.kept[clock]
 
@@ -230,7 +231,7 @@ class WorkerSide:
         else:
             portion.safe = max(portion.safe, message.clock)
         portion.cut = False
-        portion.forget()
+        portion.forget(self.again is not None)
         self._look(portion, now)
         return []
 

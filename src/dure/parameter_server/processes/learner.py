@@ -13,12 +13,14 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
+from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.processes.leader import Leader
-from dure.parameter_server.processes.meeting import meet, name_of
+from dure.parameter_server.processes.meeting import meet, name_of, pipeline_of
 from dure.parameter_server.processes.port import Port
+from dure.parameter_server.processes.replicas import Replicating
 from dure.parameter_server.processes.said import Failed, Report
 from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
@@ -39,8 +41,10 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
     Raises PeerLostError if rank 0 is gone, and what the task raises.
     """
     model = place.model(task, seed)
+    plan = plan.made_for(task, model)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     port = meet(place.group, plan, nbytes)
+    pipeline = pipeline_of(place.group, plan)
     rank = place.group.rank
     place.outlives()
     try:
@@ -51,6 +55,10 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
             return serve(Server(rank - 1, layout, terms, patience=math.inf), port, place)
         place.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
+        if isinstance(plan, DownpourPlan):
+            return Replicating(
+                number, task, place, model, seed, plan=plan, group=pipeline, port=port
+            ).live()
         return Working(number, task, place, seed, plan, port).live()
     except PeerLostError:
         raise
@@ -78,20 +86,23 @@ class ProcessesLearner(Learner):
 
     def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
         self.task = task
-        self.plan = plan
         self.group = place.group.alone()
         self.trace = place.trace
         self.group.meter.name = "leader"
         self.group.meter.is_worker = False
         self.model = place.model(task, seed).train()
+        plan = plan.made_for(task, self.model)
+        self.plan = plan
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         port = meet(place.group, plan, nbytes)
+        pipeline_of(place.group, plan)
         place.outlives()
         self.terms = plan.terms(task, self.model)
         self.shards = plan.shards(self.model)
         self.computing = plan.gradients(task, self.model, seed)
-        self.period = plan.period or self.computing.steps_per_epoch
-        self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
+        steps = plan.steps_per_epoch(self.computing)
+        self.period = plan.period or steps
+        self.units_per_epoch = max(1, steps // self.period)
         self.round = 0
         self.buffers = Buffers(self.model)
         self.staleness: dict[int, int] = {}
@@ -128,7 +139,11 @@ class ProcessesLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: so many batches of every group, until all meet."""
         self._begin()
-        reports: list[Report] = self.leader.meet((self.round + 1) * self.period).result()
+        reports: list[Report] = []
+        if self.round == 0 and any(self.plan.until(who, 0) for who in self.plan.workers):
+            # What some do before the others begin.
+            reports += self.leader.meet(0).result()
+        reports += self.leader.meet((self.round + 1) * self.period).result()
         self.round += 1
         before = self._spent()
         for account in self.leader.accounts().result():
@@ -141,13 +156,18 @@ class ProcessesLearner(Learner):
         counted = sum(report.counted for report in reports)
         return Progress(
             loss=mean_over(sum(report.loss for report in reports), counted),
-            samples=self._samples(),
+            samples=self._samples(reports),
             wish=wish,
             numbers=self._numbers(),
         )
 
-    def _samples(self) -> int:
-        """Examples of the round's batches: also those of workers that died without a report."""
+    def _samples(self, reports: Sequence[Report]) -> int:
+        """Examples of the round's batches: also those of workers that died without a report.
+
+        Where nobody does what another has left, those that were reported.
+        """
+        if not self.plan.shares_data:
+            return sum(report.examples for report in reports)
         batches = range((self.round - 1) * self.period, self.round * self.period)
         return sum(len(group.at(batch)) for group in self.computing.batches for batch in batches)
 
