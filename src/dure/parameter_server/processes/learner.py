@@ -12,6 +12,7 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
+from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, worker
 from dure.parameter_server.plan import Plan
@@ -23,11 +24,13 @@ from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard
+from dure.parameter_server.table_shard import TableShard
+from dure.parameter_server.tables import Rows, TableRows, apart
 from dure.record.meter import Counters, Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 PATIENCE = 10.0
 """Seconds of silence after which a process is given up. One that dies is noticed at once."""
@@ -45,7 +48,10 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> None:
     place.outlives()
     try:
         if rank <= plan.servers:
-            serve(Server(rank - 1, plan.layout(model), plan.terms(task, model)), port)
+            serve(
+                Server(rank - 1, plan.layout(model), plan.terms_with_tables(task, model, seed)),
+                port,
+            )
         else:
             place.prepared = lambda: model
             number = plan.workers[rank - 1 - plan.servers]
@@ -84,9 +90,14 @@ class ProcessesLearner(Learner):
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         port = meet(place.group, plan, nbytes)
         place.outlives()
-        self.terms = plan.terms(task, self.model)
+        self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
+        self.table_shards = plan.table_shards(self.model)
+        portions = plan.all_portions(self.model)
+        layout = plan.layout(self.model)
+        self.tables = plan.tables(self.model, self.terms.tables)
         self.computing = plan.gradients(task, self.model, seed)
+        self.computing.tables = self.tables
         self.period = plan.period or self.computing.steps_per_epoch
         self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
         self.round = 0
@@ -94,16 +105,13 @@ class ProcessesLearner(Learner):
         self.staleness: dict[int, int] = {}
         self.pushes = 0
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
-        self.manager = Manager(
-            plan.layout(self.model), plan.servers, plan.staleness, PATIENCE, plan.replicas
-        )
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
+        self.manager = Manager(layout, plan.servers, plan.staleness, PATIENCE, plan.replicas)
         self.leader = Leader(plan, self.manager, portions, port)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
         self._started = False
         self._states: Sequence[Mapping[str, Any]] = [
-            self._first(number) for number in range(len(self.shards))
+            self._first(number) for number in range(len(portions))
         ]
 
     def flops_per_step(self) -> float:
@@ -112,6 +120,9 @@ class ProcessesLearner(Learner):
         )
 
     def _first(self, number: int) -> Mapping[str, Any]:
+        if number >= len(self.shards):
+            rows = self.table_shards[number - len(self.shards)]
+            return TableShard(number, rows, self.terms).state()
         keys = self.shards[number]
         values = self.computing.flat.buffers[keys.vector][keys.start : keys.stop].clone()
         return Shard(number, keys, values, self.terms).state()
@@ -166,21 +177,33 @@ class ProcessesLearner(Learner):
         mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
         return {"staleness": mean, "pushes": float(self.pushes)}
 
-    def _load(self) -> None:
-        """The weights of the servers into the model."""
+    def _load(self) -> list[TableRows]:
+        """The weights of the servers into the model; the rows of its tables, by shard."""
         if not self._started:
-            return
-        values: list[Tensor] = self.leader.values().result()
-        for keys, value in zip(self.shards, values, strict=True):
+            states = [state["table"] for state in self._states[len(self.shards) :]]
+            return self._table_rows([Rows(one["rows"], one["values"]) for one in states])
+        dense, changed = apart(self.leader.values().result())
+        for keys, value in zip(self.shards, dense, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
+        return self._table_rows(changed)
+
+    def _table_rows(self, changed: Sequence[Rows]) -> list[TableRows]:
+        """Copies of what servers have of tables, by shard, to be read here."""
+        copies = []
+        for keys, rows in zip(self.table_shards, changed, strict=True):
+            copy = TableRows(self.terms.tables[keys.vector], keys.start, keys.stop)
+            copy.take(rows)
+            copies.append(copy)
+        return copies
 
     def evaluate(self) -> dict[str, float]:
-        self._load()
-        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+        rows = self._load()
+        with reading(self.tables, rows):
+            return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
 
     def weights(self) -> dict[str, Tensor]:
-        self._load()
-        return dict(self.model.state_dict())
+        rows = self._load()
+        return weights_of(self.model, self.tables, [one.changed for one in rows])
 
     def state(self) -> dict[str, Any]:
         shards = self.leader.states().result() if self._started else self._states
@@ -194,7 +217,7 @@ class ProcessesLearner(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        load_weights(self.model, weights)
+        load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.staleness = dict(state["staleness"])
@@ -209,6 +232,7 @@ class ProcessesLearner(Learner):
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
+                "tables": [[keys.vector, keys.start, keys.stop] for keys in self.table_shards],
                 "owners": [placed.owner for placed in self.manager.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",

@@ -16,6 +16,7 @@ from torch import Tensor
 from dure.contracts.strategy import Place
 from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.embeddings import tables_of
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import MANAGER, Beat, Envelope
@@ -24,6 +25,7 @@ from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.said import Ask, Deal, Grant, Over, Report
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.scheduler import Scheduler, Work
+from dure.parameter_server.tables import Rows, apart
 from dure.parameter_server.worker import WorkerSide
 from dure.tensors.buffers import Buffers
 
@@ -40,7 +42,10 @@ class Working:
         self.meter = place.group.meter
         self.model = place.model(task, seed).train()
         self.shards = plan.shards(self.model)
+        self.portions = plan.all_portions(self.model)
+        tables = plan.tables(self.model, tables_of(task, self.model, seed))
         self.computing = plan.gradients(task, self.model, seed)
+        self.computing.tables = tables
         self.buffers = Buffers(self.model)
         self.group = plan.group_of(number)
         layout = plan.layout(self.model)
@@ -52,6 +57,7 @@ class Working:
             seconds=lambda who, clock: 0.0,
             other=self._other,
             done=lambda side, work: self._done.append(work),
+            rows=lambda side, work: self.computing.rows_of(work, self.group),
         )
         self._computed: list[Computed] = []
         self._done: list[Work] = []
@@ -62,10 +68,9 @@ class Working:
         self._reported = (-1, -1)
 
     def _side(self, number: int, layout: Layout, clock: int) -> WorkerSide:
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
         # Streams lose nothing: what is not answered waits, or its server is gone, which the
         # manager says. What got lost with a connection is said again.
-        return WorkerSide(number, layout, portions, clock=clock, patience=1.0, beat=None)
+        return WorkerSide(number, layout, self.portions, clock=clock, patience=1.0, beat=None)
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
         return self._side(owed.worker, layout, owed.first)
@@ -87,16 +92,17 @@ class Working:
         return None
 
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], float]:
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
+    ) -> tuple[Sequence[Tensor | Rows], float]:
         started = time.perf_counter()
-        for keys, value in zip(self.shards, values, strict=True):
+        dense, rows = apart(values)
+        for keys, value in zip(self.shards, dense, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
-        found = self.computing.of(work, self.group, side.name)
+        found = self.computing.of(work, self.group, side.name, rows)
         self._computed.append(found)
         self.meter.compute("gradient", started, time.perf_counter(), work.batch + 1)
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
-        return gradients, found.weight
+        return [*gradients, *found.rows], found.weight
 
     # The life
 
