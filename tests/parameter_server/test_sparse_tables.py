@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import dure
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError, WorkerFailedError
+from dure.parameter_server.first_rows import first_rows, key_of
 from small import check_all, largest_difference, same_bits
 
 SGD = partial(torch.optim.SGD, lr=0.3)
@@ -314,3 +316,40 @@ def test_ids_beyond_the_table_raise_as_torch_does() -> None:
     examples = dure.Examples(torch.full((8, LENGTH), WORDS), torch.zeros(8, dtype=torch.int64))
     with pytest.raises(WorkerFailedError, match=r"words\.weight has 23 rows"):
         served(task(train=examples), workers=1)
+
+
+def vast(rows: int = 300_000) -> nn.Module:
+    """A table without memory, whose ids are spread over all of it."""
+
+    class Vast(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(
+                rows, DIM, sparse=True, padding_idx=0, device="meta", dtype=torch.float64
+            )
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids * (rows // WORDS))
+
+    return Vast()
+
+
+@pytest.mark.parametrize("world", [dure.Simulated(), None])
+def test_a_table_without_memory_is_made_row_by_row(world: Any) -> None:
+    own = task(vast, optimizer=ADAGRAD)
+    strategy = dure.ParameterServer(servers=2, workers=2, batch_size=8)
+    run = dure.train(own, strategy, world, STOP)
+    weight = run.model.state_dict()["words.weight"]
+    assert weight.device.type == "cpu"
+    rows = torch.arange(1, WORDS) * (300_000 // WORDS)
+    first = torch.from_numpy(first_rows(key_of(0, 0), numpy.arange(300_000), DIM)).double()
+    changed = (weight != first).any(dim=1).nonzero().squeeze(1)
+    # Of the padding zeros, and of the others those that were read.
+    assert set(changed.tolist()) <= {0, *rows.tolist()}
+    assert len(changed) > 15
+    assert not weight[0].any()
+
+
+def test_a_table_without_memory_that_nobody_could_write_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"words\.weight have .* GiB, and this machine has"):
+        check_all(dure.ParameterServer(), task(partial(vast, 10**14)), None)

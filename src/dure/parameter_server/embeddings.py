@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dure.contracts.task import Task
 from dure.parameter_server.first_rows import first_rows, key_of
 from dure.parameter_server.keys import Range
-from dure.parameter_server.tables import Rows, Rule, Table, TableRows, rule_of
+from dure.parameter_server.tables import Rows, Rule, Table, TableRows, distinct, rule_of
 from dure.tensors.buffers import load_weights
 from dure.tensors.flat import trained_of
 
@@ -428,7 +428,7 @@ class _Reader:
             )
 
     def _distinct(self, ids: Tensor) -> Tensor:
-        rows = ids.unique()
+        rows = distinct(ids)
         return rows if self.padding is None else rows[rows != self.padding]
 
     def _with_padding(self, values: Tensor) -> nn.Parameter:

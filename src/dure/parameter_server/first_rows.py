@@ -39,8 +39,9 @@ def key_of(seed: int, table: int) -> int:
 def first_rows(key: int, rows: NDArray[numpy.int64], dim: int) -> NDArray[numpy.float32]:
     """The first values of these rows: shape (rows, dim)."""
     blocks = -(-dim // _LANES)
-    counters = rows.astype(numpy.uint64)[:, None] * numpy.uint64(blocks)
-    counters = counters + numpy.arange(1, blocks + 1, dtype=numpy.uint64)
+    counters = numpy.empty((len(rows), blocks), dtype=numpy.uint64)
+    counters[:] = rows.astype(numpy.uint64)[:, None] * numpy.uint64(blocks)
+    counters += numpy.arange(1, blocks + 1, dtype=numpy.uint64)
     counters *= _GAMMA
     counters += numpy.uint64(key)
     lanes = _mix(counters).astype("<u8", copy=False).view("<u2")

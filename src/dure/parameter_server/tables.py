@@ -51,7 +51,8 @@ class Rows(NamedTuple):
 class Rule(Protocol):
     """How an optimizer changes rows. memories: what it remembers of an element, at first."""
 
-    memories: tuple[float, ...]
+    @property
+    def memories(self) -> tuple[float, ...]: ...
 
     def step(
         self,
@@ -321,7 +322,7 @@ def joined(parts: Sequence[Rows], shares: Sequence[float]) -> Rows:
     """The sum of share · values over the parts, folded in their order, with each row once."""
     if len(parts) == 1:
         return parts[0]
-    rows = torch.cat([part.rows for part in parts]).unique()
+    rows = distinct(torch.cat([part.rows for part in parts]))
     values = parts[0].values.new_zeros(len(rows), parts[0].values.shape[1])
     for part, share in zip(parts, shares, strict=True):
         each = summed(part)
@@ -329,6 +330,12 @@ def joined(parts: Sequence[Rows], shares: Sequence[float]) -> Rows:
         places = torch.searchsorted(rows, each.rows)
         values[places] += each.values * share
     return Rows(rows, values)
+
+
+def distinct(rows: Tensor) -> Tensor:
+    """Rows in ascending order, each once."""
+    found: Tensor = torch.unique(rows)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _longer(tensor: Tensor, size: int, used: int) -> Tensor:
