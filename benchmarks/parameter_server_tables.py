@@ -9,7 +9,8 @@ alone, without a network:
 
     python benchmarks/parameter_server_tables.py > benchmarks/results/parameter_server_tables.json
 
-Figures are millions of keys a second, medians of the rounds.
+Figures are millions of keys a second, medians of the rounds. On one thread seconds are those of CPU
+time, so that what else runs on the machine does not count.
 """
 
 from __future__ import annotations
@@ -64,44 +65,39 @@ def main() -> None:
 def rates(dim: int, keys: int, rounds: int) -> dict[str, float]:
     """Millions of keys a second of each operation, for rows of `dim` float32."""
     found: dict[str, float] = {}
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
-    def measure(name: str, prepare: Callable[[], Callable[[], Any]]) -> None:
+    def measure(name: str, act: Callable[[Tensor], Any], requests: list[Tensor]) -> None:
         seconds = []
-        for _ in range(rounds):
-            act = prepare()
-            started = time.perf_counter()
-            act()
-            seconds.append(time.perf_counter() - started)
+        for request in requests:
+            started = clock()
+            act(request)
+            seconds.append(clock() - started)
         found[name] = round(keys / statistics.median(seconds) / 1e6, 3)
 
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(keys, dim, generator=generator)
-
-    def some() -> Tensor:
-        return torch.randperm(ROWS, generator=generator)[:keys].sort().values
-
-    raw = numpy.zeros((ROWS, dim), dtype=numpy.float32)
-    measure("raw pull", lambda: partial(raw.__getitem__, some().numpy()))
-    measure("raw push", lambda: partial(_subtract, raw, some().numpy(), gradient.numpy()))
-    known = served("sgd", dim)
-    known.push(torch.arange(ROWS), torch.zeros(ROWS, dim))
-    measure("known pull", lambda: partial(known.pull, some()))
+    # Drawn before anything is timed, since to draw them empties the caches.
+    some = [torch.randperm(ROWS, generator=generator)[:keys].sort().values for _ in range(rounds)]
+    raw = numpy.ones((ROWS, dim), dtype=numpy.float32)
+    measure("raw pull", lambda request: raw[request.numpy()], some)
+    measure("raw push", lambda request: _subtract(raw, request.numpy(), gradient.numpy()), some)
+    measure("digest", digest_of, some)
     for name in RULES:
-        rows = served(name, dim)
-        rows.push(torch.arange(ROWS), torch.zeros(ROWS, dim))
-        measure(f"known push {name}", lambda rows=rows: partial(rows.push, some(), gradient))
-    measure("digest", lambda: partial(digest_of, some()))
-    new = served("sgd", dim)
-    measure("first use pull", lambda: partial(new.pull, some()))
-    begins = iter(range(0, rounds * keys, keys))
+        known = served(name, dim)
+        known.push(torch.arange(ROWS), torch.zeros(ROWS, dim))
+        if name == "sgd":
+            measure("known pull", known.pull, some)
+        measure(f"known push {name}", partial(_push, known, gradient), some)
+    measure("first use pull", served("sgd", dim).pull, some)
     fresh = served("sgd", dim, rounds * keys)
-
-    def first_push() -> Callable[[], Any]:
-        begin = next(begins)
-        return partial(fresh.push, torch.arange(begin, begin + keys), gradient)
-
-    measure("first use push", first_push)
+    every = torch.arange(rounds * keys).split(keys)
+    measure("first use push", partial(_push, fresh, gradient), list(every))
     return found
+
+
+def _push(rows: TableRows, gradient: Tensor, request: Tensor) -> None:
+    rows.push(request, gradient)
 
 
 def served(rule: str, dim: int, rows: int = ROWS) -> TableRows:

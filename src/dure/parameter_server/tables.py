@@ -334,7 +334,7 @@ def joined(parts: Sequence[Rows], shares: Sequence[float]) -> Rows:
 
 def distinct(rows: Tensor) -> Tensor:
     """Rows in ascending order, each once."""
-    found: Tensor = torch.unique(rows)  # type: ignore[no-untyped-call]
+    found: Tensor = torch.unique(rows)
     return found
 
 
