@@ -51,7 +51,9 @@ def test_it_equals_torch_whatever_the_rows_and_the_servers(
     oracle = optimizer([weight])
     parts = [TableRows(table(optimizer), 0, cut), TableRows(table(optimizer), cut, ROWS)]
     for rows, gradient in updates(draws):
-        weight.grad = torch.sparse_coo_tensor(rows[None], gradient, (ROWS, DIM))
+        weight.grad = torch.sparse_coo_tensor(
+            rows[None], gradient, (ROWS, DIM), check_invariants=False
+        )
         oracle.step()
         for part in parts:
             own = (part.start <= rows) & (rows < part.stop)
