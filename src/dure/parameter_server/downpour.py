@@ -30,6 +30,7 @@ from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.plan import check_model, check_under, check_world
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
 from dure.parameter_server.replica import Pace
@@ -159,6 +160,7 @@ class Downpour(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
+        check_no_tables(model)
         self.plan.terms(task, model)
         together = None if self.batch_size is None else self.batch_size * self.replicas
         check_own_batches(task, model, together, self.replicas)

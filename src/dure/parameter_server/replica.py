@@ -30,6 +30,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dure.parameter_server.messages import Envelope, Message
+from dure.parameter_server.tables import apart
 from dure.parameter_server.worker import WorkerSide
 
 
@@ -165,7 +166,8 @@ class Replica:
     def _land(self) -> None:
         """Takes what was fetched, if it is there."""
         if self.side.asked is not None and self.side.arrived:
-            for weights, values in zip(self.weights, self.side.take(), strict=True):
+            fetched, _ = apart(self.side.take())
+            for weights, values in zip(self.weights, fetched, strict=True):
                 weights.copy_(values)
             self._fresh = True
 

@@ -18,11 +18,13 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.scheduler import Scheduler, Work
+from dure.parameter_server.tables import Rows, TableRows, apart
 from dure.parameter_server.virtual import Link
 from dure.parameter_server.virtual_servers import VirtualServers
 from dure.parameter_server.worker import WorkerSide
@@ -31,7 +33,7 @@ from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 _SPANS = 4_000
 """Of the timeline, which is in the report: the first ones, of servers and workers together."""
@@ -50,10 +52,14 @@ class SimulatedLearner(Learner):
         self.group = place.group
         self.conditions = place.conditions or Conditions()
         self.model = place.model(task, seed).train()
-        self.terms = plan.terms(task, self.model)
+        self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
+        self.table_shards = plan.table_shards(self.model)
+        self.portions = plan.all_portions(self.model)
         self.layout = plan.layout(self.model)
+        self.tables = plan.tables(self.model, self.terms.tables)
         self.computing = plan.gradients(task, self.model, seed)
+        self.computing.tables = self.tables
         self.period = plan.period or self.computing.steps_per_epoch
         self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
         self.round = 0
@@ -70,7 +76,7 @@ class SimulatedLearner(Learner):
         # Each worker's own, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
-        self._begin(first_states(self.shards, self.computing, self.terms))
+        self._begin(first_states(self.shards, self.computing, self.terms, self.table_shards))
 
     def flops_per_step(self) -> float:
         return flops_per_step(
@@ -96,6 +102,7 @@ class SimulatedLearner(Learner):
                 seconds=self._seconds,
                 other=_nobody,
                 done=self._done,
+                rows=self._rows,
             )
             for number in plan.workers
         }
@@ -103,12 +110,20 @@ class SimulatedLearner(Learner):
             device = self.conditions.devices.of(number, self.seed)
             link = Link(out=device.up, into=device.down)
             self.virtual.network.add(worker(number), working, link)
+            self._remind(working.own)
+
+    def _remind(self, side: WorkerSide) -> None:
+        """A worker knows which lists of rows the servers have: messages are as long as before."""
+        portions = side.portions[len(self.shards) :]
+        for portion, shard in zip(portions, self.virtual.tables(), strict=True):
+            portion.known = shard.lists.known_to(side.number)
 
     def _side(self, number: int, clock: int) -> WorkerSide:
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
         # Where servers answer with what they have applied, a worker's own pushes are there: its
         # messages arrive in order, and a pull that finds them missing waits for the copy.
-        return WorkerSide(number, self.layout, portions, clock=clock, patience=math.inf, beat=None)
+        return WorkerSide(
+            number, self.layout, self.portions, clock=clock, patience=math.inf, beat=None
+        )
 
     # What workers do
 
@@ -139,17 +154,23 @@ class SimulatedLearner(Learner):
         if seconds > 0 and len(self.spans) < _SPANS:
             self.spans.append([name, category, began, seconds, clock])
 
-    def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], float]:
-        self._load(values)
+    def _rows(self, side: WorkerSide, work: Work) -> Sequence[Tensor]:
+        """What is to be pulled of tables."""
         self.buffers.load(self.model, self.own_buffers[side.number])
-        found = self.computing.of(work, self.plan.group_of(side.number), side.name)
+        return self.computing.rows_of(work, self.plan.group_of(side.number))
+
+    def _compute(
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
+    ) -> tuple[Sequence[Tensor | Rows], float]:
+        dense, rows = apart(values)
+        self._load(dense)
+        self.buffers.load(self.model, self.own_buffers[side.number])
+        found = self.computing.of(work, self.plan.group_of(side.number), side.name, rows)
         if len(self.buffers):
             self.own_buffers[side.number] = self._buffers()
         self._computed.append(found)
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
-        return gradients, found.weight
+        return [*gradients, *found.rows], found.weight
 
     def _load(self, values: Sequence[Tensor]) -> None:
         """Sets the weights to those of the shards."""
@@ -219,13 +240,18 @@ class SimulatedLearner(Learner):
         self._load(self.virtual.values())
         self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
 
+    def _table_rows(self) -> list[TableRows]:
+        """What the servers have of tables, by shard."""
+        return [shard.table for shard in self.virtual.tables()]
+
     def evaluate(self) -> dict[str, float]:
         self._load_all()
-        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+        with reading(self.tables, self._table_rows()):
+            return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
 
     def weights(self) -> dict[str, Tensor]:
         self._load_all()
-        return dict(self.model.state_dict())
+        return weights_of(self.model, self.tables, [rows.changed for rows in self._table_rows()])
 
     def state(self) -> dict[str, Any]:
         self._load_all()
@@ -243,7 +269,7 @@ class SimulatedLearner(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        load_weights(self.model, weights)
+        load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.now = state["now"]
@@ -264,6 +290,7 @@ class SimulatedLearner(Learner):
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
                 "shard_bytes": [values.nbytes for values in self.virtual.values()],
+                "tables": [[keys.vector, keys.start, keys.stop] for keys in self.table_shards],
                 "owners": [placed.owner for placed in self.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",

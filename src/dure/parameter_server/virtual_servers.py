@@ -19,6 +19,7 @@ from dure.parameter_server.messages import MANAGER, Snapshot, server
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard, Terms
+from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.virtual import Link, VirtualNetwork, Watch, unwatched
 from dure.record.meter import Meter
 
@@ -77,8 +78,12 @@ class VirtualServers:
         ]
 
     def values(self) -> list[Tensor]:
-        """The weights, by shard; they are the servers' own."""
-        return [shard.values for shard in self._shards()]
+        """The weights, by shard of keys; they are the servers' own."""
+        return [shard.values for shard in self._shards() if not isinstance(shard, TableShard)]
+
+    def tables(self) -> list[TableShard]:
+        """The shards of tables, which come after those of keys."""
+        return [shard for shard in self._shards() if isinstance(shard, TableShard)]
 
     def states(self) -> list[dict[str, Any]]:
         """The shards with all that their optimizers remember."""

@@ -43,6 +43,7 @@ from dure.parameter_server.processes.said import (
     Tell,
 )
 from dure.parameter_server.scheduler import Scheduler
+from dure.parameter_server.tables import Rows, copied
 from dure.parameter_server.worker import WorkerSide
 
 READER = -1
@@ -90,7 +91,7 @@ class Leader:
         """How many pushes of each worker the servers had at the start."""
         self._begins: Future[None] | None = None
         self._meets: Future[list[Report]] | None = None
-        self._reads: Future[list[Tensor]] | None = None
+        self._reads: Future[list[Tensor | Rows]] | None = None
         self._saves: Future[Shards] | None = None
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._tells: Future[list[Account]] | None = None
@@ -124,8 +125,8 @@ class Leader:
         """What the servers that live have counted."""
         return self._ask(self._tell)
 
-    def values(self) -> Future[list[Tensor]]:
-        """The weights, by shard."""
+    def values(self) -> Future[list[Tensor | Rows]]:
+        """The weights, by shard; of tables the rows that were changed."""
         return self._ask(self._read)
 
     def states(self) -> Future[Shards]:
@@ -212,7 +213,7 @@ class Leader:
             self._reader.receive(sender, said, now)
             if self._reader.arrived and self._reads is not None:
                 reads, self._reads = self._reads, None
-                reads.set_result([value.clone() for value in self._reader.take()])
+                reads.set_result([copied(value) for value in self._reader.take()])
         elif isinstance(said, Snapshot):
             self._saved[said.shard] = said.state
             self._look_at_saved()
@@ -401,7 +402,7 @@ class Leader:
             tells, self._tells = self._tells, None
             tells.set_result(list(self._accounts.values()))
 
-    def _read(self) -> Future[list[Tensor]]:
+    def _read(self) -> Future[list[Tensor | Rows]]:
         self._reads = Future()
         self._say(self._reader.pull(time.monotonic(), None))
         return self._reads

@@ -14,6 +14,7 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
 from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan, first_states
@@ -25,11 +26,12 @@ from dure.parameter_server.processes.said import Failed, Report
 from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
 from dure.parameter_server.server import Server
+from dure.parameter_server.tables import Rows, TableRows, apart
 from dure.record.meter import Counters, Meter, sum_of_counters
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 PATIENCE = 10.0
 """Seconds of silence after which a process is given up. One that dies is noticed at once."""
@@ -51,7 +53,7 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
         if rank <= plan.servers:
             layout = plan.layout(model)
             # Streams lose nothing but when they break.
-            terms = plan.terms(task, model)
+            terms = plan.terms_with_tables(task, model, seed)
             return serve(Server(rank - 1, layout, terms, patience=math.inf), port, place)
         place.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
@@ -97,9 +99,14 @@ class ProcessesLearner(Learner):
         port = meet(place.group, plan, nbytes)
         pipeline_of(place.group, plan)
         place.outlives()
-        self.terms = plan.terms(task, self.model)
+        self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
+        self.table_shards = plan.table_shards(self.model)
+        portions = plan.all_portions(self.model)
+        layout = plan.layout(self.model)
+        self.tables = plan.tables(self.model, self.terms.tables)
         self.computing = plan.gradients(task, self.model, seed)
+        self.computing.tables = self.tables
         steps = plan.steps_per_epoch(self.computing)
         self.period = plan.period or steps
         self.units_per_epoch = max(1, steps // self.period)
@@ -110,10 +117,7 @@ class ProcessesLearner(Learner):
         self.waiting = 0.0
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
         self.server_meters = [Meter(server(n), is_worker=False) for n in range(plan.servers)]
-        self.manager = Manager(
-            plan.layout(self.model), plan.servers, plan.staleness, PATIENCE, plan.replicas
-        )
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
+        self.manager = Manager(layout, plan.servers, plan.staleness, PATIENCE, plan.replicas)
         self.leader = Leader(plan, self.manager, portions, port, place.deadline)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
@@ -121,7 +125,7 @@ class ProcessesLearner(Learner):
         """What each had counted in processes of before, where the run was interrupted."""
         self._started = False
         self._states: Sequence[Mapping[str, Any]] = first_states(
-            self.shards, self.computing, self.terms
+            self.shards, self.computing, self.terms, self.table_shards
         )
 
     def flops_per_step(self) -> float:
@@ -205,24 +209,36 @@ class ProcessesLearner(Learner):
         mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
         return {"staleness": mean, "waiting": self.waiting, "pushes": float(self.pushes)}
 
-    def _load(self) -> None:
-        """The weights of the servers into the model."""
+    def _load(self) -> list[TableRows]:
+        """The weights of the servers into the model; the rows of its tables, by shard."""
         if not self._started:
-            return
-        values: list[Tensor] = self.leader.values().result()
-        for keys, value in zip(self.shards, values, strict=True):
+            states = [state["table"] for state in self._states[len(self.shards) :]]
+            return self._table_rows([Rows(one["rows"], one["values"]) for one in states])
+        dense, changed = apart(self.leader.values().result())
+        for keys, value in zip(self.shards, dense, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
+        return self._table_rows(changed)
+
+    def _table_rows(self, changed: Sequence[Rows]) -> list[TableRows]:
+        """Copies of what servers have of tables, by shard, to be read here."""
+        copies = []
+        for keys, rows in zip(self.table_shards, changed, strict=True):
+            copy = TableRows(self.terms.tables[keys.vector], keys.start, keys.stop)
+            copy.take(rows)
+            copies.append(copy)
+        return copies
 
     def evaluate(self) -> dict[str, float]:
-        self._load()
-        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+        rows = self._load()
+        with reading(self.tables, rows):
+            return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
 
     def ended(self, reason: str) -> None:
         self.leader.ended = reason
 
     def weights(self) -> dict[str, Tensor]:
-        self._load()
-        return dict(self.model.state_dict())
+        rows = self._load()
+        return weights_of(self.model, self.tables, [one.changed for one in rows])
 
     def state(self) -> dict[str, Any]:
         shards = self.leader.states().result() if self._started else self._states
@@ -236,7 +252,7 @@ class ProcessesLearner(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        load_weights(self.model, weights)
+        load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.staleness = dict(state["staleness"])
@@ -253,6 +269,7 @@ class ProcessesLearner(Learner):
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
                 "shard_bytes": [len(keys) * vectors[keys.vector].itemsize for keys in self.shards],
+                "tables": [[keys.vector, keys.start, keys.stop] for keys in self.table_shards],
                 "owners": [placed.owner for placed in self.manager.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",
