@@ -41,7 +41,7 @@ def optimum(task: dure.Task) -> Tensor:
     return torch.linalg.lstsq(task.train.inputs, task.train.targets).solution.flatten()
 
 
-@pytest.mark.parametrize(("rho", "adaptive"), [(1.0, False), (3.0, False), (0.05, True)])
+@pytest.mark.parametrize(("rho", "adaptive"), [(1.0, False), (0.05, True)])
 def test_both_residuals_vanish_and_the_consensus_is_the_optimum_of_all_data_whatever_rho(
     rho: float, adaptive: bool
 ) -> None:
