@@ -8,7 +8,7 @@ each example pulls the one row that it reads towards a point of that row and bat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.collectives.compression import Compression, NoCompression
 from dure.fleet.virtual import Fate, Link, VirtualNetwork, arrives
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.compressed import Coding, compressors_of
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.manager import Manager, first_layout
@@ -78,11 +80,17 @@ class History:
     link: Link = INSTANT
     slows: bool = False
     rows: int = 0
+    compression: Compression = field(default_factory=NoCompression)
 
     def __post_init__(self) -> None:
         start = nn.Parameter(torch.ones(self.keys, dtype=torch.float64))
         recipe = Recipe.of(self.optimizer([start]), [[start]])
-        self.terms = Terms(recipe, self.staleness, slows=self.slows, tables=self._tables())
+        coding = Coding(self.compression, [start]) if self.compression.compresses else None
+        self.terms = Terms(
+            recipe, self.staleness, slows=self.slows, tables=self._tables(), coding=coding
+        )
+        self.weighted = torch.zeros(self.keys, dtype=torch.float64)
+        """The sum of all gradients that were computed, times their weights."""
         by_server = divide([Vector(self.keys, 8)], self.servers)
         self.shards = [keys for ranges in by_server for keys in ranges]
         owners = [number for number, ranges in enumerate(by_server) for _ in ranges]
@@ -139,7 +147,12 @@ class History:
         portions = [(n, keys.start, keys.stop) for n, keys in shards]
         again = self._again if self.terms.recipe.plain and self.staleness != 0 else None
         return WorkerSide(
-            who, layout, portions, again=again, **{"beat": 0.25, "patience": self.again, **options}
+            who,
+            layout,
+            portions,
+            again=again,
+            compressors=compressors_of(self.terms.coding, 0, who, self.shards),
+            **{"beat": 0.25, "patience": self.again, **options},
         )
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
@@ -169,12 +182,14 @@ class History:
         dense, tables = apart(values)
         points = examples_at(work.batch, self.keys).tensor_split(work.parts)[work.part]
         gradient = torch.cat(dense) - points.mean(dim=0)
-        weight = len(points) if self.staleness == 0 else len(points) / BATCH
+        share = len(points) / BATCH
+        weight = share if self.staleness != 0 or self.compression.compresses else len(points)
+        self.weighted += weight * gradient
         pulled = []
         for rows, weights in tables:
             reads = reads_at(work.batch, self.rows).tensor_split(work.parts)[work.part]
-            share = (reads == rows.unsqueeze(1)).double().mean(dim=1, keepdim=True)
-            pulled.append(Rows(rows, (weights - towards(rows, work.batch)) * share))
+            often = (reads == rows.unsqueeze(1)).double().mean(dim=1, keepdim=True)
+            pulled.append(Rows(rows, (weights - towards(rows, work.batch)) * often))
         return [*gradient.split([len(keys) for keys in self.shards]), *pulled], weight
 
     @property

@@ -16,6 +16,7 @@ from sample_runs import write_run
 from test_report_page import text_of
 
 import dure
+from dure.collectives.compression import Cast, TopK
 from dure.report import write_report
 from dure.report.read import read_run
 from dure.report.servers import figures
@@ -101,6 +102,26 @@ def test_bytes_stand_next_to_their_formula(
         assert found[4] == "1"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "each"),
+    [
+        # 55,210 numbers in two shards: of 1 % of each, 8 bytes.
+        (dure.ParameterServer(2, 2, compression=TopK(0.01)), 8 * 2 * 277),
+        (dure.Downpour(2, servers=2, compression=Cast()), 2 * 55_210),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_the_formula_of_compressed_pushes_is_that_of_their_codec(
+    strategy: dure.Strategy, each: int, tmp_path: Path, report: Report
+) -> None:
+    folder = tmp_path / "run"
+    dure.train(load_task("digits"), strategy, dure.Simulated(), dure.Stop(rounds=1), out=folder)
+    text = text_of(report(folder))
+    pushes = told(folder)["pushes"]
+    assert re.search(rf"up {each:,} × {pushes} (\S+ .B) \1 1 ", text)
+    assert re.search(r"down 220,840 × \d+ (\S+ MB) \1 1 ", text)
+
+
 def test_the_rates_are_of_the_clock_that_the_run_had(
     simulated: Path, processes: Path, report: Report
 ) -> None:
@@ -131,6 +152,7 @@ def test_who_was_lost_is_told_and_so_is_a_shard_that_nobody_has(
         {"owners": "nobody"},
         {"staleness": [[0, "often"], [1]], "spans": [["worker 0"], ["worker 0", 1, "x", 2, 3]]},
         {"lost": [["server 0"], 3], "pushes": "many"},
+        {"push_bytes": [1, "some"]},
         {"shards": [[0, 1], 5]},
     ],
 )

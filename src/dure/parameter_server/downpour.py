@@ -10,6 +10,7 @@ Fetches, pushes and gradients go on at the same time. Unlike the asynchronous pa
 its own between fetches, and may push the sum of several gradients.
 
     bytes of a step and replica     d/n_push up and d/n_fetch down, for d bytes of weights
+                                    up those of a codec's message (`compressed`), if there is one
 
 and one push and one fetch more where all meet, if these steps are not due for them.
 
@@ -24,6 +25,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.collectives.compression import Compression, NoCompression
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_batch_size
@@ -31,7 +33,13 @@ from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import check_no_tables
-from dure.parameter_server.plan import check_model, check_under, check_world
+from dure.parameter_server.plan import (
+    check_compressed,
+    check_compression,
+    check_model,
+    check_under,
+    check_world,
+)
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
@@ -58,6 +66,7 @@ class Downpour(Strategy):
         partition: how examples are divided over replicas: iid, label-shards:2, dirichlet:0.5 or
             quantity-skew:1.
         copies: of each server's weights, 0 or 1: with one, a server may die.
+        compression: of what replicas push, such as top-k:0.01.
     """
 
     replicas: int = 4
@@ -74,6 +83,7 @@ class Downpour(Strategy):
     microbatches: int = 4
     partition: Partition = field(default_factory=IID)
     copies: int = 0
+    compression: Compression = field(default_factory=NoCompression)
 
     name: ClassVar[str] = "downpour"
     kind: ClassVar[Kind] = "ranks"
@@ -95,6 +105,7 @@ class Downpour(Strategy):
         parts = ["Downpour SGD", f"{self.fetch_every}/{self.push_every}"]
         if self.gamma is not None:
             parts.append("Adagrad")
+        parts += [str(self.compression)] if self.compression.compresses else []
         return " ".join(parts)
 
     def label_in(self, kind: Kind) -> str:
@@ -112,6 +123,7 @@ class Downpour(Strategy):
             replicas=self.copies,
             slows_stale=False,
             clip_norm=None,
+            compression=self.compression,
             pace=Pace(self.fetch_every, self.push_every, self.overlap),
             partitions=self.partitions,
             microbatches=self.microbatches,
@@ -145,6 +157,7 @@ class Downpour(Strategy):
                 f"copies is {self.copies} with servers={self.servers}, but a server has no copy, "
                 f"or one at another server"
             )
+        check_compression(self.compression)
         check_batch_size(self.batch_size)
         self.partition.divide(self.replicas, len(task.train), task.train.labels(), task.train.keys)
         if workers is not None and workers != self.ranks:
@@ -161,6 +174,7 @@ class Downpour(Strategy):
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
         check_no_tables(model)
+        check_compressed(self.plan, model)
         self.plan.terms(task, model)
         together = None if self.batch_size is None else self.batch_size * self.replicas
         check_own_batches(task, model, together, self.replicas)

@@ -124,7 +124,8 @@ class DownpourPlan(Plan):
         recipe = recipe_of(task, model)
         if self.gamma is not None:
             recipe = adagrad(recipe, self.gamma)
-        return Terms(recipe=recipe, staleness=None, schedule=schedule)
+        coding = self.coding(model)
+        return Terms(recipe=recipe, staleness=None, schedule=schedule, coding=coding)
 
     def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
         return Gradients(

@@ -5,7 +5,9 @@ The gradient of a part is that of its mean loss, and has a weight in its batch:
     staleness 0          what the loss has counted in the part (`dure.tasks.loss_shares`)
     others               its share of the batch's examples
 
-so that with staleness 0 the parts of a batch add up to the gradient of data parallel. The gradient
+so that with staleness 0 the parts of a batch add up to the gradient of data parallel. Where pushes
+are compressed, the weight with staleness 0 is a share as well: of what is expected of the batch
+(`compressed`). The gradient
 leaves as flat vectors, one a dtype, in the order of the keys, and for tables as the rows that the
 part has read (`embeddings`). Draws, such as dropout's, are a function of the batch and the part, as
 those of the ranks of data parallel are.
@@ -56,7 +58,8 @@ class Gradients:
 
     bulk: whether the parts of a batch become one step (staleness 0). skips: whether a step leaves
     alone what has a gradient of zero; where it does not, every parameter has to have one. groups:
-    how many, each of which goes over the data in an order of its own.
+    how many, each of which goes over the data in an order of its own. compressed: whether pushes
+    are.
     """
 
     tables: Tables | None = None
@@ -72,10 +75,12 @@ class Gradients:
         skips: bool,
         groups: int = 1,
         clip_norm: float | None = None,
+        compressed: bool = False,
     ) -> None:
         self.model = model
         self.seed = seed
         self.bulk = bulk
+        self.compressed = compressed
         self.skips = skips
         self.clip_norm = clip_norm
         trained = dense_of(model)
@@ -129,22 +134,30 @@ class Gradients:
         loss that is not, and ValueError for a parameter without a gradient that the optimizer would
         move all the same.
         """
-        part, whole, place = self._part(work, group)
+        part, batch, place = self._part(work, group)
         if self.tables is None:
             found = self.mean(part, place, who, out)
         else:
             with self.tables.holding(rows) as gradients:
                 found = self.mean(part, place, who, out)
                 found.rows = self._rows(gradients(), found.counted)
-        # Data parallel's weight, or a share of the batch.
-        found.weight = found.counted if self.bulk else len(part) / whole
+        found.weight = self._weight(found, part, batch)
         return found
 
-    def _part(self, work: Work, group: int) -> tuple[Tensor, int, tuple[int, ...]]:
-        """The examples of a part, how many its batch has, and where it is in the run."""
+    def _weight(self, found: Computed, part: Tensor, batch: Tensor) -> float:
+        """What the gradient of a part counts in its batch."""
+        if not self.bulk:
+            return len(part) / len(batch)
+        if not self.compressed:
+            return found.counted
+        expected = self.losses.expected(batch)
+        return found.counted / expected if expected else 0.0
+
+    def _part(self, work: Work, group: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """The examples of a part, those of its batch, and where it is in the run."""
         batch = self.batches[group].at(work.batch)
         place = (work.batch, work.part) if group == 0 else (work.batch, work.part, group)
-        return batch.tensor_split(work.parts)[work.part], len(batch), place
+        return batch.tensor_split(work.parts)[work.part], batch, place
 
     def _seed(self, place: tuple[int, ...]) -> None:
         seed_generators(self.seed, "step", *place, everything=self.examples.draws)

@@ -43,7 +43,9 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     """A worker's update of the keys from `start` on, its `clock`-th, counted from 0.
 
     weight: what its mean gradient counts, such as examples. version: how many updates the weights
-    contained to which it belongs. rows, digest: of a table, as in `Pull`.
+    contained to which it belongs. rows, digest: of a table, as in `Pull`. encoded: how many keys
+    the gradient is about, where it is the message of a codec (`compressed`), which has the weight
+    in it.
     """
 
     shard: int
@@ -57,10 +59,11 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     version: int
     rows: Tensor | None = None
     digest: Tensor | None = None
+    encoded: int | None = None
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.gradient)
+        return self.start + (len(self.gradient) if self.encoded is None else self.encoded)
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from dure.collectives.compression import Compression
+from dure.collectives.compression.bucket import Bucket
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.strategy import World
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.machine.memory import available_memory
+from dure.parameter_server.compressed import Coding
 from dure.parameter_server.embeddings import (
     Tables,
     check_tables,
@@ -37,7 +41,7 @@ class Plan:
     """How many there are of each, and how they work together.
 
     groups: the workers of each, by number. staleness, batch_size, period, replicas, slows_stale,
-    clip_norm: as in `ParameterServer`.
+    clip_norm, compression: as in `ParameterServer`.
     """
 
     servers: int
@@ -48,6 +52,7 @@ class Plan:
     replicas: int
     slows_stale: bool
     clip_norm: float | None
+    compression: Compression
 
     @property
     def workers(self) -> list[int]:
@@ -124,6 +129,15 @@ class Plan:
         owners += [server for server, _ in self._rows(model)]
         return first_layout(owners, self.servers, self.groups, self.replicas)
 
+    def coding(self, model: nn.Module) -> Coding | None:
+        """How pushes are compressed; None where they are not."""
+        return Coding(self.compression, dense_of(model)) if self.compression.compresses else None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether workers keep what compressed pushes have left out."""
+        return self.compression.compresses and self.compression.remembers
+
     def terms(self, task: Task, model: nn.Module) -> Terms:
         """On what terms the shards of keys train. Raises ValueError as `Recipe.of` does."""
         schedule: Callable[[int], float] | None = None
@@ -134,6 +148,7 @@ class Plan:
             staleness=self.staleness,
             schedule=schedule,
             slows=self.slows_stale,
+            coding=self.coding(model),
         )
 
     def terms_with_tables(self, task: Task, model: nn.Module, seed: int) -> Terms:
@@ -155,6 +170,7 @@ class Plan:
             skips=recipe_of(task, model).plain,
             groups=len(self.groups),
             clip_norm=self.clip_norm,
+            compressed=self.compression.compresses,
         )
 
 
@@ -183,6 +199,32 @@ def recipe_of(task: Task, model: nn.Module) -> Recipe:
     optimizer = task.optimizer(model.parameters())
     # Where there are tables and nothing else, their own rules are all that counts.
     return Recipe.of(optimizer, vectors) if vectors else Recipe(type(optimizer), [], [])
+
+
+def check_compression(compression: Compression) -> None:
+    """Raises ValueError for one that makes no message of a single worker's gradient."""
+    try:
+        compression.codec(Bucket([torch.empty(1)]))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"compression is {compression}, which encodes no push of a single worker; take none or "
+            f"another, such as top-k:0.01 ({error or 'it has no codec'})"
+        ) from error
+
+
+def check_compressed(plan: Plan, model: nn.Module) -> None:
+    """Raises ValueError for a model whose pushes cannot be compressed as they are to be."""
+    coding = plan.coding(model)
+    if coding is None:
+        return
+    name = next(iter(embeddings_of(model)), None)
+    if name is not None:
+        raise ValueError(
+            f"compression is {plan.compression}, but {name} is sparse, and the rows that are "
+            f"pushed of it are not compressed: leave out compression, or take sparse=False"
+        )
+    for keys in plan.shards(model):
+        coding.codec(keys)
 
 
 def check_sparse(task: Task, model: nn.Module, clip_norm: float | None) -> None:

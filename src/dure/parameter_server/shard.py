@@ -9,6 +9,7 @@ Pushes become *steps*, and steps are applied; in between a replica may have to h
                 g = weight_p · g_p,   a weight being a share of a joint batch
 
 so that a clock of all workers moves the weights as far, to first order, whatever the staleness.
+Compressed pushes have their weights in them (`compressed`).
 
 A pull at clock c is answered as soon as all updates before c - s are contained, of every worker of
 the group, and as many of the worker's own as it asks for; until then it waits here. Whatever is
@@ -30,11 +31,13 @@ import torch
 from torch import Tensor
 
 from dure.parameter_server.clock import RangedClock
+from dure.parameter_server.compressed import Coding
 from dure.parameter_server.keys import Range
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.messages import Made, Pull, Push, Step, Values
 from dure.parameter_server.optimizer import Recipe, ShardOptimizer
 from dure.parameter_server.tables import Table
+from dure.tasks.loss_shares import scale_of
 from dure.tensors.blocks import Blocks
 
 Asks = TypeVar("Asks", Push, Pull)
@@ -47,6 +50,7 @@ class Terms:
     recipe: how its optimizer is made. staleness: by how many clocks a worker may be ahead of the
     slowest of its group; None: by any. schedule: the factor of the learning rates at a clock.
     slows: whether an update whose gradient is n updates old counts one n-th. tables: of the model.
+    coding: of pushes; None where they are gradients as they are.
     """
 
     recipe: Recipe
@@ -54,6 +58,7 @@ class Terms:
     schedule: Callable[[int], float] | None = None
     slows: bool = False
     tables: Sequence[Table] = ()
+    coding: Coding | None = None
 
 
 class Shard:
@@ -113,10 +118,28 @@ class Shard:
         """Raises ValueError for one that does not fit."""
         self._check(push.start, push.stop)
         self.optimizer.check_range(push.start, push.stop)
+        coding = self.terms.coding
+        if (push.encoded is None) != (coding is None):
+            raise ValueError(
+                f"a push to shard {self.number} is compressed, or the shard's run is, and not both"
+            )
+        if coding is not None:
+            coding.check(self._keys_of(push), push.gradient)
+
+    def _keys_of(self, push: Push) -> Range:
+        return Range(self.keys.vector, push.start, push.stop)
 
     def _joint(self, pushes: Sequence[Push]) -> tuple[Tensor, Tensor | None]:
         """The mean gradient of pushes, and the rows to which it belongs."""
+        if self.terms.coding is not None:
+            return self._decoded(pushes, scale_of(1.0, sum(push.weight for push in pushes))), None
         return _mean(pushes, shares_of(pushes)), None
+
+    def _decoded(self, pushes: Sequence[Push], scale: float = 1.0) -> Tensor:
+        """What compressed pushes to the same keys add up to, times `scale`."""
+        assert self.terms.coding is not None
+        messages = [push.gradient for push in pushes]
+        return self.terms.coding.sum_of(self._keys_of(pushes[0]), messages, scale)
 
     def settled(self, layout: Layout) -> list[Step]:
         """The steps that are ready because others take part now."""
@@ -180,6 +203,8 @@ class Shard:
 
     def _weighted(self, push: Push) -> tuple[Tensor, float]:
         """The gradient of a push as its weight has it, and the factor of the learning rates."""
+        if self.terms.coding is not None:
+            return self._decoded([push]), 1.0
         if push.weight == 1:
             return push.gradient, 1.0
         # In plain SGD a part of a gradient is a part of the rate, which needs no pass of its own.

@@ -19,6 +19,7 @@ from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
@@ -122,7 +123,13 @@ class SimulatedLearner(Learner):
         # Where servers answer with what they have applied, a worker's own pushes are there: its
         # messages arrive in order, and a pull that finds them missing waits for the copy.
         return WorkerSide(
-            number, self.layout, self.portions, clock=clock, patience=math.inf, beat=None
+            number,
+            self.layout,
+            self.portions,
+            clock=clock,
+            patience=math.inf,
+            beat=None,
+            compressors=compressors_of(self.terms.coding, self.seed, number, self.shards),
         )
 
     # What workers do
@@ -261,6 +268,7 @@ class SimulatedLearner(Learner):
             "now": self.now,
             "shards": self.virtual.states(),
             "clocks": {number: one.own.clock for number, one in self.workers.items()},
+            "unsent": {number: one.own.unsent for number, one in self.workers.items()},
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
             "spans": self.spans,
@@ -278,6 +286,9 @@ class SimulatedLearner(Learner):
         self.spans = [list(span) for span in state["spans"]]
         self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
         self._begin(state["shards"], state["clocks"])
+        if self.plan.remembers:
+            for number, errors in state["unsent"].items():
+                self.workers[number].own.take_unsent(errors)
         for scheduler in self.schedulers:
             scheduler.resume(self.round * self.period)
 
@@ -295,6 +306,7 @@ class SimulatedLearner(Learner):
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",
                 "pushes": self.pushes,
+                "push_bytes": push_bytes(self.terms.coding, self.shards),
                 "spans": self.spans,
             }
         }

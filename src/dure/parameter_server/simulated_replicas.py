@@ -22,6 +22,7 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link
+from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.messages import server, worker
@@ -106,7 +107,15 @@ class SimulatedReplicas(Learner):
 
     def _replica(self, number: int, clock: int) -> Replica:
         portions = self.plan.portions(number, self.shards)
-        side = WorkerSide(number, self.layout, portions, clock=clock, patience=math.inf, beat=None)
+        side = WorkerSide(
+            number,
+            self.layout,
+            portions,
+            clock=clock,
+            patience=math.inf,
+            beat=None,
+            compressors=compressors_of(self.terms.coding, self.seed, number, self.shards),
+        )
 
         def compute(step: int, weights: Sequence[Tensor], now: float) -> VirtualJob:
             return self._compute(number, step, weights, now)
@@ -208,6 +217,7 @@ class SimulatedReplicas(Learner):
             "now": self.now,
             "shards": self.virtual.states(),
             "clocks": {number: one.side.clock for number, one in self.replicas.items()},
+            "unsent": {number: one.side.unsent for number, one in self.replicas.items()},
             "staleness": dict(self.staleness),
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
             "buffers": passing_buffers(self.model),
@@ -221,6 +231,9 @@ class SimulatedReplicas(Learner):
         self.staleness = dict(state["staleness"])
         self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
         self._begin(state["shards"], state["clocks"])
+        if self.plan.remembers:
+            for number, errors in state["unsent"].items():
+                self.replicas[number].side.take_unsent(errors)
 
     def meters(self) -> Sequence[Meter]:
         return [*self.server_meters, *self.replica_meters.values()]
@@ -230,9 +243,11 @@ class SimulatedReplicas(Learner):
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
+                "shard_bytes": [values.nbytes for values in self.virtual.values()],
                 "owners": [placed.owner for placed in self.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",
                 "pushes": self.pushes,
+                "push_bytes": push_bytes(self.terms.coding, self.shards),
             }
         }

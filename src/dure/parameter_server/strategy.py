@@ -9,6 +9,7 @@ asynchronous. A run counts *rounds* of `period` batches: after each all workers 
 be evaluated, saved, or ended.
 
     bytes of a step and worker     d up and d down, for d bytes of weights
+                                   up those of a codec's message (`compressed`), if there is one
 
     rows of sparse embeddings      only those of the batch (`table_shard`)
 
@@ -22,17 +23,20 @@ Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import nn
 
+from dure.collectives.compression import Compression, NoCompression
 from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import (
     Plan,
+    check_compressed,
+    check_compression,
     check_model,
     check_sparse,
     check_under,
@@ -61,6 +65,7 @@ class ParameterServer(Strategy):
             all the data, in an order of its own.
         slows_stale: an update whose gradient is n updates old counts one n-th.
         clip_norm: the largest norm that the gradient of a push may have; by default any.
+        compression: of what workers push, such as top-k:0.01.
     """
 
     servers: int = 1
@@ -72,6 +77,7 @@ class ParameterServer(Strategy):
     groups: int = 1
     slows_stale: bool = False
     clip_norm: float | None = None
+    compression: Compression = field(default_factory=NoCompression)
 
     name: ClassVar[str] = "parameter-server"
     kind: ClassVar[Kind] = "ranks"
@@ -94,7 +100,9 @@ class ParameterServer(Strategy):
     @property
     def label(self) -> str:
         ahead = {0: "synchronous", None: "asynchronous"}
-        return f"parameter server {ahead.get(self.staleness, f'staleness {self.staleness}')}"
+        parts = ["parameter server", ahead.get(self.staleness, f"staleness {self.staleness}")]
+        parts += [str(self.compression)] if self.compression.compresses else []
+        return " ".join(parts)
 
     @property
     def plan(self) -> Plan:
@@ -109,6 +117,7 @@ class ParameterServer(Strategy):
             replicas=self.replicas,
             slows_stale=self.slows_stale,
             clip_norm=self.clip_norm,
+            compression=self.compression,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -135,6 +144,7 @@ class ParameterServer(Strategy):
             raise ValueError(f"clip_norm is {self.clip_norm}, but a largest norm is above zero")
         if self.slows_stale and self.staleness == 0:
             raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
+        check_compression(self.compression)
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
         if workers is not None and workers != self.ranks:
             raise ValueError(
@@ -150,6 +160,7 @@ class ParameterServer(Strategy):
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
         check_sparse(task, model, self.clip_norm)
+        check_compressed(self.plan, model)
         recipe_of(task, model)
         check_pieces(task, model, self.batch_size, self.workers // self.groups)
 

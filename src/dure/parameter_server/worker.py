@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
+from dure.parameter_server.compressed import PushCompressor
 from dure.parameter_server.digests import MOST, digest_of
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import (
@@ -53,7 +54,7 @@ class Portion:
     kept: pushes that are not acknowledged, by clock; or, where they are applied to answers once
     more (`again`), that the newest answer does not contain.
     rows: of a table, those that were asked for last. known: digests of the lists of rows that the
-    server remembers, the one that was used last at the end.
+    server remembers, the one that was used last at the end. compressor: of its pushes.
     """
 
     shard: int
@@ -69,12 +70,19 @@ class Portion:
     answer: Values | None = None
     rows: Tensor | None = None
     known: dict[int, None] = field(default_factory=dict)
+    compressor: PushCompressor | None = None
 
     def values(self) -> Tensor | Rows:
         """The values of the newest answer; of a table with their rows."""
         assert self.answer is not None
         rows = self.answer.rows if self.rows is None else self.rows
         return self.answer.values if rows is None else Rows(rows, self.answer.values)
+
+    def gradient_of(self, push: Push) -> tuple[Tensor, float]:
+        """The gradient of an own push, as the server has it, and its weight."""
+        if self.compressor is None:
+            return push.gradient, push.weight
+        return self.compressor.decode(push.gradient), 1.0
 
     def heard(self, message: Pull | Push) -> None:
         """The server has got a message: it knows the list of rows in it."""
@@ -104,7 +112,8 @@ class WorkerSide:
     written, by portion of keys; None: anywhere. again: how an own push is applied to pulled values;
     None waits for the servers to do it. patience: seconds after which something is said again;
     infinity where nothing is lost unless a connection breaks (`cut`). beat: seconds between beats;
-    None leaves them to another, for a part that is computed in another's name.
+    None leaves them to another, for a part that is computed in another's name. compressors: of its
+    pushes, by portion; none where they are not compressed.
     """
 
     def __init__(
@@ -117,6 +126,7 @@ class WorkerSide:
         patience: float = 1.0,
         beat: float | None = 0.5,
         into: Callable[[], Sequence[Tensor]] | None = None,
+        compressors: Sequence[PushCompressor] = (),
     ) -> None:
         self.number = number
         self.name = worker(number)
@@ -124,6 +134,9 @@ class WorkerSide:
         self.layout = layout
         self.life = layout.life(number)
         self.portions = [Portion(*portion, safe=clock) for portion in portions]
+        if compressors:
+            for portion, compressor in zip(self.portions, compressors, strict=True):
+                portion.compressor = compressor
         self.again = again
         self.clock = clock
         self.patience = patience
@@ -219,7 +232,8 @@ class WorkerSide:
             if self.again is not None:
                 for clock in range(answer.own, self.clock):
                     push = portion.kept[clock]
-                    self.again(portion.shard, push.start, answer.values, push.gradient, push.weight)
+                    gradient, weight = portion.gradient_of(push)
+                    self.again(portion.shard, push.start, answer.values, gradient, weight)
             found.append(portion.values())
         if floors:
             behind = self.clock - min(floors)
@@ -232,6 +246,9 @@ class WorkerSide:
         for portion, given in zip(self.portions, gradients, strict=True):
             rows = given.rows if isinstance(given, Rows) else None
             gradient = given.values if isinstance(given, Rows) else given
+            compressor = portion.compressor
+            if compressor is not None:
+                gradient = compressor.encode(gradient, weight, self.clock)
             push = Push(
                 shard=portion.shard,
                 epoch=0,
@@ -244,11 +261,25 @@ class WorkerSide:
                 version=0 if portion.answer is None else portion.answer.version,
                 rows=rows,
                 digest=digest_of(rows),
+                encoded=None if compressor is None else compressor.keys,
             )
             portion.kept[self.clock] = push
             said += self._say(portion, push, now)
         self.clock += 1
         return said
+
+    @property
+    def unsent(self) -> list[Tensor]:
+        """Copies of what compressed pushes have left out, by portion; none without feedback."""
+        compressors = [portion.compressor for portion in self.portions]
+        errors = [None if one is None else one.unsent for one in compressors]
+        return [error.clone() for error in errors if error is not None]
+
+    def take_unsent(self, errors: Sequence[Tensor]) -> None:
+        """Takes copies of what `unsent` gave. Raises ValueError for what was of other keys."""
+        for portion, error in zip(self.portions, errors, strict=True):
+            assert portion.compressor is not None
+            portion.compressor.take_unsent(error)
 
     @property
     def behind(self) -> int:

@@ -169,6 +169,7 @@ def servers_of(summary: Mapping[str, Any]) -> Servers | None:
         staleness=_by_number(told.get("staleness")),
         counts=text_of(told.get("staleness_counts")) or "clocks",
         pushes=whole(told.get("pushes")),
+        push_bytes=_sum(told.get("push_bytes")),
         lost=dict(rows(told.get("lost"), _lost)),
         busy=rows(told.get("spans"), _busy),
     )
@@ -176,6 +177,14 @@ def servers_of(summary: Mapping[str, Any]) -> Servers | None:
 
 def _entry(listed: Sequence[Any], place: int) -> Any:
     return listed[place] if place < len(listed) else None
+
+
+def _sum(raw: object) -> int | None:
+    """Of a list of counts; None where that is none."""
+    counts = listing(raw)
+    if not counts or any(number(one) is None for one in counts):
+        return None
+    return sum(map(whole, counts))
 
 
 def _lost(raw: Sequence[Any]) -> tuple[str, str]:

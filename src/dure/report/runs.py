@@ -248,13 +248,15 @@ class Servers:
     """What a parameter server told of itself.
 
     staleness: how many clocks weights were behind -> how often; counts: what it counts. pushes: of
-    all workers. lost: who was given up -> why. busy: the first ones, under a virtual clock.
+    all workers. push_bytes: of one that is compressed; None where it is not. lost: who was given
+    up -> why. busy: the first ones, under a virtual clock.
     """
 
     shards: Sequence[Held]
     staleness: Mapping[int, int]
     counts: str
     pushes: int
+    push_bytes: int | None
     lost: Mapping[str, str]
     busy: Sequence[Busy]
 

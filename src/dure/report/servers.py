@@ -4,7 +4,8 @@ How stale weights were, how much of the workers' time went into waiting, what tr
 had to, who owned what and who was lost; and, under a virtual clock, when workers computed and
 servers sent.
 
-    by the formula, d bytes of weights:    d up a push, d down a pull
+    by the formula, d bytes of weights:    d up a push, or what the codec makes of d;
+                                           d down a pull
 """
 
 from __future__ import annotations
@@ -190,18 +191,19 @@ def _traffic(run: Run, servers: Servers) -> str:
     nbytes = servers.nbytes
     if nbytes is None or not workers:
         return ""
+    pushed = nbytes if servers.push_bytes is None else servers.push_bytes
     rows = ""
-    for way, times, measured in (
-        ("up", servers.pushes, sum(one.sent for one in workers)),
-        ("down", servers.pulls, sum(one.received for one in workers)),
+    for way, each, times, measured in (
+        ("up", pushed, servers.pushes, sum(one.sent for one in workers)),
+        ("down", nbytes, servers.pulls, sum(one.received for one in workers)),
     ):
-        formula = nbytes * times
+        formula = each * times
         more = f"{measured / formula:.4g}" if formula else UNKNOWN
         rows += (
-            f'<tr><th scope="row">{way}</th><td>{count(nbytes)} × {count(times)}</td>'
+            f'<tr><th scope="row">{way}</th><td>{count(each)} × {count(times)}</td>'
             f"<td>{size(formula)}</td><td>{size(measured)}</td><td>{more}</td></tr>"
         )
-    head = ("of all workers", "bytes of weights × times", "formula", "measured", "ratio")
+    head = ("of all workers", "bytes each × times", "formula", "measured", "ratio")
     return table("Bytes", "long", head, rows)
 
 

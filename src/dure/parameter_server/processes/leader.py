@@ -37,10 +37,12 @@ from dure.parameter_server.processes.said import (
     Deal,
     Failed,
     Grant,
+    Keep,
     Over,
     Report,
     Save,
     Tell,
+    Unsent,
 )
 from dure.parameter_server.scheduler import Scheduler
 from dure.parameter_server.tables import Rows, copied
@@ -53,6 +55,8 @@ _RETURN_SECONDS = 0.3
 """That a process has to come back after its connection broke, if it still lives."""
 
 Shards = list[Mapping[str, Any]]
+Errors = dict[int, list[Tensor]]
+"""What the compressed pushes of each worker have left out, by portion."""
 
 
 class Leader:
@@ -94,6 +98,9 @@ class Leader:
         self._reads: Future[list[Tensor | Rows]] | None = None
         self._saves: Future[Shards] | None = None
         self._saved: dict[int, Mapping[str, Any]] = {}
+        self._keeps: Future[Errors] | None = None
+        self._unsent: dict[int, Errors] = {}
+        """By the worker that keeps it; at the start, that is to."""
         self._tells: Future[list[Account]] | None = None
         self._accounts: dict[int, Account] = {}
         self._reports: list[Report] = []
@@ -106,12 +113,15 @@ class Leader:
         """Whose connection broke, when, and why."""
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
 
-    def start(self, states: Sequence[Mapping[str, Any]], batches: int) -> None:
+    def start(
+        self, states: Sequence[Mapping[str, Any]], batches: int, unsent: Errors | None = None
+    ) -> None:
         """Begins to lead; returns when the owners of all shards have these states.
 
-        batches: that were done before.
+        batches: that were done before. unsent: what workers begin with.
         """
         self._batches = batches
+        self._unsent = {who: {who: errors} for who, errors in (unsent or {}).items()}
         for scheduler in self.schedulers:
             scheduler.resume(batches)
         self._thread.start()
@@ -132,6 +142,10 @@ class Leader:
     def states(self) -> Future[Shards]:
         """The shards with all that their optimizers remember."""
         return self._ask(self._save)
+
+    def unsent(self) -> Future[Errors]:
+        """What the compressed pushes of each worker have left out."""
+        return self._ask(self._keep)
 
     def end(self) -> None:
         """Tells everybody that it is over."""
@@ -190,6 +204,7 @@ class Leader:
             self._changed(now)
         self._look_at_meeting()
         self._look_at_accounts()
+        self._look_at_unsent()
 
     def _hear(self, sender: str, said: Any, now: float) -> None:
         version = self.manager.layout.version
@@ -219,6 +234,8 @@ class Leader:
             self._look_at_saved()
         elif isinstance(said, Account):
             self._accounts[said.server] = said
+        elif isinstance(said, Unsent):
+            self._unsent[said.worker] = said.errors
         elif isinstance(said, Replicated):
             self._begun.add(said.shard)
         else:
@@ -344,6 +361,8 @@ class Leader:
                 del self._first[shard]
         there = all(self.port.reaches(worker(who)) for who in self._alive())
         if there and len(self._begun) == len(self.manager.layout.shards):
+            for who, errors in self._unsent.items():
+                self.port.say(worker(who), Unsent(who, errors))
             begins, self._begins = self._begins, None
             begins.set_result(None)
 
@@ -402,6 +421,20 @@ class Leader:
             tells, self._tells = self._tells, None
             tells.set_result(list(self._accounts.values()))
 
+    def _keep(self) -> Future[Errors]:
+        self._keeps = Future()
+        self._unsent = {}
+        for who in self._alive():
+            self.port.say(worker(who), Keep())
+        return self._keeps
+
+    def _look_at_unsent(self) -> None:
+        """Whether all workers that live have told."""
+        if self._keeps is not None and all(who in self._unsent for who in self._alive()):
+            keeps, self._keeps = self._keeps, None
+            told = [self._unsent[who] for who in self._alive()]
+            keeps.set_result({who: one for errors in told for who, one in errors.items()})
+
     def _read(self) -> Future[list[Tensor | Rows]]:
         self._reads = Future()
         self._say(self._reader.pull(time.monotonic(), None))
@@ -431,7 +464,14 @@ class Leader:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        for waiting in (self._begins, self._meets, self._reads, self._saves, self._tells):
+        for waiting in (
+            self._begins,
+            self._meets,
+            self._reads,
+            self._saves,
+            self._keeps,
+            self._tells,
+        ):
             if waiting is not None:
                 waiting.set_exception(error)
 

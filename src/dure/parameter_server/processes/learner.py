@@ -13,6 +13,7 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
+from dure.parameter_server.compressed import push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.manager import Manager
@@ -123,6 +124,8 @@ class ProcessesLearner(Learner):
         self._told: set[str] = set()
         self._before: dict[str, Counters] = {}
         """What each had counted in processes of before, where the run was interrupted."""
+        self._unsent: dict[int, list[Tensor]] = {}
+        """What the compressed pushes of each worker had left out, where the run goes on."""
         self._started = False
         self._states: Sequence[Mapping[str, Any]] = first_states(
             self.shards, self.computing, self.terms, self.table_shards
@@ -137,8 +140,9 @@ class ProcessesLearner(Learner):
         """Hands out the weights, those of the beginning or of a checkpoint, once."""
         if not self._started:
             self._started = True
-            self.leader.start(self._states, self.round * self.period)
+            self.leader.start(self._states, self.round * self.period, self._unsent)
             self._states = ()
+            self._unsent = {}
 
     def advance(self, wish: int) -> Progress:
         """One round: so many batches of every group, until all meet."""
@@ -242,10 +246,12 @@ class ProcessesLearner(Learner):
 
     def state(self) -> dict[str, Any]:
         shards = self.leader.states().result() if self._started else self._states
+        asks = self._started and self.plan.remembers
         return {
             "version": 1,
             "round": self.round,
             "shards": list(shards),
+            "unsent": self.leader.unsent().result() if asks else self._unsent,
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
             "buffers": passing_buffers(self.model),
@@ -258,6 +264,8 @@ class ProcessesLearner(Learner):
         self.staleness = dict(state["staleness"])
         self.pushes = state["pushes"]
         self._states = state["shards"]
+        if self.plan.remembers:
+            self._unsent = dict(state["unsent"])
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter, *self.server_meters, *self.worker_meters.values()]
@@ -274,6 +282,7 @@ class ProcessesLearner(Learner):
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",
                 "pushes": self.pushes,
+                "push_bytes": push_bytes(self.terms.coding, self.shards),
                 "lost": [list(one) for one in self.manager.dead.items()],
             }
         }

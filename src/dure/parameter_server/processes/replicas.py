@@ -18,12 +18,13 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import Place
 from dure.contracts.task import Task
 from dure.errors import PeerLostError
+from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.messages import MANAGER, Envelope, worker
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.replica_models import StageModel, WholeModel
-from dure.parameter_server.processes.said import Grant, Over, Report
+from dure.parameter_server.processes.said import Grant, Keep, Over, Report, Unsent
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.working import Heart
 from dure.parameter_server.replica import Replica
@@ -89,8 +90,11 @@ class Replicating:
         self.trace = place.trace
         self.clock_offset = place.clock_offset
         layout = plan.layout(model)
-        portions = plan.portions(number, plan.shards(model))
-        move = plan.local_step(task, model, [plan.shards(model)[shard] for shard, _, _ in portions])
+        shards = plan.shards(model)
+        portions = plan.portions(number, shards)
+        keys = [shards[shard] for shard, _, _ in portions]
+        move = plan.local_step(task, model, keys)
+        compressors = compressors_of(plan.coding(model), seed, number, keys)
         self.model: WholeModel | StageModel
         if plan.runs:
             self.model = StageModel(number, task, place, model, seed, plan=plan, group=group)
@@ -98,7 +102,9 @@ class Replicating:
             self.model = WholeModel(number, task, model, seed, plan, self.meter)
         self.replica = Replica(
             # Streams lose nothing but when they break.
-            WorkerSide(number, layout, portions, patience=math.inf, beat=None),
+            WorkerSide(
+                number, layout, portions, patience=math.inf, beat=None, compressors=compressors
+            ),
             plan.pace,
             self.model.weights(),
             self._compute,
@@ -155,6 +161,11 @@ class Replicating:
                 self.replica.side.cut(sender)
             elif isinstance(said, Grant):
                 self._granted(said)
+            elif isinstance(said, Keep):
+                errors = {self.number: self.replica.side.unsent}
+                self.port.say(sender, Unsent(self.number, errors))
+            elif isinstance(said, Unsent):
+                self.replica.side.take_unsent(said.errors[self.number])
             else:
                 self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         if idle:

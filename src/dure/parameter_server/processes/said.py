@@ -7,6 +7,9 @@ worker -> leader   Report    I have nothing to do; this I have done since I said
 leader -> server   Tell      what have you counted?
 server -> leader   Account   this, since I began
 leader -> server   Save      what have you of this shard?  (the answer is a Snapshot)
+leader -> worker   Keep      what have your compressed pushes left out?
+worker -> leader   Unsent    this
+leader -> worker   Unsent    begin with this, of a checkpoint
 any    -> leader   Failed    an error of the task's own
 leader -> any      Over      the run has ended
 """
@@ -88,6 +91,21 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     shard: int
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """What have a worker's compressed pushes left out so far?"""
+
+
+class Unsent(msgspec.Struct, frozen=True, tag=True):
+    """What compressed pushes have left out so far.
+
+    worker: who keeps it, or is to keep it. errors: by the number of the worker in whose name, and
+    by portion.
+    """
+
+    worker: int
+    errors: dict[int, list[Tensor]]
+
+
 class Tell(msgspec.Struct, frozen=True, tag=True):
     """What has a server counted?"""
 
@@ -134,6 +152,8 @@ Said: TypeAlias = (
     | Deal
     | Report
     | Save
+    | Keep
+    | Unsent
     | Tell
     | Account
     | Failed

@@ -18,6 +18,7 @@ from torch import Tensor
 from dure.contracts.strategy import Place
 from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.embeddings import tables_of
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
@@ -25,7 +26,7 @@ from dure.parameter_server.messages import MANAGER, Beat, Envelope, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.rooms import Outbox, Slots
-from dure.parameter_server.processes.said import Ask, Deal, Grant, Over, Report
+from dure.parameter_server.processes.said import Ask, Deal, Grant, Keep, Over, Report, Unsent
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.tables import Rows, apart
@@ -41,6 +42,7 @@ class Working:
     ) -> None:
         self.number = number
         self.plan = plan
+        self.seed = seed
         self.port = port
         self.meter = place.group.meter
         self.meter.name = worker(number)
@@ -49,6 +51,7 @@ class Working:
         self.model = place.model(task, seed).train()
         self.shards = plan.shards(self.model)
         self.portions = plan.all_portions(self.model)
+        self.coding = plan.coding(self.model)
         tables = plan.tables(self.model, tables_of(task, self.model, seed))
         self.computing = plan.gradients(task, self.model, seed)
         self.computing.tables = tables
@@ -79,7 +82,14 @@ class Working:
         into = partial(self.slots.ask, number)
         # Streams lose nothing but when they break.
         return WorkerSide(
-            number, layout, self.portions, clock=clock, patience=math.inf, beat=None, into=into
+            number,
+            layout,
+            self.portions,
+            clock=clock,
+            patience=math.inf,
+            beat=None,
+            into=into,
+            compressors=compressors_of(self.coding, self.seed, number, self.shards),
         )
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
@@ -144,6 +154,11 @@ class Working:
                 self._cut(sender)
             elif isinstance(said, Grant):
                 self._granted(said)
+            elif isinstance(said, Keep):
+                errors = {side.number: side.unsent for side in self.worker.sides}
+                self.port.say(sender, Unsent(self.number, errors))
+            elif isinstance(said, Unsent):
+                self.worker.own.take_unsent(said.errors[self.number])
             elif isinstance(said, Deal):
                 self._asked = False
                 self._left = bool(said.works)
