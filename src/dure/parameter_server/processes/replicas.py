@@ -23,7 +23,7 @@ from dure.parameter_server.gradients import Computed
 from dure.parameter_server.messages import MANAGER, Envelope, worker
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.replica_models import StageModel, WholeModel
-from dure.parameter_server.processes.said import Grant, Over, Report
+from dure.parameter_server.processes.said import Account, Grant, Held, Hold, Over, Report, Tell
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.working import Heart
 from dure.parameter_server.replica import Replica
@@ -155,6 +155,10 @@ class Replicating:
                 self.replica.side.cut(sender)
             elif isinstance(said, Grant):
                 self._granted(said)
+            elif isinstance(said, Hold):
+                self.port.say(MANAGER, Held(self.number, self.replica.hold()))
+            elif isinstance(said, Tell):
+                self._tell()
             else:
                 self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         if idle:
@@ -172,7 +176,24 @@ class Replicating:
             self.replica.side.begin_at(grant.clock)
             self.replica.begin_at(grant.done)
             self._told = self.replica.side.clock
-        self.replica.grant(grant.until)
+        if self.replica.held:
+            self.replica.stop_at(grant.until)
+        else:
+            self.replica.grant(grant.until)
+
+    def _tell(self) -> None:
+        """Says what was counted, and what of the timeline is new."""
+        trace = self.trace.packed(self.clock_offset)
+        self.trace.lanes.clear()
+        self.port.say(MANAGER, Account(worker(self.number), self._counters(), trace))
+
+    def _counters(self) -> list[float]:
+        counters = self.meter.counters
+        # A pipeline's messages are counted there already.
+        counters.bytes_sent += self.port.sent - self._counted[0]
+        counters.bytes_received += self.port.received - self._counted[1]
+        self._counted = (self.port.sent, self.port.received)
+        return counters.as_list()
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
@@ -186,11 +207,6 @@ class Replicating:
         if not self.replica.finished or stands == self._reported:
             return
         self._reported = stands
-        counters = self.meter.counters
-        # A pipeline's messages are counted there already.
-        counters.bytes_sent += self.port.sent - self._counted[0]
-        counters.bytes_received += self.port.received - self._counted[1]
-        self._counted = (self.port.sent, self.port.received)
         report = Report(
             worker=self.number,
             until=stands[0],
@@ -200,7 +216,7 @@ class Replicating:
             examples=sum(one.examples for one in self._computed),
             pushes=self._pushes(),
             staleness=dict(side.staleness),
-            counters=counters.as_list(),
+            counters=self._counters(),
             done=(),
             buffers=self.model.buffers(),
             trace=self.trace.packed(self.clock_offset),

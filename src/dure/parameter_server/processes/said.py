@@ -3,9 +3,11 @@
 leader -> worker   Grant     batches before this one may be begun
 worker -> leader   Ask       parts, please; these are done
 leader -> worker   Deal      do these parts; none: there is nothing now
+leader -> worker   Hold      begin nothing more, until you are granted it   (`holding`)
+worker -> leader   Held      this I have not begun
 worker -> leader   Report    I have nothing to do; this I have done since I said so last
-leader -> server   Tell      what have you counted?
-server -> leader   Account   this, since I began
+leader -> any      Tell      what have you counted?
+any    -> leader   Account   this, since I began
 leader -> server   Save      what have you of this shard?  (the answer is a Snapshot)
 any    -> leader   Failed    an error of the task's own
 leader -> any      Over      the run has ended
@@ -49,6 +51,21 @@ class Deal(msgspec.Struct, frozen=True, tag=True):
     works: tuple[Work, ...]
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is to be begun any more, as the run is to end."""
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """A worker begins none of its batches from `until` on. back: dealt parts that it has not begun.
+
+    What it has begun it finishes, and reports.
+    """
+
+    worker: int
+    until: int
+    back: tuple[Work, ...] = ()
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """A worker has done all that was granted until a batch, and knows the layout of a version.
 
@@ -89,13 +106,13 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tell(msgspec.Struct, frozen=True, tag=True):
-    """What has a server counted?"""
+    """What has a server, or a worker, counted?"""
 
 
 class Account(msgspec.Struct, frozen=True, tag=True):
-    """What a server has counted, as a worker says it in a `Report`."""
+    """What one has counted, as a worker says it in a `Report`. name: "server 0"."""
 
-    server: int
+    name: str
     counters: list[float]
     trace: bytes
 
@@ -132,6 +149,8 @@ Said: TypeAlias = (
     | Grant
     | Ask
     | Deal
+    | Hold
+    | Held
     | Report
     | Save
     | Tell
