@@ -126,7 +126,8 @@ class Leader:
         for scheduler, group, undone in zip(
             self.schedulers, self.plan.groups, standing.undone, strict=True
         ):
-            scheduler.resume(standing.until[group[0]], undone)
+            if self.plan.deals:
+                scheduler.resume(standing.until[group[0]], undone)
         if self.plan.staleness is not None:
             states = [_all_at(state, standing.until) for state in states]
         self._thread.start()
