@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
@@ -122,6 +122,27 @@ def test_a_worker_that_was_killed_takes_part_again_when_the_run_is_resumed(
     assert not again.summary["facts"][0]["parameter_server"]["lost"]
     whole = dure.train(small_task(), dure.SingleWorker(8), stop=dure.Stop(epochs=2))
     assert largest_difference(again, whole) < 1e-12
+
+
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dure.ParameterServer(1, 1, batch_size=8),
+        dure.Downpour(replicas=1, batch_size=8, overlap=False),
+    ],
+    ids=["parameter server", "Downpour"],
+)
+def test_the_statistics_of_batch_norm_go_on_where_they_were(
+    strategy: dure.Strategy, tmp_path: Path
+) -> None:
+    task = small_task(model=with_statistics, n=40)
+    dure.train(task, strategy, stop=ROUND, out=tmp_path)
+    again = dure.resume(tmp_path, task=task, stop=dure.Stop(rounds=2))
+    assert same_bits(again, dure.train(task, dure.SingleWorker(8), stop=dure.Stop(epochs=2)))
 
 
 def test_a_worker_that_does_not_end_its_step_is_named_within_the_deadline() -> None:

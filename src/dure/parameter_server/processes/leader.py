@@ -90,6 +90,8 @@ class Leader:
         self._begun: set[int] = set()
         self._began: Mapping[int, int] = {}
         """Batches of each worker that were done before the start."""
+        self._buffers: dict[int, list[Tensor]] = {}
+        """Of the models of workers, that were not handed out yet."""
         self._clocks: dict[int, int] = {}
         """How many pushes of each worker the servers had at the start."""
         self._begins: Future[None] | None = None
@@ -117,12 +119,18 @@ class Leader:
         """Whose connection broke, when, and why."""
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
 
-    def start(self, states: Sequence[Mapping[str, Any]], standing: Standing) -> None:
+    def start(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        standing: Standing,
+        buffers: Mapping[int, list[Tensor]],
+    ) -> None:
         """Begins to lead; returns when the owners of all shards have these states.
 
-        standing: where workers stood when these were written.
+        standing: where workers stood when these were written. buffers: that their models had.
         """
         self._began = standing.until
+        self._buffers = dict(buffers)
         for scheduler, group, undone in zip(
             self.schedulers, self.plan.groups, standing.undone, strict=True
         ):
@@ -388,7 +396,8 @@ class Leader:
     def _grant_all(self) -> None:
         for who in self._alive():
             clock = self._clocks.get(who, 0)
-            self.port.say(worker(who), Grant(self._until(who), clock, self._began[who]))
+            buffers = self._buffers.pop(who, [])
+            self.port.say(worker(who), Grant(self._until(who), clock, self._began[who], buffers))
 
     def _until(self, who: int) -> int:
         """Before which of its batches a worker is to stop."""

@@ -129,6 +129,8 @@ class ProcessesLearner(Learner):
         self._counting: Future[list[Account]] | None = None
         self._counted_at = 0.0
         self.buffers = Buffers(self.model)
+        self.own_buffers: dict[int, list[Tensor]] = {}
+        """Of each worker's model, such as the statistics of batch norm."""
         self.staleness: dict[int, int] = {}
         self.pushes = 0
         self.waiting = 0.0
@@ -154,7 +156,7 @@ class ProcessesLearner(Learner):
         """Hands out the weights, those of the beginning or of a checkpoint, once."""
         if not self._started:
             self._started = True
-            self.leader.start(self._states, self.standing)
+            self.leader.start(self._states, self.standing, self.own_buffers)
             self._states = ()
 
     def advance(self, wish: int) -> Progress:
@@ -258,6 +260,7 @@ class ProcessesLearner(Learner):
         self.pushes += report.pushes
         for behind, often in report.staleness.items():
             self.staleness[behind] = self.staleness.get(behind, 0) + often
+        self.own_buffers[report.worker] = [buffer.clone() for buffer in report.buffers]
         if report.worker == self.plan.workers[0]:
             self.buffers.load(self.model, report.buffers)
 
@@ -322,6 +325,7 @@ class ProcessesLearner(Learner):
             "shards": list(shards),
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
+            "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
             "buffers": passing_buffers(self.model),
         }
 
@@ -334,6 +338,7 @@ class ProcessesLearner(Learner):
         self._loss = (total, counted)
         self.staleness = dict(state["staleness"])
         self.pushes = state["pushes"]
+        self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
         self._states = state["shards"]
 
     def meters(self) -> Sequence[Meter]:

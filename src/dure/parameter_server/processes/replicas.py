@@ -175,6 +175,8 @@ class Replicating:
             self._begun = True
             self.replica.side.begin_at(grant.clock)
             self.replica.begin_at(grant.done)
+            if grant.buffers:
+                self.model.load_buffers(grant.buffers)
             self._told = self.replica.side.clock
         if self.replica.held:
             self.replica.stop_at(grant.until)

@@ -30,12 +30,14 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     """Batches before `until` may be begun.
 
     clock: how many pushes of this worker the servers have, when it has made none itself. done:
-    batches of its own that were done before the run began, or was resumed.
+    batches of its own that were done before the run began, or was resumed. buffers: with which its
+    model goes on; none: with its own.
     """
 
     until: int
     clock: int
     done: int = 0
+    buffers: list[Tensor] = []
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

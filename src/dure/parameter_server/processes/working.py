@@ -173,6 +173,8 @@ class Working:
 
     def _granted(self, grant: Grant) -> None:
         self.worker.own.begin_at(grant.clock)
+        if grant.buffers:
+            self.buffers.load(self.model, grant.buffers)
         self.scheduler.until = grant.until
         self._left = True
         self.worker.go_on()
