@@ -157,7 +157,7 @@ def test_teams_go_to_the_furthest_of_their_own() -> None:
         holding.held(who, until)
     # One that has died since is not waited for, and is behind nobody.
     assert holding.decide([0, 1, 3], lambda who: 5)
-    assert holding.until == {0: 6, 1: 6, 3: 5}
+    assert holding.until == {0: 6, 1: 6, 2: 5, 3: 5}
 
 
 def test_who_was_given_up_takes_part_until_its_end_and_no_further_than_was_granted() -> None:

@@ -40,7 +40,8 @@ class Holding:
     def __init__(self, teams: Sequence[Sequence[int]]) -> None:
         self.teams = teams
         self.until: dict[int, int] = {}
-        """Up to where each is granted, once that is known; of those in no team nothing."""
+        """Up to where each is granted, once that is known; of those in no team nothing, nor of a
+        team in which nobody is alive."""
         self._said: dict[int, int] = {}
         self._decided = False
 
@@ -61,9 +62,9 @@ class Holding:
             return False
         self._decided = True
         for team in self.teams:
-            there = [worker for worker in team if worker in alive]
-            furthest = max((max(self._said[one], least(one)) for one in there), default=0)
-            self.until.update(dict.fromkeys(there, furthest))
+            said = [max(self._said[one], least(one)) for one in team if one in alive]
+            if said:
+                self.until.update(dict.fromkeys(team, max(said)))
         return True
 
     @property

@@ -454,9 +454,9 @@ class Leader:
         if silent:
             raise PeerLostError(
                 (rank_of(worker(silent[0]), self.plan),),
-                "the end of the run",
+                "the round",
                 f"step {self._clock.get(silent[0], (0, 0.0))[0] + 1}",
-                f"has not ended its step for {self._deadline:g} s",
+                f"has not ended its step for {self._deadline:g} s, and the run is to end",
             )
 
     def _done(self, who: int, works: Sequence[Any]) -> None:
@@ -494,15 +494,12 @@ class Leader:
             stood = [scheduler.undone() for scheduler in self.schedulers]
             until = {w: stood[n][0] for n, group in enumerate(self.plan.groups) for w in group}
             return Standing(until, [undone for _, undone in stood])
-        until = {who: self._until(who) for who in self._alive()}
-        # Who was lost takes part again in the run that is resumed, where the others are.
-        extra = {who: self.plan.until(who, 0) for who in self.plan.workers}
-        furthest = max(until[who] - extra[who] for who in until)
-        for who in self.plan.workers:
-            own = self.plan.groups[self.plan.group_of(who)]
-            same = [until[one] for one in own if one in until and self.plan.staleness is not None]
-            until.setdefault(who, max(same, default=furthest + extra[who]))
-        return Standing(until, [() for _ in self.schedulers])
+        assert self._holding is not None
+        until = self._holding.until
+        # A team that was lost takes part again in the run that is resumed, where the others are.
+        batches = max(at - self.plan.until(who, 0) for who, at in until.items())
+        everybody = {w: until.get(w, self.plan.until(w, batches)) for w in self.plan.workers}
+        return Standing(everybody, [() for _ in self.schedulers])
 
     def _tell(self, workers: bool) -> Future[list[Account]]:
         self._tells = Future()

@@ -28,6 +28,8 @@ from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.working import Heart
 from dure.parameter_server.replica import Replica
 from dure.parameter_server.worker import WorkerSide
+from dure.record.meter import sum_of_counters
+from dure.record.trace import Trace
 
 
 class ThreadJob:
@@ -110,8 +112,6 @@ class Replicating:
         self._told = 0
         """Pushes that were told."""
         self._reported = (-1, -1)
-        self._counted = (0, 0)
-        """Bytes of the port that the meter has."""
 
     def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
         def compute() -> Computed:
@@ -184,17 +184,16 @@ class Replicating:
             self.replica.grant(grant.until)
 
     def _tell(self) -> None:
-        """Says what was counted, and what of the timeline is new."""
-        trace = self.trace.packed(self.clock_offset)
-        self.trace.lanes.clear()
-        self.port.say(MANAGER, Account(worker(self.number), self._counters(), trace))
+        """Says what was counted."""
+        # The timeline is left to reports: a gradient may be under way, and writes there.
+        nothing = Trace().packed(self.clock_offset)
+        self.port.say(MANAGER, Account(worker(self.number), self._counters(), nothing))
 
     def _counters(self) -> list[float]:
-        counters = self.meter.counters
-        # A pipeline's messages are counted there already.
-        counters.bytes_sent += self.port.sent - self._counted[0]
-        counters.bytes_received += self.port.received - self._counted[1]
-        self._counted = (self.port.sent, self.port.received)
+        # A copy, since a pipeline counts its messages meanwhile.
+        counters = sum_of_counters([self.meter.counters])
+        counters.bytes_sent += self.port.sent
+        counters.bytes_received += self.port.received
         return counters.as_list()
 
     def _say(self, said: Sequence[Envelope]) -> None:
