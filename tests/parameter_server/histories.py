@@ -81,6 +81,10 @@ class History:
     slows: bool = False
     rows: int = 0
     compression: Compression = field(default_factory=NoCompression)
+    states: Sequence[dict[str, Any]] = ()
+    """Of the shards, where it goes on from the end of another."""
+    begun: int = 0
+    """Pushes of each worker by then."""
 
     def __post_init__(self) -> None:
         start = nn.Parameter(torch.ones(self.keys, dtype=torch.float64))
@@ -108,16 +112,15 @@ class History:
         for node in self.nodes:
             self.network.add(node.name, node, self.link)
         for number, keys in enumerate([*self.shards, *self.table_shards]):
-            first = self._first(number, keys).state()
+            first = self.states[number] if self.states else self._first(number, keys).state()
             to = server(owners[number])
             # By hand, since it is no subject of the histories that the beginning gets lost.
-            said = self.nodes[owners[number]].receive(
-                MANAGER, Snapshot(number, 0, 0, first), self.network.now
-            )
+            snapshot = Snapshot(number, 0, first["version"], first)
+            said = self.nodes[owners[number]].receive(MANAGER, snapshot, self.network.now)
             self.network.send(to, said)
         self.workers = {
             who: Worker(
-                own=self.side(who, layout),
+                own=self.side(who, layout, clock=self.begun),
                 next=self._next,
                 compute=self._compute,
                 seconds=self.seconds,

@@ -191,6 +191,15 @@ def parts(step: int) -> Contents:
     )
 
 
+def test_one_from_the_middle_of_a_step_comes_after_the_step(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for step, past, name in [(7, 0, "00000007"), (7, 90, "00000007.00000090"), (8, 0, "00000008")]:
+        save_checkpoint(folder, step, parts(step + past), past=past)
+        assert [path.name for path in folder.iterdir()] == [name]
+        assert read_checkpoint(folder) == as_files(parts(step + past))
+        assert stored(folder).step == step
+
+
 def test_the_newest_checkpoint_is_read_and_the_older_ones_are_gone(tmp_path):
     folder = tmp_path / "checkpoint"
     assert read_checkpoint(folder) is None

@@ -70,6 +70,10 @@ class Progress(NamedTuple):
     """The wish that rank 0 gave to this step."""
     numbers: Mapping[str, float] | None = None
     """What else the strategy says about the step, by name, for the history: such as residuals."""
+    whole: bool = True
+    """Whether the step is done. If not, the run ends in its middle, where `state` is whole too; all
+    else is then about what is done of it, and the next `advance`, of a run that is resumed, does
+    the rest."""
 
 
 class Sign(Protocol):
@@ -185,6 +189,8 @@ class Place:
     trace: this process's timeline.
     report: sends an event to whoever watches the run (rank 0 only).
     interrupted: whether the user asked to stop (rank 0 only).
+    wish: what is wished in the middle of a step that is long: STOP, with INTERRUPT or without, or
+        0. The driver says it, where this rank alone is driven.
     clock_offset: seconds to add to this machine's clock to get rank 0's.
     kind: of the world.
     devices: where this program computes, one for each of its workers; the first is its own.
@@ -208,6 +214,7 @@ class Place:
     trace: Trace = field(default_factory=Trace)
     report: Callable[[dict[str, Any]], None] = lambda event: None
     interrupted: Callable[[], bool] = lambda: False
+    wish: Callable[[], int] = lambda: 0
     clock_offset: float = 0.0
     kind: Kind = "ranks"
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)

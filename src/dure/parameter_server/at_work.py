@@ -79,6 +79,7 @@ class Worker:
         self._computing: Job | None = None
         self._ends = math.inf
         self._woken = True
+        self._held = False
 
     @property
     def sides(self) -> list[WorkerSide]:
@@ -88,7 +89,8 @@ class Worker:
     @property
     def finished(self) -> bool:
         """Whether it has nothing to do, and every server has what it has done."""
-        return not self._woken and not self._jobs and not any(side.behind for side in self.sides)
+        waits = self._woken or self._held or bool(self._jobs)
+        return not waits and not any(side.behind for side in self.sides)
 
     @property
     def wake(self) -> float:
@@ -100,6 +102,24 @@ class Worker:
     def go_on(self) -> None:
         """There may be more to do now."""
         self._woken = True
+        self._held = False
+
+    def hold(self) -> int:
+        """Begins to compute nothing more, until it is to go on.
+
+        Returns before which clock that has any of those for whom it speaks.
+        """
+        self._held = True
+        clocks = {id(side): side.clock for side in self.sides}
+        if self._computing is not None and id(self._computing.side) in clocks:
+            clocks[id(self._computing.side)] += 1
+        return max(clocks.values())
+
+    def drop(self) -> list[Work]:
+        """Drops what it has not begun; what that was."""
+        dropped = [job for job in self._jobs if job is not self._computing]
+        self._jobs = [job for job in self._jobs if job is self._computing]
+        return [job.work for job in dropped]
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message."""
@@ -148,7 +168,7 @@ class Worker:
 
     def _begin(self, now: float) -> list[Envelope]:
         """Asks for what it needs next, and computes what it can."""
-        if self.own.given_up:
+        if self.own.given_up or self._held:
             return []
         said: list[Envelope] = []
         busy = [job.side for job in self._jobs]

@@ -98,6 +98,10 @@ class DownpourPlan(Plan):
     def shares_data(self) -> bool:
         return False
 
+    @property
+    def teams(self) -> list[Sequence[int]]:
+        return [self.together(replica) for replica in range(self.replicas_of_model)]
+
     def until(self, worker: int, batches: int) -> int:
         # The first replica has the steps of the warm start besides.
         return batches + (self.warm_start if self.replica_of(worker) == 0 else 0)

@@ -119,6 +119,10 @@ class Gradients:
         self.buffers.load(self.model, buffers)
         return self.tables.by_shard(rows)
 
+    def examples_of(self, work: Work, group: int) -> int:
+        """How many examples a part has."""
+        return len(self._part(work, group)[0])
+
     def of(
         self,
         work: Work,

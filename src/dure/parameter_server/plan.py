@@ -73,6 +73,11 @@ class Plan:
         """Whether parts of batches are dealt out to whoever is free."""
         return self.shares_data and self.staleness is None
 
+    @property
+    def teams(self) -> list[Sequence[int]]:
+        """Workers that have to be equally far where a run ends before all meet."""
+        return [] if self.deals else list(self.groups)
+
     def until(self, worker: int, batches: int) -> int:
         """Before which of its batches a worker stops, where all meet after so many of a group."""
         return batches

@@ -94,6 +94,8 @@ class Replica:
         self._due = False
         """Whether what is accrued is to be pushed now."""
         self._woken = False
+        self.held = False
+        """Whether it begins no step, since the run is to end."""
 
     def begin_at(self, step: int) -> None:
         """So many steps were done before; for one that has done none."""
@@ -106,6 +108,18 @@ class Replica:
             self._fresh = False
             self._fetched = -1
             self._woken = True
+
+    def hold(self) -> int:
+        """Begins no step until it hears where it stops; the first that it has not begun."""
+        self.held = True
+        return self.step + (self._job is not None)
+
+    def stop_at(self, until: int) -> None:
+        """It stops before this step, though not all have met, and pushes what is accrued there."""
+        self.held = False
+        self.until = until
+        self._due = self._due or (self.step >= until and self._accrued is not None)
+        self._woken = True
 
     @property
     def finished(self) -> bool:
@@ -157,7 +171,7 @@ class Replica:
             return []
         self._land()
         said = self._push(now)
-        if not self._due and self.step < self.until:
+        if not self._due and self.step < self.until and not self.held:
             said += self._fetch(now)
             if not self._waits:
                 self._job = self.compute(self.step, self.weights, now)

@@ -9,7 +9,8 @@ take part.
 so that in both each example is used once an epoch. What a worker had and did not finish when it was
 given up is dealt out again (without a bound), or is owed and computed in its name (`members`).
 
-Work is granted up to a batch: where a run is evaluated, saved or ended, all meet.
+Work is granted up to a batch: where a run is evaluated or saved, all meet. Where it is to end
+before that, nothing more is dealt out, and what was not begun comes back (`holding`).
 
 Without a bound several parts are dealt out at a time, so that small steps do not wait for the
 dealer: with r parts left and m workers, r / 4m, so that near the end they are single ones and a
@@ -20,6 +21,8 @@ Source: Li et al. 2014, section 4.1 (a task scheduler for each group); Polychron
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -45,6 +48,8 @@ class Scheduler:
         self.bounded = bounded
         self.until = 0
         """Batches before this one may be begun."""
+        self.held = False
+        """Whether nothing more is dealt out, since the run is to end."""
         self._dealt = 0
         """Parts that were dealt out for the first time."""
         self._again: list[Work] = []
@@ -70,6 +75,8 @@ class Scheduler:
     def deal(self, worker: int) -> tuple[Work, ...]:
         """Parts for a worker that has asked for some, where there is no bound; none if none are
         left."""
+        if self.held:
+            return ()
         count = min(_MOST_DEALT, max(1, self._left() // (4 * self._parts())))
         found: list[Work] = []
         while len(found) < count and (work := self.next(worker, 0)) is not None:
@@ -81,14 +88,33 @@ class Scheduler:
         if not self.bounded:
             self._out[worker].remove(work)
 
+    def back(self, worker: int, works: Sequence[Work]) -> None:
+        """A worker gives back what it has not begun."""
+        for work in works:
+            self._out[worker].remove(work)
+        self._again += works
+
     def gone(self, worker: int) -> None:
         """A worker was given up: what it had is dealt out again."""
         self._again += self._out.pop(worker, [])
 
     @property
     def idle(self) -> bool:
-        """Whether everything granted was dealt out and done. Asked where there is no bound."""
-        return not self._again and self._left() == 0 and not any(self._out.values())
+        """Whether everything granted was dealt out and done; if it is held, whether nobody has any.
+
+        Asked where there is no bound.
+        """
+        left = self._left() + len(self._again)
+        return not any(self._out.values()) and (self.held or not left)
+
+    def undone(self) -> tuple[int, tuple[Work, ...]]:
+        """Before which batch it stands, and the parts before that which nobody has done.
+
+        Asked when it is idle, where there is no bound.
+        """
+        batches = -(-self._dealt // self._parts())
+        rest = range(self._dealt, batches * self._parts())
+        return batches, (*self._again, *map(self._work, rest))
 
     def _left(self) -> int:
         return self.until * self._parts() - self._dealt
@@ -100,11 +126,16 @@ class Scheduler:
     def _fresh(self) -> Work | None:
         if self._left() == 0:
             return None
-        batch, part = divmod(self._dealt, self._parts())
         self._dealt += 1
+        return self._work(self._dealt - 1)
+
+    def _work(self, number: int) -> Work:
+        """A part by its number over all batches."""
+        batch, part = divmod(number, self._parts())
         return Work(batch, part, self._parts())
 
-    def resume(self, batches: int) -> None:
-        """So many batches were granted, dealt out and done before."""
+    def resume(self, batches: int, undone: Sequence[Work] = ()) -> None:
+        """So many batches were granted, dealt out and done before, but for some parts of them."""
         self.until = batches
         self._dealt = batches * self._parts()
+        self._again = list(undone)

@@ -7,6 +7,9 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
     checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands,
                                              and the seal around it (`dure.record.seal`)
 
+One of a run that ended in the middle of a long step has a second number, such as 00000230.00014720:
+how far it is past the step.
+
 It is written next to its place and renamed into it, so a kill at any moment leaves the old
 checkpoint or the new one, never half of one. What has another name in the folder is not dure's: it
 is neither read nor removed. Nor is a checkpoint removed that another run wrote. Trees are made of
@@ -141,15 +144,16 @@ def save_checkpoint(
     contents: Contents,
     seal: Seal | None = None,
     known: Collection[str] = (),
+    past: int = 0,
 ) -> Path:
     """Writes the checkpoint of `step` into `folder` and removes the older ones of the same run.
 
     seal: of which run it is; its checksums are filled in here. known: names of older ones that are
-    this run's, though they do not say so.
+    this run's, though they do not say so. past: as in `name_of`.
 
     Raises RunFolderWriteError if it cannot be written; the older ones are then still there.
     """
-    final = folder / name_of(step)
+    final = folder / name_of(step, past)
     with told(final):
         if not folder.is_dir():
             folder.mkdir()
@@ -170,7 +174,7 @@ def save_checkpoint(
         sync_folder(folder)
     # Only after the new one is in place: at every moment there is a whole one.
     for other in folder.iterdir():
-        if _PARTIAL.fullmatch(other.name) or _is_older(other, step, seal.run, known):
+        if _PARTIAL.fullmatch(other.name) or _is_older(other, (step, past), seal.run, known):
             shutil.rmtree(other, ignore_errors=True)
     return final
 
@@ -187,27 +191,34 @@ def _write(folder: Path, contents: Contents, seal: Seal) -> None:
     sync_folder(folder)
 
 
-def name_of(step: int) -> str:
-    """The name of a step's checkpoint."""
-    return f"{step:08d}"
+def name_of(step: int, past: int = 0) -> str:
+    """The name of a step's checkpoint.
+
+    past: in the middle of the next step, a number that grows with what is done of it; 0: nothing.
+    """
+    return f"{step:08d}.{past:08d}" if past else f"{step:08d}"
 
 
-def step_of(name: str) -> int | None:
-    """The step of the checkpoint of this name; None for whatever else lies in the folder."""
+def place_of(name: str) -> tuple[int, int] | None:
+    """The step of the checkpoint of this name, and how far it is past that; in their order.
+
+    None for whatever else lies in the folder.
+    """
     if not _NAME.fullmatch(name):
         return None
-    step = int(name)
-    return step if name_of(step) == name else None
+    step, _, past = name.partition(".")
+    place = int(step), int(past or 0)
+    return place if name_of(*place) == name else None
 
 
-_NAME = re.compile("[0-9]{8,18}")
-_PARTIAL = re.compile(r"\.[0-9]{8,18}\.partial")
+_NAME = re.compile(r"[0-9]{8,18}(\.[0-9]{8,18})?")
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 
 
-def _is_older(other: Path, step: int, run: str, known: Collection[str]) -> bool:
+def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[str]) -> bool:
     """Whether this is an older checkpoint that the same run wrote; nothing else may be removed."""
-    its_step = step_of(other.name)
-    if its_step is None or its_step >= step:
+    its_place = place_of(other.name)
+    if its_place is None or its_place >= place:
         return False
     if other.name in known:
         return True
@@ -229,7 +240,7 @@ class Stored:
     @property
     def step(self) -> int:
         """What its name says."""
-        return int(self.path.name)
+        return int(self.path.name.partition(".")[0])
 
 
 def stored(folder: Path) -> Stored | None:
@@ -238,11 +249,11 @@ def stored(folder: Path) -> Stored | None:
     Raises RunFolderError if it cannot be read, or is damaged.
     """
     # As numbers: as texts, the names of nine digits would come before those of eight.
-    steps = [step_of(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    newest = max((step for step in steps if step is not None), default=None)
+    places = [place_of(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    newest = max((place for place in places if place is not None), default=None)
     if newest is None:
         return None
-    path = folder / name_of(newest)
+    path = folder / name_of(*newest)
     try:
         first, second, third = ((path / name).read_bytes() for name in _PARTS)
     except OSError as error:

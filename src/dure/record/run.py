@@ -333,9 +333,10 @@ class RunFolder:
         # Before the first append of this process: an open file would be the replaced one.
         write_atomically(self.path / "history.jsonl", history.encoded())
 
-    def save_checkpoint(self, step: int, contents: Contents) -> None:
+    def save_checkpoint(self, step: int, contents: Contents, past: int = 0) -> None:
         """Writes the checkpoint of `step` and removes the older ones.
 
+        past: in the middle of the next step, how far it is past this one (`name_of`).
         Only those of this run are removed. Raises RunFolderWriteError.
         """
         # The history first: whoever resumes finds in it all steps up to the checkpoint.
@@ -350,7 +351,7 @@ class RunFolder:
         )
         known = () if self._newest is None else (self._newest.path.name,)
         folder = self.path / "checkpoint"
-        patiently(lambda: save_checkpoint(folder, step, contents, seal, known))
+        patiently(lambda: save_checkpoint(folder, step, contents, seal, known, past))
 
     def _asked(self) -> dict[str, Any]:
         """What config.json says, read once: whoever holds the folder may rely on it."""

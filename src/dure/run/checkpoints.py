@@ -104,7 +104,9 @@ class Checkpoints:
         # On every rank: a model that is divided is put together here.
         weights = self.learner.weights()
         if self.folder is not None:
-            self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state))
+            # More than one may be written in the middle of a step, of ever more examples.
+            past = position.samples if position.midway else 0
+            self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state), past)
             self.learner.saved()
 
     def read(self) -> Position | None:

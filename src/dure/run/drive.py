@@ -119,6 +119,12 @@ class Driver:
         self.proofs = [*job.proofs, *learner.proofs]
         self.travelled = 0.0
         self._reported = 0.0
+        self._began = 0.0
+        """When the step began."""
+        self._went_past = False
+        """Whether something was learned after the newest step, in the middle of the next one."""
+        if self.group.size == 1:
+            place.wish = self._wish_within
 
     def run(self) -> Outcome:
         """From the start, or the newest checkpoint, to the first limit; called on every rank."""
@@ -139,10 +145,12 @@ class Driver:
             ended = self._advance()
         # at once: torchrun waits half a minute at most
         makes_way = ended == "interrupt" and self.job.elastic
-        if self.position.last_evaluation != self.position.step and not makes_way:
+        position = self.position
+        measured = position.last_evaluation == position.step and not self._went_past
+        if not measured and not makes_way:
             self._evaluate()
         # Asked of the job, not of the own folder: all ranks have to come, or none.
-        if self.job.folder is not None and self.position.step > 0:
+        if self.job.folder is not None and (position.step > 0 or position.midway):
             self._checkpoint()
         return self._finish(ended)
 
@@ -153,18 +161,22 @@ class Driver:
         """
         position = self.position
         self.group.step = f"{self.learner.unit} {position.step + 1}"
-        started = time.perf_counter()
+        self._began = time.perf_counter()
         try:
             progress = self.learner.advance(self._wish() if self.leads else 0)
         except Interrupted:
             return "interrupt"
         # Training time only: evaluations and checkpoints are left out.
-        position.seconds += time.perf_counter() - started
-        position.step += 1
+        position.seconds += time.perf_counter() - self._began
         position.samples += progress.samples
+        position.midway = not progress.whole
         # A round in which no update counted keeps the loss of the round before.
         position.loss = position.loss if progress.loss is None else progress.loss
         position.numbers = finite(progress.numbers or {})
+        if position.midway:
+            self._went_past = True
+            return self._limit(progress.wish)
+        position.step += 1
         self._record(progress)
         # Before the limit is looked at: a target is reached by an evaluation.
         if position.step % self.evaluate_every == 0:
@@ -192,6 +204,16 @@ class Driver:
             due = self.checkpoints.due(following, following % self.evaluate_every == 0)
             wish |= CHECKPOINT if due else 0
         return wish
+
+    def _wish_within(self) -> int:
+        """What is wished in the middle of a step, where nobody else has to be told."""
+        stop = self.job.stop
+        if self.place.interrupted():
+            return STOP | INTERRUPT
+        spent = self.position.seconds + time.perf_counter() - self._began
+        if stop.seconds is not None and spent >= stop.seconds:
+            return STOP
+        return STOP if stop.bytes is not None and self._travelled() >= stop.bytes else 0
 
     @property
     def evaluate_every(self) -> int:

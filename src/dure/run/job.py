@@ -67,6 +67,7 @@ class Position(msgspec.Struct):
 
     seconds: of training alone. metrics: of the newest evaluation, after the step last_evaluation
     (-1: there was none yet). numbers: what the strategy says about the newest step, by name.
+    midway: whether it ended in the middle of the next step; samples and seconds are with that.
     """
 
     step: int = 0
@@ -77,3 +78,4 @@ class Position(msgspec.Struct):
     metrics: dict[str, float] = {}
     last_evaluation: int = -1
     numbers: dict[str, float | None] = {}
+    midway: bool = False

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
+from dure.parameter_server.holding import Holding, Standing, owed_until
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import (
     MANAGER,
@@ -37,6 +38,8 @@ from dure.parameter_server.processes.said import (
     Deal,
     Failed,
     Grant,
+    Held,
+    Hold,
     Keep,
     Over,
     Report,
@@ -89,8 +92,10 @@ class Leader:
         self._first: dict[int, Mapping[str, Any]] = {}
         """Shards of the beginning that were not handed out yet."""
         self._begun: set[int] = set()
-        self._batches = 0
-        """That were done before the start."""
+        self._began: Mapping[int, int] = {}
+        """Batches of each worker that were done before the start."""
+        self._buffers: dict[int, list[Tensor]] = {}
+        """Of the models of workers, that were not handed out yet."""
         self._clocks: dict[int, int] = {}
         """How many pushes of each worker the servers had at the start."""
         self._begins: Future[None] | None = None
@@ -102,7 +107,15 @@ class Leader:
         self._unsent: dict[int, Errors] = {}
         """By the worker that keeps it; at the start, that is to."""
         self._tells: Future[list[Account]] | None = None
-        self._accounts: dict[int, Account] = {}
+        self._asked: list[str] = []
+        """Who is to tell."""
+        self._accounts: dict[str, Account] = {}
+        self._ends = False
+        """Whether the run is to end."""
+        self._holding: Holding | None = None
+        self._held_since = 0.0
+        self.standing: Standing | None = None
+        """Where workers have stopped, if that was before all have met."""
         self._reports: list[Report] = []
         self._stands: dict[int, tuple[int, int]] = {}
         """What each worker has reported: until which batch, and knowing which layout."""
@@ -114,16 +127,27 @@ class Leader:
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
 
     def start(
-        self, states: Sequence[Mapping[str, Any]], batches: int, unsent: Errors | None = None
+        self,
+        states: Sequence[Mapping[str, Any]],
+        standing: Standing,
+        buffers: Mapping[int, list[Tensor]],
+        unsent: Errors | None = None,
     ) -> None:
         """Begins to lead; returns when the owners of all shards have these states.
 
-        batches: that were done before. unsent: what workers begin with.
+        standing: where workers stood when these were written. buffers: that their models had.
+        unsent: what workers begin with.
         """
-        self._batches = batches
+        self._began = standing.until
+        self._buffers = dict(buffers)
         self._unsent = {who: {who: errors} for who, errors in (unsent or {}).items()}
-        for scheduler in self.schedulers:
-            scheduler.resume(batches)
+        for scheduler, group, undone in zip(
+            self.schedulers, self.plan.groups, standing.undone, strict=True
+        ):
+            if self.plan.deals:
+                scheduler.resume(standing.until[group[0]], undone)
+        if self.plan.staleness is not None:
+            states = [_all_at(state, standing.until) for state in states]
         self._thread.start()
         self._ask(lambda: self._hand_out(states)).result()
 
@@ -131,9 +155,18 @@ class Leader:
         """Has all workers do the batches before `until`; what they report when all are there."""
         return self._ask(lambda: self._grant(until))
 
-    def accounts(self) -> Future[list[Account]]:
-        """What the servers that live have counted."""
-        return self._ask(self._tell)
+    def hold(self) -> None:
+        """The run is to end: what was begun is finished, and what `meet` has promised comes then.
+
+        Where that is before all have met, `standing` says where. Not if they have met just now,
+        and not before one of them has made a step since the start.
+        """
+        self._requests.put(self._is_to_end)
+        self.port.wake()
+
+    def accounts(self, workers: bool = False) -> Future[list[Account]]:
+        """What the servers that live have counted; workers: and what these have, within a round."""
+        return self._ask(lambda: self._tell(workers))
 
     def values(self) -> Future[list[Tensor | Rows]]:
         """The weights, by shard; of tables the rows that were changed."""
@@ -202,6 +235,7 @@ class Leader:
         self._look_at_beginning()
         if self.manager.layout.version != version:
             self._changed(now)
+        self._look_at_holding()
         self._look_at_meeting()
         self._look_at_accounts()
         self._look_at_unsent()
@@ -220,6 +254,8 @@ class Leader:
             self._reports.append(said)
             self._stands[said.worker] = (said.until, said.layout)
             self._done(said.worker, said.done)
+        elif isinstance(said, Held):
+            self._take_held(said)
         elif isinstance(said, Ask):
             self._done(said.worker, said.done)
             scheduler = self.schedulers[self.plan.group_of(said.worker)]
@@ -233,7 +269,7 @@ class Leader:
             self._saved[said.shard] = said.state
             self._look_at_saved()
         elif isinstance(said, Account):
-            self._accounts[said.server] = said
+            self._accounts[said.name] = said
         elif isinstance(said, Unsent):
             self._unsent[said.worker] = said.errors
         elif isinstance(said, Replicated):
@@ -280,7 +316,8 @@ class Leader:
                 if not self.manager.alive(worker(who)) and who not in layout.closing:
                     scheduler.gone(who)
         # What was dealt to the dead is there to be asked for.
-        self._grant_all()
+        if self._holding is None or self._holding.until:
+            self._grant_all()
         if self._saves is not None:
             self._ask_shards()
 
@@ -297,6 +334,8 @@ class Leader:
         """
         if self._meets is None:
             return
+        if self._holding is not None:
+            self._look_at_end(now)
         for group in self.plan.groups:
             clocks = [
                 (*self._clock[w], w) for w in group if w in self._clock and w in self._alive()
@@ -375,12 +414,69 @@ class Leader:
 
     def _grant_all(self) -> None:
         for who in self._alive():
-            done = self.plan.until(who, self._batches) if self._batches else 0
-            self.port.say(worker(who), Grant(self._until(who), self._clocks.get(who, 0), done))
+            clock = self._clocks.get(who, 0)
+            buffers = self._buffers.pop(who, [])
+            self.port.say(worker(who), Grant(self._until(who), clock, self._began[who], buffers))
 
     def _until(self, who: int) -> int:
         """Before which of its batches a worker is to stop."""
+        if self._holding is not None and who in self._holding.until:
+            return self._holding.until[who]
         return self.plan.until(who, self.schedulers[self.plan.group_of(who)].until)
+
+    def _is_to_end(self) -> None:
+        self._ends = self._meets is not None and self._error is None
+
+    def _look_at_holding(self) -> None:
+        """Has workers begin nothing more, where the run is to end."""
+        moved = any(clock > self._clocks.get(who, 0) for who, (clock, _) in self._clock.items())
+        if not self._ends or not moved or self._holding is not None:
+            return
+        self._holding = Holding(self.plan.teams)
+        self._held_since = time.monotonic()
+        for scheduler in self.schedulers:
+            scheduler.held = True
+        for who in self._alive():
+            self.port.say(worker(who), Hold())
+
+    def _take_held(self, held: Held) -> None:
+        if self._holding is not None and self.manager.alive(worker(held.worker)):
+            self._holding.held(held.worker, held.until)
+            self.schedulers[self.plan.group_of(held.worker)].back(held.worker, held.back)
+
+    def _decide(self) -> None:
+        """Up to where workers go on that are to end, once all have said where they are."""
+        # Who closes may have pushed more than is known yet.
+        if self._holding is None or self.manager.layout.closing or self._gone:
+            return
+        if self._holding.decide(self._alive(), self._least) and self._holding.until:
+            self._grant_all()
+
+    def _least(self, who: int) -> int:
+        """Up to where a worker's group has to go, so that nobody takes part who was given up."""
+        if self.plan.staleness is None:
+            return 0
+        number = self.plan.group_of(who)
+        members = self.manager.layout.groups[number]
+        return owed_until(members, self.schedulers[number].until)
+
+    def _look_at_end(self, now: float) -> None:
+        """Raises PeerLostError for a worker that does not end within the deadline."""
+        assert self._holding is not None
+        alive = self._alive()
+        since = {who: max(self._held_since, self._clock.get(who, (0, 0.0))[1]) for who in alive}
+        late = [who for who in alive if now - since[who] > self._deadline and not self._there(who)]
+        # Who waits for others has said where it is, and is not the one that is furthest behind.
+        silent = [who for who in self._holding.awaited(alive) if who in late]
+        if self._holding.decided:
+            silent = sorted(late, key=lambda who: self._clock.get(who, (0, 0.0))[0])
+        if silent:
+            raise PeerLostError(
+                (rank_of(worker(silent[0]), self.plan),),
+                "the round",
+                f"step {self._clock.get(silent[0], (0, 0.0))[0] + 1}",
+                f"has not ended its step for {self._deadline:g} s, and the run is to end",
+            )
 
     def _done(self, who: int, works: Sequence[Any]) -> None:
         scheduler = self.schedulers[self.plan.group_of(who)]
@@ -392,32 +488,52 @@ class Leader:
         """Whether all are there, with everything done."""
         if self._meets is None:
             return
-        layout = self.manager.layout
-        if layout.closing or self._gone:
+        self._decide()
+        if self.manager.layout.closing or self._gone:
             return
-        for who in self._alive():
-            until, version = self._stands.get(who, (-1, -1))
-            if until != self._until(who) or version != layout.version:
-                return
+        if self._holding is not None and not self._holding.decided:
+            return
+        if not all(self._there(who) for who in self._alive()):
+            return
         if self.plan.deals and not all(one.idle for one in self.schedulers):
             return
+        self.standing = None if self._holding is None else self._stopped()
+        self._ends = False
         meets, self._meets = self._meets, None
         reports, self._reports = self._reports, []
         meets.set_result(reports)
 
-    def _tell(self) -> Future[list[Account]]:
+    def _there(self, who: int) -> bool:
+        """Whether a worker has done everything up to where it is to stop."""
+        return self._stands.get(who) == (self._until(who), self.manager.layout.version)
+
+    def _stopped(self) -> Standing:
+        """Where workers have stopped."""
+        if self.plan.deals:
+            stood = [scheduler.undone() for scheduler in self.schedulers]
+            until = {w: stood[n][0] for n, group in enumerate(self.plan.groups) for w in group}
+            return Standing(until, [undone for _, undone in stood])
+        assert self._holding is not None
+        until = self._holding.until
+        # A team that was lost takes part again in the run that is resumed, where the others are.
+        batches = max(at - self.plan.until(who, 0) for who, at in until.items())
+        everybody = {w: until.get(w, self.plan.until(w, batches)) for w in self.plan.workers}
+        return Standing(everybody, [() for _ in self.schedulers])
+
+    def _tell(self, workers: bool) -> Future[list[Account]]:
         self._tells = Future()
         self._accounts = {}
-        for number in self._servers():
-            self.port.say(server(number), Tell())
+        names = map(server, range(self.plan.servers))
+        self._asked = [*names, *(map(worker, self.plan.workers) if workers else ())]
+        for name in self._asked:
+            if self.manager.alive(name):
+                self.port.say(name, Tell())
         return self._tells
 
-    def _servers(self) -> list[int]:
-        return [n for n in range(self.plan.servers) if self.manager.alive(server(n))]
-
     def _look_at_accounts(self) -> None:
-        """Whether all servers that live have told."""
-        if self._tells is not None and all(n in self._accounts for n in self._servers()):
+        """Whether all that were asked, and live, have told."""
+        awaited = [name for name in self._asked if self.manager.alive(name)]
+        if self._tells is not None and all(name in self._accounts for name in awaited):
             tells, self._tells = self._tells, None
             tells.set_result(list(self._accounts.values()))
 
@@ -474,6 +590,15 @@ class Leader:
         ):
             if waiting is not None:
                 waiting.set_exception(error)
+
+
+def _all_at(state: Mapping[str, Any], until: Mapping[int, int]) -> Mapping[str, Any]:
+    """A shard of which every worker has made the pushes of its batches until there.
+
+    Others have made them in the name of one that was given up, which takes part again from now on.
+    """
+    clock = [[start, stop, {**times, **until}] for start, stop, times in state["clock"]]
+    return {**state, "clock": clock}
 
 
 def _pass_on(done: Future[Any], asked: Future[Any]) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
-from dure.contracts.strategy import Learner, Place, Progress
+from dure.contracts.strategy import STOP, Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
 from dure.parameter_server.compressed import push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
+from dure.parameter_server.holding import Standing
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan, first_states
@@ -23,7 +27,7 @@ from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import meet, name_of, pipeline_of
 from dure.parameter_server.processes.port import Port
 from dure.parameter_server.processes.replicas import Replicating
-from dure.parameter_server.processes.said import Failed, Report
+from dure.parameter_server.processes.said import Account, Failed, Report
 from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
 from dure.parameter_server.server import Server
@@ -36,6 +40,12 @@ from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 PATIENCE = 10.0
 """Seconds of silence after which a process is given up. One that dies is noticed at once."""
+
+_LOOK_SECONDS = 0.1
+"""Between two looks, while workers are at a round, at whether the run is to end."""
+
+_COUNT_SECONDS = 1.0
+"""Between two counts of what has travelled, which may end it."""
 
 
 def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
@@ -89,6 +99,7 @@ class ProcessesLearner(Learner):
 
     def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
         self.task = task
+        self.place = place
         self.group = place.group.alone()
         self.trace = place.trace
         self.group.meter.name = "leader"
@@ -112,7 +123,15 @@ class ProcessesLearner(Learner):
         self.period = plan.period or steps
         self.units_per_epoch = max(1, steps // self.period)
         self.round = 0
+        self.standing = self._at(0)
+        self._wish = 0
+        self._loss = (0.0, 0.0)
+        """Of what is done of a round: the sum of the losses, and what they count."""
+        self._counting: Future[list[Account]] | None = None
+        self._counted_at = 0.0
         self.buffers = Buffers(self.model)
+        self.own_buffers: dict[int, list[Tensor]] = {}
+        """Of each worker's model, such as the statistics of batch norm."""
         self.staleness: dict[int, int] = {}
         self.pushes = 0
         self.waiting = 0.0
@@ -140,44 +159,99 @@ class ProcessesLearner(Learner):
         """Hands out the weights, those of the beginning or of a checkpoint, once."""
         if not self._started:
             self._started = True
-            self.leader.start(self._states, self.round * self.period, self._unsent)
+            self.leader.start(self._states, self.standing, self.own_buffers, self._unsent)
             self._states = ()
             self._unsent = {}
 
     def advance(self, wish: int) -> Progress:
-        """One round: so many batches of every group, until all meet."""
+        """One round: so many batches of every group, until all meet, or the run is to end."""
         self._begin()
+        self._wish = wish
+        before = self._spent()
         reports: list[Report] = []
         if self.round == 0 and any(self.plan.until(who, 0) for who in self.plan.workers):
             # What some do before the others begin.
-            reports += self.leader.meet(0).result()
-        reports += self.leader.meet((self.round + 1) * self.period).result()
-        self.round += 1
-        before = self._spent()
-        for account in self.leader.accounts().result():
-            self._counted(self.server_meters[account.server], account.counters, account.trace)
+            reports += self._met(0)
+        if self.leader.standing is None:
+            reports += self._met((self.round + 1) * self.period)
+        end = self._at((self.round + 1) * self.period)
+        standing = self.leader.standing or end
+        samples = self._samples(standing, reports)
+        self.standing = standing
+        whole = standing == end
+        if self._counting is not None:
+            self._take_accounts(self._counting.result())
+            self._counting = None
+        self._take_accounts(self.leader.accounts().result())
         for report in reports:
             self._take(report)
         computed, everything = (now - then for now, then in zip(self._spent(), before, strict=True))
         self.waiting = 1 - computed / everything if everything else 0.0
         self._tell_of_the_dead()
-        counted = sum(report.counted for report in reports)
+        total, counted = self._loss
+        total += sum(report.loss for report in reports)
+        counted += sum(report.counted for report in reports)
+        self._loss = (0.0, 0.0) if whole else (total, counted)
+        self.round += whole
         return Progress(
-            loss=mean_over(sum(report.loss for report in reports), counted),
-            samples=self._samples(reports),
-            wish=wish,
+            loss=mean_over(total, counted),
+            samples=samples,
+            wish=self._wish,
             numbers=self._numbers(),
+            whole=whole,
         )
 
-    def _samples(self, reports: Sequence[Report]) -> int:
-        """Examples of the round's batches: also those of workers that died without a report.
+    def _met(self, until: int) -> list[Report]:
+        """What workers report when all have met, or have stopped before that."""
+        meeting = self.leader.meet(until)
+        ends = False
+        while not wait([meeting], _LOOK_SECONDS).done:
+            self._count()
+            if not ends:
+                self._wish |= self.place.wish()
+                ends = bool(self._wish & STOP)
+                if ends:
+                    self.leader.hold()
+        return meeting.result()
+
+    def _count(self) -> None:
+        """Takes over, every so often, what was counted in the middle of a round."""
+        now = time.monotonic()
+        if self._counting is not None and self._counting.done():
+            self._take_accounts(self._counting.result())
+            self._counting = None
+        if self._counting is None and now > self._counted_at + _COUNT_SECONDS:
+            self._counted_at = now
+            self._counting = self.leader.accounts(workers=True)
+
+    def _take_accounts(self, accounts: Sequence[Account]) -> None:
+        meters = {meter.name: meter for meter in self.meters()}
+        for account in accounts:
+            self._counted(meters[account.name], account.counters, account.trace)
+
+    def _at(self, batches: int) -> Standing:
+        """Where workers stand when all have met after so many batches of a group."""
+        until = {who: self.plan.until(who, batches) if batches else 0 for who in self.plan.workers}
+        return Standing(until, [() for _ in self.plan.groups])
+
+    def _samples(self, standing: Standing, reports: Sequence[Report]) -> int:
+        """Examples until workers stand here: also those of workers that died without a report.
 
         Where nobody does what another has left, those that were reported.
         """
         if not self.plan.shares_data:
             return sum(report.examples for report in reports)
-        batches = range((self.round - 1) * self.period, self.round * self.period)
-        return sum(len(group.at(batch)) for group in self.computing.batches for batch in batches)
+        return self._done(standing) - self._done(self.standing)
+
+    def _done(self, standing: Standing) -> int:
+        """Examples of the round's batches that are done where workers stand."""
+        done = 0
+        for number, group in enumerate(self.plan.groups):
+            batches = range(self.round * self.period, standing.until[group[0]])
+            done += sum(len(self.computing.batches[number].at(batch)) for batch in batches)
+            undone = standing.undone[number]
+            done -= sum(self.computing.examples_of(work, number) for work in undone)
+        return done
 
     def _spent(self) -> tuple[float, float]:
         """Seconds that the workers have computed, and all their seconds."""
@@ -190,6 +264,7 @@ class ProcessesLearner(Learner):
         self.pushes += report.pushes
         for behind, often in report.staleness.items():
             self.staleness[behind] = self.staleness.get(behind, 0) + often
+        self.own_buffers[report.worker] = [buffer.clone() for buffer in report.buffers]
         if report.worker == self.plan.workers[0]:
             self.buffers.load(self.model, report.buffers)
 
@@ -250,10 +325,13 @@ class ProcessesLearner(Learner):
         return {
             "version": 1,
             "round": self.round,
+            "standing": msgspec.to_builtins(self.standing),
+            "loss": list(self._loss),
             "shards": list(shards),
             "unsent": self.leader.unsent().result() if asks else self._unsent,
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
+            "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
             "buffers": passing_buffers(self.model),
         }
 
@@ -261,8 +339,12 @@ class ProcessesLearner(Learner):
         load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
+        self.standing = msgspec.convert(state["standing"], Standing)
+        total, counted = state["loss"]
+        self._loss = (total, counted)
         self.staleness = dict(state["staleness"])
         self.pushes = state["pushes"]
+        self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
         self._states = state["shards"]
         if self.plan.remembers:
             self._unsent = dict(state["unsent"])

@@ -73,6 +73,10 @@ class WholeModel:
         """As they are now."""
         return [buffer.detach() for buffer in self._buffers.of(self.model)]
 
+    def load_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Goes on with these."""
+        self._buffers.load(self.model, buffers)
+
 
 class StageModel:
     """The stage of worker `number`. group: the ranks of its replica, by stage."""
@@ -153,6 +157,9 @@ class StageModel:
     def buffers(self) -> list[Tensor]:
         """None: a model with buffers is not divided."""
         return []
+
+    def load_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """There are none."""
 
 
 class OwnRun:

@@ -24,11 +24,23 @@ from dure.parameter_server.gradients import Computed
 from dure.parameter_server.messages import MANAGER, Envelope, worker
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.replica_models import StageModel, WholeModel
-from dure.parameter_server.processes.said import Grant, Keep, Over, Report, Unsent
+from dure.parameter_server.processes.said import (
+    Account,
+    Grant,
+    Held,
+    Hold,
+    Keep,
+    Over,
+    Report,
+    Tell,
+    Unsent,
+)
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.working import Heart
 from dure.parameter_server.replica import Replica
 from dure.parameter_server.worker import WorkerSide
+from dure.record.meter import sum_of_counters
+from dure.record.trace import Trace
 
 
 class ThreadJob:
@@ -116,8 +128,6 @@ class Replicating:
         self._told = 0
         """Pushes that were told."""
         self._reported = (-1, -1)
-        self._counted = (0, 0)
-        """Bytes of the port that the meter has."""
 
     def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
         def compute() -> Computed:
@@ -166,6 +176,10 @@ class Replicating:
                 self.port.say(sender, Unsent(self.number, errors))
             elif isinstance(said, Unsent):
                 self.replica.side.take_unsent(said.errors[self.number])
+            elif isinstance(said, Hold):
+                self.port.say(MANAGER, Held(self.number, self.replica.hold()))
+            elif isinstance(said, Tell):
+                self._tell()
             else:
                 self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         if idle:
@@ -182,8 +196,26 @@ class Replicating:
             self._begun = True
             self.replica.side.begin_at(grant.clock)
             self.replica.begin_at(grant.done)
+            if grant.buffers:
+                self.model.load_buffers(grant.buffers)
             self._told = self.replica.side.clock
-        self.replica.grant(grant.until)
+        if self.replica.held:
+            self.replica.stop_at(grant.until)
+        else:
+            self.replica.grant(grant.until)
+
+    def _tell(self) -> None:
+        """Says what was counted."""
+        # The timeline is left to reports: a gradient may be under way, and writes there.
+        nothing = Trace().packed(self.clock_offset)
+        self.port.say(MANAGER, Account(worker(self.number), self._counters(), nothing))
+
+    def _counters(self) -> list[float]:
+        # A copy, since a pipeline counts its messages meanwhile.
+        counters = sum_of_counters([self.meter.counters])
+        counters.bytes_sent += self.port.sent
+        counters.bytes_received += self.port.received
+        return counters.as_list()
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
@@ -197,11 +229,6 @@ class Replicating:
         if not self.replica.finished or stands == self._reported:
             return
         self._reported = stands
-        counters = self.meter.counters
-        # A pipeline's messages are counted there already.
-        counters.bytes_sent += self.port.sent - self._counted[0]
-        counters.bytes_received += self.port.received - self._counted[1]
-        self._counted = (self.port.sent, self.port.received)
         report = Report(
             worker=self.number,
             until=stands[0],
@@ -211,7 +238,7 @@ class Replicating:
             examples=sum(one.examples for one in self._computed),
             pushes=self._pushes(),
             staleness=dict(side.staleness),
-            counters=counters.as_list(),
+            counters=self._counters(),
             done=(),
             buffers=self.model.buffers(),
             trace=self.trace.packed(self.clock_offset),

@@ -3,9 +3,11 @@
 leader -> worker   Grant     batches before this one may be begun
 worker -> leader   Ask       parts, please; these are done
 leader -> worker   Deal      do these parts; none: there is nothing now
+leader -> worker   Hold      begin nothing more, until you are granted it   (`holding`)
+worker -> leader   Held      this I have not begun
 worker -> leader   Report    I have nothing to do; this I have done since I said so last
-leader -> server   Tell      what have you counted?
-server -> leader   Account   this, since I began
+leader -> any      Tell      what have you counted?
+any    -> leader   Account   this, since I began
 leader -> server   Save      what have you of this shard?  (the answer is a Snapshot)
 leader -> worker   Keep      what have your compressed pushes left out?
 worker -> leader   Unsent    this
@@ -31,12 +33,14 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     """Batches before `until` may be begun.
 
     clock: how many pushes of this worker the servers have, when it has made none itself. done:
-    batches of its own that were done before the run began, or was resumed.
+    batches of its own that were done before the run began, or was resumed. buffers: with which its
+    model goes on; none: with its own.
     """
 
     until: int
     clock: int
     done: int = 0
+    buffers: list[Tensor] = []
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +54,21 @@ class Deal(msgspec.Struct, frozen=True, tag=True):
     """The parts that a worker is to do; none: nothing is left of what was granted."""
 
     works: tuple[Work, ...]
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is to be begun any more, as the run is to end."""
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """A worker begins none of its batches from `until` on. back: dealt parts that it has not begun.
+
+    What it has begun it finishes, and reports.
+    """
+
+    worker: int
+    until: int
+    back: tuple[Work, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -107,13 +126,13 @@ class Unsent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tell(msgspec.Struct, frozen=True, tag=True):
-    """What has a server counted?"""
+    """What has a server, or a worker, counted?"""
 
 
 class Account(msgspec.Struct, frozen=True, tag=True):
-    """What a server has counted, as a worker says it in a `Report`."""
+    """What one has counted, as a worker says it in a `Report`. name: "server 0"."""
 
-    server: int
+    name: str
     counters: list[float]
     trace: bytes
 
@@ -150,6 +169,8 @@ Said: TypeAlias = (
     | Grant
     | Ask
     | Deal
+    | Hold
+    | Held
     | Report
     | Save
     | Keep

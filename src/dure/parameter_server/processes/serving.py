@@ -73,7 +73,7 @@ def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
     counters = place.group.meter.counters.as_list()
     trace = place.trace.packed(place.clock_offset)
     place.trace.lanes.clear()
-    port.say(sender, Account(server.number, counters, trace))
+    port.say(sender, Account(server.name, counters, trace))
 
 
 def check_leader(sender: str, gone: Gone, operation: str) -> None:

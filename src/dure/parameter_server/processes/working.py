@@ -26,7 +26,19 @@ from dure.parameter_server.messages import MANAGER, Beat, Envelope, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.rooms import Outbox, Slots
-from dure.parameter_server.processes.said import Ask, Deal, Grant, Keep, Over, Report, Unsent
+from dure.parameter_server.processes.said import (
+    Account,
+    Ask,
+    Deal,
+    Grant,
+    Held,
+    Hold,
+    Keep,
+    Over,
+    Report,
+    Tell,
+    Unsent,
+)
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.tables import Rows, apart
@@ -159,6 +171,10 @@ class Working:
                 self.port.say(sender, Unsent(self.number, errors))
             elif isinstance(said, Unsent):
                 self.worker.own.take_unsent(said.errors[self.number])
+            elif isinstance(said, Hold):
+                self._hold()
+            elif isinstance(said, Tell):
+                self._tell()
             elif isinstance(said, Deal):
                 self._asked = False
                 self._left = bool(said.works)
@@ -174,9 +190,34 @@ class Working:
 
     def _granted(self, grant: Grant) -> None:
         self.worker.own.begin_at(grant.clock)
+        if grant.buffers:
+            self.buffers.load(self.model, grant.buffers)
         self.scheduler.until = grant.until
         self._left = True
         self.worker.go_on()
+
+    def _hold(self) -> None:
+        """Begins nothing more, and gives back what was dealt to it and is not begun."""
+        until = self.worker.hold()
+        back: list[Work] = []
+        if not self.scheduler.bounded:
+            back = [*self.worker.drop(), *self._dealt]
+            self._dealt.clear()
+            self._left = False
+            self.worker.go_on()
+        self.port.say(MANAGER, Held(self.number, until, tuple(back)))
+
+    def _tell(self) -> None:
+        """Says what was counted, and what of the timeline is new."""
+        trace = self.trace.packed(self.clock_offset)
+        self.trace.lanes.clear()
+        self.port.say(MANAGER, Account(worker(self.number), self._counters(), trace))
+
+    def _counters(self) -> list[float]:
+        counters = self.meter.counters
+        counters.bytes_sent = self.port.sent
+        counters.bytes_received = self.port.received
+        return counters.as_list()
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for to, message in said:
@@ -198,9 +239,6 @@ class Working:
         if not self.worker.finished or asks or stands == self._reported:
             return
         self._reported = stands
-        counters = self.meter.counters
-        counters.bytes_sent = self.port.sent
-        counters.bytes_received = self.port.received
         staleness: dict[int, int] = {}
         for side in self.worker.sides:
             for behind, often in side.staleness.items():
@@ -215,7 +253,7 @@ class Working:
             examples=sum(one.examples for one in self._computed),
             pushes=len(self._computed),
             staleness=staleness,
-            counters=counters.as_list(),
+            counters=self._counters(),
             done=tuple(self._done),
             buffers=[buffer.detach() for buffer in self.buffers.of(self.model)],
             trace=self.trace.packed(self.clock_offset),
