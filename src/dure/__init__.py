@@ -127,6 +127,7 @@ _SUBMODULES = (
     "collectives",
     "errors",
     "parallel",
+    "parameter_server",
     "averaging",
     "federated",
     "fleet",
