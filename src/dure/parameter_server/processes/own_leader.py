@@ -66,7 +66,7 @@ class OwnLeader(Leader):
             self.port.say(sender, Over(LEFT))
             self._changed(now)
         elif isinstance(said, Waits):
-            raise self._in_vain(said)
+            self._look_for(said)
         elif isinstance(said, Failed) and sender.startswith("worker"):
             # Its own loop has ended with an error, and is nobody else's.
             self._say(self.manager.lost(sender, said.reason, now))
@@ -77,22 +77,21 @@ class OwnLeader(Leader):
     def _look_at_hanging(self, now: float) -> None:
         """Nobody is too slow by itself: whoever waits for too long says so."""
 
-    def _in_vain(self, waits: Waits) -> PeerLostError:
-        """Who is to blame that a worker has waited for so long."""
-        behind = self._behind(waits.clock)
-        if behind:
-            names = [worker(who) for who in behind]
-            reason = f"made no step for {self._deadline:g} s"
-        else:
+    def _look_for(self, waits: Waits) -> None:
+        """Raises PeerLostError for those for whom a worker has waited for so long."""
+        names = [worker(who) for who in self._behind(waits.clock)]
+        reason = f"made no step for {self._deadline:g} s"
+        if not names:
             owners = [self.manager.layout.shards[shard].owner for shard in waits.shards]
             names = sorted({server(owner) for owner in owners if owner is not None})
             reason = f"did not answer for {self._deadline:g} s"
-        return PeerLostError(
-            tuple(rank_of(name, self.plan) for name in names),
-            f"the pull of {worker(waits.worker)}",
-            f"step {waits.clock + 1}",
-            reason,
-        )
+        if names:
+            raise PeerLostError(
+                tuple(rank_of(name, self.plan) for name in names),
+                f"the pull of {worker(waits.worker)}",
+                f"step {waits.clock + 1}",
+                reason,
+            )
 
     def _behind(self, clock: int) -> list[int]:
         """For whom a pull at this clock waits."""

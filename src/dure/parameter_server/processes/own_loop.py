@@ -123,9 +123,9 @@ def join(
         _check_optimizer(model, optimizer, lr_schedule)
         plan.layout(model)
         terms = _terms(plan, model, optimizer, lr_schedule)
-    _check_same(plan, terms.recipe, group)
     everything = [*model.parameters(), *model.buffers()]
     check_alike(everything, group)
+    _check_same(plan, terms.recipe, group)
     group.broadcast_values(everything, counted=False)
     port = meet(group, plan, sum(one.nbytes for one in everything))
     if group.rank > servers:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import NoReturn
 
@@ -199,7 +200,7 @@ class Worker:
         return [room[keys.vector][keys.start : keys.stop] for keys in self._shards]
 
     def _check_all_there(self) -> None:
-        for parameter in trained_of(self.model):
+        for parameter in chain.from_iterable(self._vectors):
             if parameter.grad is None:
                 raise ValueError(no_gradient(self._names[id(parameter)]))
 
