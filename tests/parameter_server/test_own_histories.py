@@ -125,18 +125,17 @@ def test_a_worker_that_has_left_is_not_missed_and_that_is_written_down() -> None
 
 
 def test_a_push_of_a_clock_in_which_nobody_takes_part_any_more_is_dropped() -> None:
-    history = OwnLoops(leaves=(1, 3, 3), seconds=lambda who, clock: 1.0 if who else 5.0)
-    # The others have pushed their first when they die, and worker 0 leaves before its own.
-    history.until(2.0)
+    history = OwnLoops(leaves=(3, 3, 3), seconds=lambda who, clock: 1.0 if who else 50.0)
+    # The others have pushed their first, and wait for that of worker 0, when they die.
+    history.until(2)
     for who in (1, 2):
         history.network.kill(worker(who))
-    shard = history.owners[0]
-    assert shard.count(1) == (0, 1)
-    history.leaves = (0, 3, 3)
-    said = history.manager.leave(0, 0)
+    assert history.owners[0].count(1) == (0, 1)
+    history.until(10)
+    assert history.manager.layout.groups[0].at(0) == (0,)
+    # And it leaves in place of pushing.
     history.network.kill(worker(0))
-    history.network.send(MANAGER, said)
-    history.run()
-    history.until(history.network.now + 5)
+    history.network.send(MANAGER, history.manager.leave(0, 0))
+    history.network.run(lambda: history.network.now > 20, 1e4)
     assert history.manager.layout.groups[0].at(0) == ()
     assert torch.equal(history.weights, torch.ones(11, dtype=torch.float64))
