@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ import dure
 import dure.parameter_server as ps
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
+from dure.parameter_server.processes import own_worker
 from small import CLASSES, FEATURES, network
 from test_docs import DOCS, FENCE
 
@@ -69,12 +71,16 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def by_hand(
-    steps: Sequence[Sequence[int]], make: Callable[..., torch.optim.Optimizer] = SGD
+    steps: Sequence[Sequence[int]],
+    make: Callable[..., torch.optim.Optimizer] = SGD,
+    schedule: Callable[[int], float] = lambda step: 1.0,
 ) -> Tensor:
     """The weights of one process after joint batches. steps: who has a part in each."""
     model = model_of()
     optimizer = make(model.parameters())
+    rate = optimizer.param_groups[0]["lr"]
     for step, workers in enumerate(steps):
+        optimizer.param_groups[0]["lr"] = rate * schedule(step)
         parts = [batch(worker, step) for worker in workers]
         optimizer.zero_grad()
         inputs, targets = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -116,11 +122,23 @@ def test_with_staleness_0_it_is_data_parallel_to_the_last_digits() -> None:
         assert (sent, received) == (4 * 8 * ELEMENTS, 5 * 8 * ELEMENTS)
 
 
+def halved(step: int) -> float:
+    """A schedule of learning rates."""
+    return float(0.5**step)
+
+
 def alone(place: Place) -> Any:
     model = model_of()
     model.register_buffer("seen", torch.zeros(2, dtype=torch.complex64))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    worker = ps.join(model, optimizer, servers=2, staleness=None, process_group=place.group)
+    worker = ps.join(
+        model,
+        optimizer,
+        servers=2,
+        staleness=None,
+        lr_schedule=halved,
+        process_group=place.group,
+    )
     if worker is None:
         return weights(model), model.seen, []
     wrong = []
@@ -153,7 +171,7 @@ def test_one_worker_has_the_bits_of_its_loop_without_servers_and_wrong_calls_cha
     None
 ):
     (found, seen, _), _, _, (clock, _, wrong) = on_ranks(4, alone)
-    assert torch.equal(found, by_hand([(0,)] * 5, partial(torch.optim.Adam, lr=0.01)))
+    assert torch.equal(found, by_hand([(0,)] * 5, partial(torch.optim.Adam, lr=0.01), halved))
     # The statistics of the model are the worker's.
     assert torch.equal(seen, torch.full((2,), 2j))
     assert clock == 5
@@ -248,6 +266,7 @@ def waiting(folder: Path, place: Place) -> Any:
                 a_step(worker, model, optimizer)
     except PeerLostError as error:
         (folder / "given up").touch()
+        assert not [one for one in threading.enumerate() if one.name == "dure heart"]
         return error.ranks, str(error)
 
 
@@ -256,6 +275,31 @@ def test_who_waits_too_long_for_another_ends_the_run_and_names_it(tmp_path: Path
         assert ranks == (3,)
         # Two steps ahead of its one.
         assert text == "rank 3 made no step for 2 s, during the pull of worker 0 of step 4"
+
+
+def without_a_leader(place: Place) -> Any:
+    (leader,) = place.group.all_gather_values([float(os.getpid())])[0]
+    model = model_of()
+    optimizer = SGD(model.parameters())
+    own_worker.VERDICT_SECONDS = 1.0
+    try:
+        worker = ps.join(model, optimizer, process_group=place.group, deadline=1.0)
+        assert worker is not None
+        with worker:
+            os.kill(int(leader), signal.SIGSTOP)
+            while True:
+                worker.pull()
+                a_step(worker, model, optimizer)
+    except PeerLostError as error:
+        os.kill(int(leader), signal.SIGCONT)
+        return error.ranks, str(error)
+
+
+def test_a_leader_that_falls_silent_is_named() -> None:
+    # The servers give nobody anything without it, since it might have put others in their place.
+    ranks, text = on_ranks(3, without_a_leader)[2]
+    assert ranks == (0,)
+    assert re.match(r"rank 0 said nothing for \d+ s, during the pull of step \d+", text)
 
 
 def without_a_copy(place: Place) -> Any:

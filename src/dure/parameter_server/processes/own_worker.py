@@ -37,7 +37,7 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.finite import all_finite
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of
 
-_VERDICT_SECONDS = 5.0
+VERDICT_SECONDS = 5.0
 """In which the leader says for whom a worker has waited too long: longer, and it is not there."""
 
 
@@ -79,6 +79,7 @@ class Worker:
         self._pulled = False
         self._ended = ""
         """Why nothing can be pulled or pushed any more."""
+        self._closed = False
         self._heart = Heart(self._side, port)
         self._heart.start()
 
@@ -152,6 +153,7 @@ class Worker:
         The model keeps the weights that were pulled last. Raises PeerLostError as `pull`.
         """
         if self._ended:
+            self._end()
             return
         try:
             self._wait(lambda: not self._side.behind, "the acknowledgement of all pushes")
@@ -160,7 +162,8 @@ class Worker:
             self._port.say(MANAGER, Leave(self.number, self._side.clock, buffers))
             self._wait(lambda: bool(self._ended), "the farewell")
         finally:
-            self._end("it has left")
+            self._ended = "it has left"
+            self._end()
 
     def __enter__(self) -> Worker:
         return self
@@ -173,17 +176,19 @@ class Worker:
     ) -> None:
         if error is None:
             self.leave()
-        elif not self._ended:
+            return
+        if not self._ended:
             reason = f"{type(error).__name__}: {error}"
             self._port.say(MANAGER, Failed(self._side.name, self._step, "error", reason))
-            self._end("it has left by an error")
+            self._ended = "it has left by an error"
+        self._end()
 
     def begin(self) -> None:
         """Waits until the servers have the weights of the beginning. `join` calls it."""
         try:
             self._wait(lambda: self._begun, "the beginning")
         except BaseException:
-            self._end("it has not begun")
+            self._end()
             raise
 
     # Gradients
@@ -238,7 +243,7 @@ class Worker:
                 self._lost((0,), operation, f"said nothing for {now - since:.0f} s")
             if now >= limit:
                 asked = True
-                limit = now + _VERDICT_SECONDS
+                limit = now + VERDICT_SECONDS
                 waits = Waits(self.number, self._side.clock, tuple(self._side.unanswered))
                 self._port.say(MANAGER, waits)
             seconds = min(self._side.wake, limit) - now
@@ -285,10 +290,12 @@ class Worker:
     def _lost(self, ranks: tuple[int, ...], operation: str, reason: str) -> NoReturn:
         raise PeerLostError(ranks, operation, self._step, reason)
 
-    def _end(self, reason: str) -> None:
-        self._ended = reason
-        self._heart.stop()
-        self._port.close()
+    def _end(self) -> None:
+        """Ends the thread and the connections, once."""
+        if not self._closed:
+            self._closed = True
+            self._heart.stop()
+            self._port.close()
 
 
 def _real(tensor: Tensor) -> Tensor:
