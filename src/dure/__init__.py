@@ -130,6 +130,7 @@ _SUBMODULES = (
     "collectives",
     "errors",
     "parallel",
+    "parameter_server",
     "averaging",
     "federated",
     "fleet",

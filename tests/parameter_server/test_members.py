@@ -25,3 +25,10 @@ def test_ends_of_several_come_in_any_order() -> None:
 
 def test_where_nobody_is_left_nobody_is_waited_for() -> None:
     assert Members.of([0]).without(0, 2).floor([(0, 2)]) == math.inf
+
+
+def test_one_that_never_took_part_is_known_all_the_same() -> None:
+    members = Members.of([0, 1, 2]).without(1, 0).without(0, 0)
+    assert members.at(0) == (2,)
+    assert members.workers == (0, 1, 2)
+    assert (members.end(0), members.end(1), members.end(2)) == (0, 0, None)

@@ -51,3 +51,18 @@ def test_many_parts_are_dealt_at_a_time_and_single_ones_near_the_end() -> None:
     assert dealt[0] > 10
     # The other one, at work on what it was dealt last, is waited for no longer than for one part.
     assert dealt[-8:] == [1] * 8
+
+
+def test_batches_keep_their_parts_when_a_worker_dies_before_its_first_push() -> None:
+    scheduler = Scheduler(Members.of([0, 1]), bounded=False)
+    scheduler.until = 2
+    had = scheduler.next(1, 0)
+    scheduler.members = scheduler.members.without(1, 0)
+    scheduler.gone(1)
+    parts = []
+    while (work := scheduler.next(0, 0)) is not None:
+        parts.append(work)
+    assert had in parts
+    assert sorted((work.batch, work.part, work.parts) for work in parts) == [
+        (batch, part, 2) for batch in range(2) for part in range(2)
+    ]

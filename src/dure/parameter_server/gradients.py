@@ -225,16 +225,23 @@ class Gradients:
 
     def _write(self, parameters: Sequence[nn.Parameter], counted: float, room: Tensor) -> None:
         """Writes the gradients of the parameters of a vector, one after another."""
-        parts = []
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 self._check_skipped(self._names[id(parameter)], counted)
-                gradient = torch.zeros_like(parameter)
-            elif gradient.is_sparse:  # of `F.embedding` on a parameter, such as no module has
-                gradient = gradient.to_dense()
-            parts.append(gradient.reshape(-1))
-        torch.cat(parts, out=room)
+        write_gradients(parameters, room)
+
+
+def write_gradients(parameters: Sequence[nn.Parameter], room: Tensor) -> None:
+    """Writes the gradients of parameters into a vector, one after another; zeros where none is."""
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse:  # of `F.embedding` on a parameter, such as no module has
+            gradient = gradient.to_dense()
+        parts.append(gradient.reshape(-1))
+    torch.cat(parts, out=room)
 
 
 def no_gradient(name: str) -> str:

@@ -6,9 +6,11 @@
 A server that is given up loses its shards to those that hold their copies, and these get another
 copy at the next server alive; a shard without a copy is lost, which is told and not hidden. A
 worker that is given up takes part no more from a clock on that nobody has begun, and what it owes
-until then another computes (`members`). Everything is said by a new layout, which the manager
-writes down before it says it: after a restart it goes on from there, while pushes and pulls have
-gone on without it.
+until then another computes (`members`); where others cannot, since each has data of its own, it
+takes part no more from the first clock of which a server lacks its push. A worker that leaves by
+itself takes part no more from its last clock on. Everything is said by a new layout, which the
+manager writes down before it says it: after a restart it goes on from there, while pushes and pulls
+have gone on without it.
 
 No I/O and no clock: `now` is an argument, in seconds of the manager's own clock.
 
@@ -55,7 +57,8 @@ class Manager:
     """The manager of servers 0 … servers-1 and of the layout's workers.
 
     staleness: of the workers. patience: seconds of silence after which a node is given up; a
-    server's lease is as long.
+    server's lease is as long. inherits: whether others compute what a worker owes that was given
+    up.
     """
 
     def __init__(
@@ -65,15 +68,18 @@ class Manager:
         staleness: int | None,
         patience: float = 2.0,
         replicas: int = 0,
+        inherits: bool = True,
     ) -> None:
         self.layout = layout
         self.servers = servers
         self.staleness = staleness
         self.patience = patience
         self.replicas = replicas
+        self.inherits = inherits
         self.losses: list[Loss] = []
         """Servers that were given up, for whoever has to be told."""
         self._dead: dict[str, str] = {}
+        self._left: set[str] = set()
         self._heard: dict[str, float] = {}
         self._counts: dict[tuple[int, int], Count] = {}
         """What the servers have of workers that are closing: by worker and shard."""
@@ -84,8 +90,8 @@ class Manager:
         return tuple(w for members in self.layout.groups for w in members.workers)
 
     def alive(self, node: str) -> bool:
-        """Whether a node was not given up."""
-        return node not in self._dead
+        """Whether a node was not given up, and has not left."""
+        return node not in self._dead and node not in self._left
 
     @property
     def dead(self) -> Mapping[str, str]:
@@ -136,6 +142,17 @@ class Manager:
         else:
             self._give_up_worker(int(number))
         return [*self._say(), *self._close()]
+
+    def leave(self, who: int, clock: int) -> list[Envelope]:
+        """A worker leaves, after so many pushes, all of which every server has."""
+        if not self.alive(worker(who)):
+            return []
+        self._left.add(worker(who))
+        groups = list(self.layout.groups)
+        number = self.layout.group_of(who)
+        groups[number] = groups[number].without(who, clock)
+        self._change(groups=tuple(groups))
+        return self._say()
 
     def _nodes(self) -> list[str]:
         return [*map(server, range(self.servers)), *map(worker, self.workers)]
@@ -236,7 +253,7 @@ class Manager:
         members = self.layout.groups[number]
         stop = members.end(who)
         if stop is None:
-            stop = most if self.staleness is None else most + self.staleness + 1
+            stop = self._stop(least, most)
             members = members.without(who, stop)
         owed = list(self.layout.owed)
         heirs = [w for w in members.changes[-1].workers if self.alive(worker(w))]
@@ -252,15 +269,26 @@ class Manager:
             closing=tuple(one for one in self.layout.closing if one != who),
         )
 
+    def _stop(self, least: int, most: int) -> int:
+        """From which clock on one that was given up takes part no more."""
+        if not self.inherits:
+            return least
+        return most if self.staleness is None else most + self.staleness + 1
+
     # Restarts
 
     def state(self) -> dict[str, Any]:
         """What has to be written down before a new layout is said."""
-        return {"layout": msgspec.to_builtins(self.layout), "dead": dict(self._dead)}
+        return {
+            "layout": msgspec.to_builtins(self.layout),
+            "dead": dict(self._dead),
+            "left": sorted(self._left),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from what was written down. Nodes have time anew to be heard."""
         self.layout = msgspec.convert(state["layout"], Layout, strict=False)
         self._dead = dict(state["dead"])
+        self._left = set(state["left"])
         self._heard = {}
         self._counts = {}

@@ -30,7 +30,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True):
-    """The workers of a group, clock by clock. changes: in order of clocks; the first is at 0."""
+    """The workers of a group, clock by clock. changes: in order; the first is at 0 or before it."""
 
     changes: tuple[Change, ...]
 
@@ -46,6 +46,8 @@ class Members(msgspec.Struct, frozen=True):
     def without(self, worker: int, clock: int) -> Members:
         """The same, but that a worker takes part no more from this clock on."""
         kept = tuple(change for change in self.changes if change.clock < clock)
+        if not kept:  # who takes part in no clock at all is known as well
+            kept = (Change(clock - 1, self.workers),)
         later = [Change(clock, self.at(clock)), *(c for c in self.changes if c.clock > clock)]
         left = (
             Change(change.clock, tuple(w for w in change.workers if w != worker))

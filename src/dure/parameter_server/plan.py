@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
 from dure.collectives.compression.bucket import Bucket
@@ -186,16 +186,22 @@ def first_states(
     table_shards: Sequence[Range] = (),
 ) -> list[Mapping[str, Any]]:
     """The states of shards, and behind them those of tables, with the weights of the beginning."""
-    vectors = computing.flat.buffers
-    states: list[Mapping[str, Any]] = [
-        Shard(number, keys, vectors[keys.vector][keys.start : keys.stop].clone(), terms).state()
-        for number, keys in enumerate(shards)
-    ]
+    states = states_of_keys(shards, computing.flat.buffers, terms)
     states += [
         TableShard(number, rows, terms).state()
         for number, rows in enumerate(table_shards, start=len(shards))
     ]
     return states
+
+
+def states_of_keys(
+    shards: Sequence[Range], vectors: Sequence[Tensor], terms: Terms
+) -> list[Mapping[str, Any]]:
+    """The states of shards of keys that begin with the values of these vectors."""
+    return [
+        Shard(number, keys, vectors[keys.vector][keys.start : keys.stop].clone(), terms).state()
+        for number, keys in enumerate(shards)
+    ]
 
 
 def recipe_of(task: Task, model: nn.Module) -> Recipe:

@@ -121,7 +121,7 @@ class Scheduler:
 
     def _parts(self) -> int:
         """Into how many parts a batch is divided: as many as there were workers at first."""
-        return len(self.members.at(0))
+        return len(self.members.workers)
 
     def _fresh(self) -> Work | None:
         if self._left() == 0:

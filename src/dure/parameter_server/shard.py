@@ -156,7 +156,8 @@ class Shard:
             group, clock, start = key
             there = self._contributions[key]
             members = layout.groups[group].at(clock)
-            if all(worker in there for worker in members):
+            # Of those who died or left before they pushed, nobody takes part.
+            if members and all(worker in there for worker in members):
                 del self._contributions[key]
                 pushes = [there[worker] for worker in members]
                 for push in pushes:

@@ -286,6 +286,11 @@ class WorkerSide:
         """How many of its pushes are not acknowledged by some server."""
         return self.clock - min((portion.safe for portion in self.portions), default=self.clock)
 
+    @property
+    def unanswered(self) -> list[int]:
+        """The shards whose servers owe it an answer."""
+        return [portion.shard for portion in self.portions if self._awaits(portion)]
+
     # What it hears
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
@@ -395,8 +400,11 @@ class WorkerSide:
 
     def _look(self, portion: Portion, now: float) -> None:
         """From now on it waits, or waits for nothing."""
-        waits = portion.shard in self._pulls or any(c >= portion.safe for c in portion.kept)
-        portion.sent = now if waits else math.inf
+        portion.sent = now if self._awaits(portion) else math.inf
+
+    def _awaits(self, portion: Portion) -> bool:
+        """Whether a pull is to be answered, or a push acknowledged."""
+        return portion.shard in self._pulls or any(c >= portion.safe for c in portion.kept)
 
     def _portion(self, shard: int) -> Portion | None:
         return next((portion for portion in self.portions if portion.shard == shard), None)

@@ -365,7 +365,7 @@ class Leader:
                     loss.reason,
                 )
         for group in self.plan.groups:
-            if not any(self.manager.alive(worker(who)) for who in group):
+            if all(worker(who) in self.manager.dead for who in group):
                 who = group[-1]
                 raise PeerLostError(
                     (rank_of(worker(who), self.plan),),

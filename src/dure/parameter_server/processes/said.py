@@ -14,6 +14,12 @@ worker -> leader   Unsent    this
 leader -> worker   Unsent    begin with this, of a checkpoint
 any    -> leader   Failed    an error of the task's own
 leader -> any      Over      the run has ended
+
+Workers in a loop of their own (`own_loop`) say besides:
+
+worker -> leader   Leave     I am done, and every server has all that I pushed  (answer: Over)
+worker -> leader   Waits     I have waited too long for my pull
+leader -> any      Lost      the run has ended, since these ranks are lost
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from typing import Any, TypeAlias
 import msgspec
 from torch import Tensor
 
+from dure.errors import PeerLostError
 from dure.parameter_server import messages
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.scheduler import Work
@@ -154,6 +161,35 @@ class Over(msgspec.Struct, frozen=True, tag=True):
     ended: str
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """A worker is done, after so many pushes, which all servers have. buffers: its model's."""
+
+    worker: int
+    clock: int
+    buffers: list[Tensor]
+
+
+class Waits(msgspec.Struct, frozen=True, tag=True):
+    """A worker has waited for its pull at a clock for too long: these shards have not answered."""
+
+    worker: int
+    clock: int
+    shards: tuple[int, ...]
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The run has ended with a `PeerLostError`, whose fields these are."""
+
+    ranks: tuple[int, ...]
+    operation: str
+    step: str
+    reason: str
+
+    def error(self) -> PeerLostError:
+        """It."""
+        return PeerLostError(self.ranks, self.operation, self.step, self.reason)
+
+
 Said: TypeAlias = (
     messages.Push
     | messages.Acknowledged
@@ -179,6 +215,9 @@ Said: TypeAlias = (
     | Account
     | Failed
     | Over
+    | Leave
+    | Waits
+    | Lost
 )
 """What a frame can hold."""
 

@@ -17,20 +17,22 @@ from dure.parameter_server.messages import (
     Values,
 )
 from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.said import Account, Over, Save, Tell
+from dure.parameter_server.processes.said import Account, Lost, Over, Save, Tell
 from dure.parameter_server.server import Server
 
 
 def serve(server: Server, port: Port, place: Place) -> str:
     """Serves until the leader says that it is over; by which limit.
 
-    Raises PeerLostError if the leader is gone.
+    Raises PeerLostError if the leader is gone, or says that others are.
     """
     place.group.meter.name = server.name
     while True:
         for sender, said in port.hear(server.wake - time.monotonic()):
             if isinstance(said, Over):
                 return said.ended
+            if isinstance(said, Lost):
+                raise said.error()
             if isinstance(said, Gone):
                 check_leader(sender, said, "serving")
                 server.cut(sender)

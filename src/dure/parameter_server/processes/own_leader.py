@@ -1,0 +1,115 @@
+"""The leader of workers in training loops of their own (`own_loop`).
+
+It deals out no work, and nobody meets: workers make as many steps as they like, and leave when they
+like. It looks who lives, says who owns what, and has ended when the last worker has left. Whoever
+waits for a pull for too long says so, and here is known for whom: then the run ends, everywhere,
+with an error that names that one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+from typing import Any
+
+from torch import Tensor
+
+from dure.errors import PeerLostError, warn
+from dure.parameter_server.messages import server, worker
+from dure.parameter_server.processes.leader import Leader
+from dure.parameter_server.processes.meeting import rank_of
+from dure.parameter_server.processes.said import Failed, Leave, Lost, Over, Waits
+from dure.parameter_server.tables import apart
+
+ENDLESS = 1 << 62
+"""Steps that are granted: more than anybody makes."""
+
+LEFT = "left"
+"""By what a run ends of which the last worker has left."""
+
+_LOOK_SECONDS = 0.5
+
+
+class OwnLeader(Leader):
+    """Leads from `start` until the last worker has left."""
+
+    buffers: tuple[int, list[Tensor]] | None = None
+    """The first worker that has left, by number, and the buffers of its model."""
+
+    def until_all_left(self) -> list[Tensor]:
+        """Waits until nobody is left, and warns of those who died; the weights then, by shard.
+
+        Raises PeerLostError if weights were lost, or all workers, or if somebody waited for too
+        long.
+        """
+        told: set[str] = set()
+        all_left = self.meet(ENDLESS)
+        while not all_left.done():
+            wait([all_left], _LOOK_SECONDS)
+            self._tell_of_the_dead(told)
+        all_left.result()
+        weights, _ = apart(self.values().result())
+        self.ended = LEFT
+        return weights
+
+    def _tell_of_the_dead(self, told: set[str]) -> None:
+        for name, reason in list(self.manager.dead.items()):
+            if name not in told:
+                told.add(name)
+                rank = rank_of(name, self.plan)
+                warn(f"{name}, rank {rank}, is lost ({reason}); the others go on without it")
+
+    def _hear(self, sender: str, said: Any, now: float) -> None:
+        if isinstance(said, Leave):
+            if self.buffers is None or said.worker < self.buffers[0]:
+                self.buffers = said.worker, said.buffers
+            self._say(self.manager.leave(said.worker, said.clock))
+            self.port.say(sender, Over(LEFT))
+            self._changed(now)
+        elif isinstance(said, Waits):
+            self._look_for(said)
+        elif isinstance(said, Failed) and sender.startswith("worker"):
+            # Its own loop has ended with an error, and is nobody else's.
+            self._say(self.manager.lost(sender, said.reason, now))
+            self._changed(now)
+        else:
+            super()._hear(sender, said, now)
+
+    def _look_at_hanging(self, now: float) -> None:
+        """Nobody is too slow by itself: whoever waits for too long says so."""
+
+    def _look_for(self, waits: Waits) -> None:
+        """Raises PeerLostError for those for whom a worker has waited for so long."""
+        names = [worker(who) for who in self._behind(waits.clock)]
+        reason = f"made no step for {self._deadline:g} s"
+        if not names:
+            owners = [self.manager.layout.shards[shard].owner for shard in waits.shards]
+            names = sorted({server(owner) for owner in owners if owner is not None})
+            reason = f"did not answer for {self._deadline:g} s"
+        if names:
+            raise PeerLostError(
+                tuple(rank_of(name, self.plan) for name in names),
+                f"the pull of {worker(waits.worker)}",
+                f"step {waits.clock + 1}",
+                reason,
+            )
+
+    def _behind(self, clock: int) -> list[int]:
+        """For whom a pull at this clock waits."""
+        if self.plan.staleness is None:
+            return []
+        least = clock - self.plan.staleness
+        return [who for who in self._alive() if self._clock.get(who, (0, 0.0))[0] < least]
+
+    def _fail(self, error: BaseException) -> None:
+        lost = _lost(error)
+        for name in [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]:
+            if self.manager.alive(name):
+                self.port.say(name, lost)
+        super()._fail(error)
+
+
+def _lost(error: BaseException) -> Lost:
+    """What others are told of an error of the leader."""
+    if isinstance(error, PeerLostError):
+        return Lost(error.ranks, error.operation, error.step, error.reason)
+    return Lost((0,), "the run", "the training", f"failed: {error}")

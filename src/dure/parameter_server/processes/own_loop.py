@@ -1,0 +1,275 @@
+"""Servers and workers in anyone's training loop: `join`, on every rank of a job.
+
+    worker = ps.join(model, optimizer, servers=1, staleness=2)
+    if worker is not None:  # a rank that led, or served, is done
+        with worker:
+            for inputs, targets in my_part_of_the_data:
+                worker.pull()
+                optimizer.zero_grad()
+                loss(model(inputs), targets).backward()
+                worker.push()
+
+Rank 0 leads, the next ranks are servers, the rest workers. Servers have an optimizer with the
+settings of the one that is handed over, and it is they who step. Rank 0's weights and buffers are
+those with which all begin, and its model has the servers' weights when all workers have left.
+
+A run of these loops has neither rounds nor batches: each worker has data of its own, makes as many
+steps as it likes, and leaves when it likes. What a worker that dies has not pushed nobody makes up
+for. d bytes go up and d down in a step of a worker, for d bytes of trained weights.
+
+Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from dure.collectives.compression import NoCompression
+from dure.collectives.group import Group
+from dure.collectives.roll_call import watched
+from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
+from dure.contracts.strategy import Place
+from dure.errors import PeerLostError
+from dure.parallel.data.reducer import check_alike
+from dure.parallel.zero.agreement import agreed
+from dure.parameter_server.embeddings import check_no_tables
+from dure.parameter_server.holding import Standing
+from dure.parameter_server.manager import Manager
+from dure.parameter_server.messages import MANAGER, server
+from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.plan import Plan, check_model, states_of_keys
+from dure.parameter_server.processes.meeting import meet, ranks_of
+from dure.parameter_server.processes.own_leader import OwnLeader
+from dure.parameter_server.processes.own_worker import Worker
+from dure.parameter_server.processes.port import Port
+from dure.parameter_server.processes.said import Failed
+from dure.parameter_server.processes.serving import serve
+from dure.parameter_server.server import Server
+from dure.parameter_server.shard import Terms
+from dure.record.meter import Meter
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import FlatParameters, by_dtype, trained_of
+
+PATIENCE = 10.0
+"""Seconds of silence after which a process is given up, if the deadline is no shorter."""
+
+
+@dataclass(frozen=True)
+class OwnPlan(Plan):
+    """Workers that have data of their own."""
+
+    @property
+    def shares_data(self) -> bool:
+        return False
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    servers: int = 1,
+    staleness: int | None = 0,
+    replicas: int = 0,
+    lr_schedule: LRSchedule | None = None,
+    slows_stale: bool = False,
+    process_group: Group | dist.ProcessGroup | None = None,
+    deadline: float = 60.0,
+) -> Worker | None:
+    """Takes part in a run of servers and workers; all ranks of the group call it, with the same.
+
+    Args:
+        model: on the CPU, of one shape on all ranks. All begin with rank 0's weights and buffers.
+        optimizer: over the model's parameters, new: that of the servers has its class and settings.
+        servers: that share the weights; the ranks behind them are workers.
+        staleness: by how many steps a worker may be ahead of the slowest: 0 is synchronous, None is
+            any.
+        replicas: copies of each server's weights, 0 or 1: with one, a server may die.
+        lr_schedule: the factor of the learning rates at a clock of the servers, as of a `Task`.
+        slows_stale: an update whose gradient is n updates old counts one n-th.
+        process_group: a group of torch.distributed of any backend for CPU tensors, or a
+            `dure.collectives.Group`; None is all ranks. It is used while all come together, and not
+            afterwards.
+        deadline: seconds that a pull waits for others.
+
+    Returns the worker, on a rank that is one. On the others it returns None when all workers have
+    left; the model of rank 0 has their weights then, and the buffers of the first worker.
+
+    Raises ValueError, on every rank and before anything begins, for arguments, a model or an
+    optimizer that servers cannot have. On rank 0 and on servers it raises PeerLostError where the
+    run cannot go on: weights were lost, or all workers.
+    """
+    group = watched(process_group)
+    workers = tuple(range(group.size - 1 - servers))
+    plan = OwnPlan(
+        servers=servers,
+        groups=(workers,),
+        batch_size=None,
+        staleness=staleness,
+        period=None,
+        replicas=replicas,
+        slows_stale=slows_stale,
+        clip_norm=None,
+        compression=NoCompression(),
+    )
+    with agreed(group, "the checks of the parameter server"):
+        _check(plan, group, deadline)
+        _check_optimizer(model, optimizer, lr_schedule)
+        plan.layout(model)
+        terms = _terms(plan, model, optimizer, lr_schedule)
+    everything = [*model.parameters(), *model.buffers()]
+    check_alike(everything, group)
+    _check_same(plan, terms.recipe, group)
+    group.broadcast_values(everything, counted=False)
+    port = meet(group, plan, sum(one.nbytes for one in everything))
+    if group.rank > servers:
+        return _work(plan, terms, model, group.rank - 1 - servers, port, deadline)
+    if group.rank == 0:
+        _lead(plan, terms, model, port, deadline)
+    else:
+        _serve(plan, terms, model, group.rank - 1, port)
+    return None
+
+
+# Before anything begins
+
+
+def _check(plan: Plan, group: Group, deadline: float) -> None:
+    """Raises ValueError for settings that make no run."""
+    if plan.servers < 1:
+        raise ValueError(f"servers is {plan.servers}, but someone has to hold the weights")
+    if not plan.workers:
+        raise ValueError(
+            f"servers={plan.servers} and a worker are {ranks_of(plan) + 1} ranks with the one that "
+            f"leads, and here {'is' if group.size == 1 else 'are'} {group.size}: start more, such "
+            f"as by torchrun --nproc-per-node, and call torch.distributed.init_process_group first"
+        )
+    if group.process_group is not None and not group.backend(torch.device("cpu")):
+        raise ValueError('the group carries no tensors of the CPU: take the backend "dure" or gloo')
+    if plan.staleness is not None and plan.staleness < 0:
+        raise ValueError(
+            f"staleness is {plan.staleness}, but nobody is ahead by less than 0 steps (None: any "
+            f"number)"
+        )
+    if plan.slows_stale and plan.staleness == 0:
+        raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
+    if not 0 < deadline < math.inf:
+        raise ValueError(f"deadline is {deadline}, but it is seconds that a pull waits for others")
+
+
+def _check_optimizer(
+    model: nn.Module, optimizer: Optimizer, lr_schedule: LRSchedule | None
+) -> None:
+    """Raises ValueError for a model and an optimizer that servers cannot have."""
+    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+    if lazy is not None:
+        raise ValueError(f"{lazy} has no shape yet: let the model see an input before it joins")
+    check_model(model)
+    check_no_tables(model)
+    kind = type(optimizer).__name__
+    known = {id(parameter) for parameter in model.parameters()}
+    handed_over = [one for group in optimizer.param_groups for one in group["params"]]
+    if any(id(one) not in known for one in handed_over):
+        raise ValueError(f"{kind} has a parameter that is not the model's: make it for this model")
+    if optimizer.state:
+        raise ValueError(
+            f"{kind} has made steps, and servers begin without what it remembers: hand over a new "
+            f"one"
+        )
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"a scheduler of torch changes the rates of {kind} here, and not those at the servers: "
+            f"give lr_schedule in its place"
+        )
+    check_schedule(lr_schedule, optimizer)
+
+
+def _terms(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, lr_schedule: LRSchedule | None
+) -> Terms:
+    """On what terms the shards train. Raises ValueError as `Recipe.of` does."""
+    return Terms(
+        recipe=Recipe.of(optimizer, list(by_dtype(trained_of(model)).values())),
+        staleness=plan.staleness,
+        schedule=None if lr_schedule is None else partial(factor_at, lr_schedule),
+        slows=plan.slows_stale,
+    )
+
+
+def _check_same(plan: Plan, recipe: Recipe, group: Group) -> None:
+    """Raises ValueError, on every rank, if they were given different settings or optimizers."""
+    text = repr((plan, recipe.kind, [sorted(one.items()) for one in recipe.groups], recipe.spans))
+    # 6 bytes, since float64 holds every integer below 2^53
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
+    rows = group.all_gather_values([float(number)], "comparison of the settings")
+    others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
+    if others:
+        raise ValueError(
+            f"rank {', '.join(others)} has other settings, or another optimizer, than rank 0: all "
+            f"ranks call join with the same"
+        )
+
+
+# What a rank is
+
+
+def _work(
+    plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port, deadline: float
+) -> Worker:
+    worker = Worker(number, model, plan, terms.recipe.plain, port, deadline)
+    worker.begin()
+    return worker
+
+
+def _serve(plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port) -> None:
+    """Serves until all workers have left."""
+    name = server(number)
+    try:
+        # Streams lose nothing but when they break.
+        own = Server(number, plan.layout(model), terms, patience=math.inf)
+        if not serve(own, port, Place(Group(None, Meter(name)))):
+            raise PeerLostError((0,), "serving", "the training", "has ended the run")
+    except PeerLostError:
+        raise
+    except BaseException as error:
+        port.say(MANAGER, Failed(name, "the training", "error", f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        port.close()
+
+
+def _lead(plan: Plan, terms: Terms, model: nn.Module, port: Port, deadline: float) -> None:
+    """Leads until all workers have left; then the model has their weights."""
+    flat = FlatParameters(model)
+    shards = plan.shards(model)
+    patience = min(PATIENCE, max(2.0, deadline))
+    manager = Manager(
+        plan.layout(model), plan.servers, plan.staleness, patience, plan.replicas, inherits=False
+    )
+    leader = OwnLeader(plan, manager, plan.all_portions(model), port, deadline)
+    try:
+        standing = Standing(dict.fromkeys(plan.workers, 0), [() for _ in plan.groups])
+        leader.start(states_of_keys(shards, flat.buffers, terms), standing, {})
+        weights = leader.until_all_left()
+    finally:
+        leader.end()
+    for keys, values in zip(shards, weights, strict=True):
+        flat.buffers[keys.vector][keys.start : keys.stop] = values
+    if leader.buffers is not None:
+        _load_buffers(model, leader.buffers[1])
+
+
+def _load_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    """The buffers that a worker has sent, into those of a model."""
+    buffers = Buffers(model)
+    told = zip(buffers.of(model), values, strict=True)
+    buffers.load(model, [torch.view_as_complex(v) if b.is_complex() else v for b, v in told])

@@ -1,0 +1,303 @@
+"""A worker in anyone's training loop: `pull` the weights, compute, `push` the gradients.
+
+    pull    the servers' weights into the model, at most `staleness` clocks behind the slowest
+    push    the gradients of the model's parameters; the clock grows by one
+    leave   waits until every server has all that was pushed; from then on nobody waits for it
+
+The state machine is that of every worker (`worker`), at whose calls messages come and go; while the
+loop computes, nobody listens, and a thread says that the worker is alive.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dure.errors import PeerLostError
+from dure.parameter_server.gradients import no_gradient, write_gradients
+from dure.parameter_server.messages import MANAGER, Envelope, worker
+from dure.parameter_server.plan import Plan
+from dure.parameter_server.processes.meeting import rank_of
+from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.rooms import Outbox, Slots
+from dure.parameter_server.processes.said import Failed, Grant, Leave, Lost, Over, Waits
+from dure.parameter_server.processes.serving import check_leader
+from dure.parameter_server.processes.working import Heart
+from dure.parameter_server.tables import apart
+from dure.parameter_server.worker import WorkerSide
+from dure.tensors.buffers import Buffers
+from dure.tensors.finite import all_finite
+from dure.tensors.flat import FlatParameters, by_dtype, trained_of
+
+VERDICT_SECONDS = 5.0
+"""In which the leader says for whom a worker has waited too long: longer, and it is not there."""
+
+
+class Worker:
+    """Worker `number` of `count`, as `join` returns it. A context: at its end it leaves.
+
+    Leaving by an exception counts as a death: the others go on without it.
+    """
+
+    def __init__(
+        self, number: int, model: nn.Module, plan: Plan, skips: bool, port: Port, deadline: float
+    ) -> None:
+        self.number = number
+        self.count = len(plan.workers)
+        self.model = model
+        self.deadline = deadline
+        self._rank = rank_of(worker(number), plan)
+        self._bulk = plan.staleness == 0
+        self._skips = skips
+        self._port = port
+        self._shards = plan.shards(model)
+        trained = trained_of(model)
+        self._vectors = list(by_dtype(trained).values())
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        flat = FlatParameters(model, trained)
+        self._slots = Slots(flat, self._shards)
+        self._outbox = Outbox(flat.buffers)
+        self._buffers = Buffers(model)
+        self._side = WorkerSide(
+            number,
+            plan.layout(model),
+            plan.all_portions(model),
+            # Streams lose nothing but when they break.
+            patience=math.inf,
+            beat=None,
+            into=partial(self._slots.ask, number),
+        )
+        self._begun = False
+        self._pulled = False
+        self._ended = ""
+        """Why nothing can be pulled or pushed any more."""
+        self._closed = False
+        self._heart = Heart(self._side, port)
+        self._heart.start()
+
+    # What can be asked
+
+    @property
+    def clock(self) -> int:
+        """How many pushes it has made."""
+        return self._side.clock
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How often what it pulled was how many clocks behind."""
+        return dict(self._side.staleness)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of gradients."""
+        return self._port.sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Of weights."""
+        return self._port.received
+
+    # The loop
+
+    def pull(self) -> None:
+        """Sets the model's weights to those of the servers, as soon as they are recent enough.
+
+        They contain all that this worker has pushed, and with a staleness of s all pushes of all
+        workers but the last s of this worker's clocks. Raises PeerLostError where others were lost
+        without whom it cannot go on, or where it has waited for longer than the deadline.
+        """
+        self._check_here("pull")
+        self._say(self._side.pull(time.monotonic(), self._side.clock))
+        self._wait(lambda: self._side.arrived, "the pull")
+        values, _ = apart(self._side.take())
+        self._slots.take(self.number, values)
+        self._pulled = True
+
+    def push(self, weight: float = 1.0) -> None:
+        """Pushes the gradients of the model's parameters, and returns at once.
+
+        weight: what the mean gradient counts beside those of other workers, such as its examples
+        where they have different numbers of them. With staleness 0 a step is the mean of all
+        pushes of a clock by their weights; otherwise each push is a step with weight / (workers
+        that take part) of its gradient.
+
+        Raises RuntimeError without a pull before it, ValueError for a gradient that is not finite,
+        or that is missing where the optimizer would move the parameter all the same, and
+        PeerLostError as `pull`.
+        """
+        self._check_here("push")
+        if not self._pulled:
+            raise RuntimeError(
+                "push() follows a pull(), by which the servers know to which weights it belongs: "
+                "to push less often, let gradients add up over several backward passes"
+            )
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight is {weight}, but what a gradient counts is 0 or more")
+        gradients = self._gradients(weight)
+        self._pulled = False
+        self._say(self._side.push(gradients, self._share(weight), time.monotonic()))
+        self._port.flush()
+        self._listen(0.0)
+
+    def leave(self) -> None:
+        """Returns when every server has all that was pushed; nobody waits for this worker then.
+
+        The model keeps the weights that were pulled last. Raises PeerLostError as `pull`.
+        """
+        if self._ended:
+            self._end()
+            return
+        try:
+            self._wait(lambda: not self._side.behind, "the acknowledgement of all pushes")
+            self._heart.stop()
+            buffers = [_real(buffer.detach()) for buffer in self._buffers.of(self.model)]
+            self._port.say(MANAGER, Leave(self.number, self._side.clock, buffers))
+            self._wait(lambda: bool(self._ended), "the farewell")
+        finally:
+            self._ended = "it has left"
+            self._end()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.leave()
+            return
+        if not self._ended:
+            reason = f"{type(error).__name__}: {error}"
+            self._port.say(MANAGER, Failed(self._side.name, self._step, "error", reason))
+            self._ended = "it has left by an error"
+        self._end()
+
+    def begin(self) -> None:
+        """Waits until the servers have the weights of the beginning. `join` calls it."""
+        try:
+            self._wait(lambda: self._begun, "the beginning")
+        except BaseException:
+            self._end()
+            raise
+
+    # Gradients
+
+    def _gradients(self, weight: float) -> list[Tensor]:
+        """By shard, in memory that stays as it is until the push is acknowledged."""
+        if weight and not self._skips:
+            self._check_all_there()
+        room = self._outbox.room(self._side)
+        for parameters, vector in zip(self._vectors, room, strict=True):
+            write_gradients(parameters, vector)
+            if not all_finite(vector):
+                self._refuse_not_finite(parameters)
+        return [room[keys.vector][keys.start : keys.stop] for keys in self._shards]
+
+    def _check_all_there(self) -> None:
+        for parameter in chain.from_iterable(self._vectors):
+            if parameter.grad is None:
+                raise ValueError(no_gradient(self._names[id(parameter)]))
+
+    def _refuse_not_finite(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                raise ValueError(
+                    f"the gradient of {self._names[id(parameter)]} is not finite at {self._step} "
+                    f"of {self._side.name}, and nothing was pushed: lower the learning rate, or "
+                    f"look for bad values in the data"
+                )
+
+    def _share(self, weight: float) -> float:
+        """The weight of a push as the servers have it."""
+        if self._bulk:
+            return weight
+        members = self._side.layout.groups[0].at(self._side.clock)
+        return weight / max(1, len(members))
+
+    # Messages
+
+    @property
+    def _step(self) -> str:
+        return f"step {self._side.clock + 1}"
+
+    def _wait(self, is_there: Callable[[], bool], operation: str) -> None:
+        """Listens until something is there."""
+        since = time.monotonic()
+        limit = since + self.deadline
+        asked = False
+        while not is_there():
+            now = time.monotonic()
+            if now >= limit and asked:
+                self._lost((0,), operation, f"said nothing for {now - since:.0f} s")
+            if now >= limit:
+                asked = True
+                limit = now + VERDICT_SECONDS
+                waits = Waits(self.number, self._side.clock, tuple(self._side.unanswered))
+                self._port.say(MANAGER, waits)
+            seconds = min(self._side.wake, limit) - now
+            if not self._port.reach(MANAGER):  # it may be late, and speaks to those who have called
+                seconds = min(seconds, 0.1)
+            self._listen(seconds)
+
+    def _listen(self, seconds: float) -> None:
+        """Takes what has come; waits so long for it, at the most."""
+        for sender, said in self._port.hear(seconds):
+            if isinstance(said, Over):
+                self._ended = "the run has ended"
+                if said.ended:
+                    return  # it was told to, since it leaves
+                self._lost((0,), "the training", "has ended the run")
+            elif isinstance(said, Lost):
+                self._ended = said.reason
+                raise said.error()
+            elif isinstance(said, Gone):
+                check_leader(sender, said, "training")
+                self._side.cut(sender)
+            elif isinstance(said, Grant):
+                self._begun = self._begun or said.until > 0
+            else:
+                self._slots.heard(sender, said)  # type: ignore[arg-type]
+                self._say(self._side.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
+        if time.monotonic() >= self._side.wake:
+            self._say(self._side.tick(time.monotonic()))
+        if self._side.given_up:
+            self._lost((self._rank,), "the training", "was silent, and the others go on without it")
+
+    def _say(self, said: Sequence[Envelope]) -> None:
+        for to, message in said:
+            self._slots.said(to, message)  # type: ignore[arg-type]
+            if not self._port.say(to, message):
+                self._side.cut(to)
+
+    # The end
+
+    def _check_here(self, call: str) -> None:
+        if self._ended:
+            raise RuntimeError(f"{call}() comes too late for {self._side.name}: {self._ended}")
+
+    def _lost(self, ranks: tuple[int, ...], operation: str, reason: str) -> NoReturn:
+        raise PeerLostError(ranks, operation, self._step, reason)
+
+    def _end(self) -> None:
+        """Ends the thread and the connections, once."""
+        if not self._closed:
+            self._closed = True
+            self._heart.stop()
+            self._port.close()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor as it travels."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
