@@ -50,7 +50,7 @@ _STAY = (messages.Push, messages.Values, messages.Replicate, Shipped)
 
 
 class Gone(NamedTuple):
-    """The connection to a process has ended."""
+    """The connection to a process has ended. reason: what that process did."""
 
     reason: str
 
@@ -155,7 +155,7 @@ class Port:
         while any(line.leaving for line in self._lines.values()) and time.monotonic() < until:
             self._look(0.01)
         for line in list(self._lines.values()):
-            self._drop(line, "this end was closed")
+            self._forget(line)
         for caller in self._callers:
             caller.socket.close()
         self._heard.clear()
@@ -209,7 +209,7 @@ class Port:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._drop(line, error.strerror or str(error))
+            self._broke(line, error)
             return
         full = bool(line.leaving)
         if full != line.full:
@@ -264,7 +264,7 @@ class Port:
                 room = line.incoming.room()
                 count = line.socket.recv_into(room)
                 if not count:
-                    self._drop(line, "it closed the connection")
+                    self._drop(line, "closed the connection")
                     return
                 for frame in line.incoming.came(count):
                     self._take(line.name, frame)
@@ -273,9 +273,9 @@ class Port:
         except BlockingIOError:
             return
         except FrameError as error:
-            self._drop(line, f"it sent what is no message: {error}")
+            self._drop(line, f"sent what is no message: {error}")
         except OSError as error:
-            self._drop(line, error.strerror or str(error))
+            self._broke(line, error)
 
     def _take(self, sender: str, frame: Came) -> None:
         """A frame has come. Raises FrameError if it is none of this job."""
@@ -345,6 +345,9 @@ class Port:
         self._lines[name] = line
         self._selector.register(there, selectors.EVENT_READ, line)
         return line
+
+    def _broke(self, line: Line, error: OSError) -> None:
+        self._drop(line, f"broke the connection ({error.strerror or error})")
 
     def _drop(self, line: Line, reason: str) -> None:
         if self._lines.get(line.name) is line:
