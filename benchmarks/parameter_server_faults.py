@@ -217,19 +217,22 @@ def ranks_now() -> list[int]:
 class Fault(threading.Thread):
     """Does to a run what is to happen, and ends one that takes longer than `limit` seconds."""
 
-    def __init__(self, case: Case, moment: Moment, round_seconds: float, limit: float) -> None:
+    def __init__(self, case: Case, moment: Moment, start: float, limit: float) -> None:
         super().__init__(daemon=True)
         self.case = case
         self.moment = moment
-        self.pause = moment.wait * round_seconds
+        self.start_seconds = start
+        """That it takes to begin, about."""
         self.limit = limit
         self.round = -1
         self.at = 0.0
         """When it happened."""
+        self.after = -1
+        """After which round that was."""
         self.longest = 0.0
         """Seconds between two rounds, the longest since then."""
         self.hung = False
-        self._last = time.monotonic()
+        self._first = self._last = 0.0
         self._reached = threading.Event()
         self._over = threading.Event()
 
@@ -238,6 +241,7 @@ class Fault(threading.Thread):
         now = time.monotonic()
         if self.at:
             self.longest = max(self.longest, now - max(self._last, self.at))
+        self._first = self._first or now
         self._last = now
         self.round = event["step"]
         if self.round >= self.moment.after:
@@ -253,7 +257,7 @@ class Fault(threading.Thread):
             while not self._reached.wait(0.05) and not self._over.is_set():
                 if time.monotonic() > ends:
                     break
-        if not self._over.wait(self.pause) and len(pids) == size:
+        if not self._over.wait(self._pause()) and len(pids) == size:
             self._strike(pids[self.moment.rank])
         if not self._over.wait(max(0.0, ends - time.monotonic())):
             self.hung = True
@@ -264,8 +268,14 @@ class Fault(threading.Thread):
             for pid in pids:
                 _send(pid, signal.SIGKILL)
 
+    def _pause(self) -> float:
+        if not self.moment.after:
+            return self.moment.wait * self.start_seconds
+        return self.moment.wait * (self._last - self._first) / max(1, self.round)
+
     def _strike(self, pid: int) -> None:
         self.at = time.monotonic()
+        self.after = self.round
         if self.case.how == "killed":
             _send(pid, signal.SIGKILL)
             return
@@ -327,7 +337,6 @@ class Undisturbed:
     run: dure.Run
     seconds: float
     start: float
-    round: float
 
 
 class Runs:
@@ -358,9 +367,7 @@ class Runs:
             at: list[float] = []
             run = self.train(case, lambda event: at.append(time.monotonic()))
             took = time.monotonic() - began
-            start = at[0] - began
-            each = (at[-1] - at[0]) / max(1, len(at) - 1)
-            self._undisturbed[case.strategy] = Undisturbed(run, took, start, each)
+            self._undisturbed[case.strategy] = Undisturbed(run, took, at[0] - began)
         return self._undisturbed[case.strategy]
 
     def disturbed(self, number: int, case: Case, moment: Moment) -> JSON:
@@ -369,7 +376,7 @@ class Runs:
         folder = self.data / f"run-{number}"
         before = Before.now()
         limit = 2 * whole.seconds + PATIENCE + DEADLINE + MARGIN
-        fault = Fault(case, moment, whole.round if moment.after else whole.start, limit)
+        fault = Fault(case, moment, whole.start, limit)
         began = time.monotonic()
         run: dure.Run | None = None
         error: BaseException | None = None
@@ -385,14 +392,14 @@ class Runs:
         if fault.hung:
             wrong.append(f"it had not ended after {limit:.0f} s, {self.rounds} rounds in all")
         elif run is not None:
-            wrong += self._wrong_with(run, case, moment, whole.run, folder, bool(fault.at))
+            wrong += self._wrong_with(run, case, moment, whole.run, folder, fault.after)
         else:
             wrong += self._wrong_with_error(error, case, moment, whole.run, folder)
         return {
             "case": str(case),
             "rank": moment.rank,
             "happened": bool(fault.at),
-            "rounds before": moment.after,
+            "after round": fault.after,
             "stopped for, s": moment.seconds if case.how != "killed" else None,
             "took, s": round(took, 2),
             "undisturbed, s": round(whole.seconds, 2),
@@ -409,18 +416,20 @@ class Runs:
         moment: Moment,
         whole: dure.Run,
         folder: Path,
-        happened: bool,
+        after: int,
     ) -> list[str]:
+        """after: which round it happened; -1 for the start."""
         wrong = []
-        if case.fails and happened:
+        # What happens in the last rounds may come too late for anybody to miss it.
+        near_end = after >= self.rounds - 2
+        if case.fails and not near_end:
             wrong.append("it went on without weights of which nobody had a copy")
         if run.summary["ended"] != "rounds":
             wrong.append(f"it ended by {run.summary['ended']}")
         lost = _lost(run)
         expected = self._expected(case, moment)
-        # What happens in the last round may come too late for anybody to miss it.
-        near_end = moment.after >= self.rounds - 1 or not happened
-        if lost != expected and not (near_end and not lost):
+        # Nobody gives anybody up before the beginning.
+        if lost != expected and not ((near_end or after < 0) and not lost):
             wrong.append(f"lost were {lost}, and not {expected}")
         if case.system != "downpour" and run.summary["samples"] != whole.summary["samples"]:
             wrong.append(f"{run.summary['samples']} examples, not {whole.summary['samples']}")
@@ -534,8 +543,9 @@ def main() -> int:
                 continue
             result = {"number": number, **runs.disturbed(number, case, one)}
             found.append(result)
+            after = result["after round"]
             show(
-                f"{number:2} {result['case']:55} rank {one.rank} after round {one.after:2}: "
+                f"{number:2} {result['case']:55} rank {one.rank} after round {after:2}: "
                 f"{result['took, s']:5.1f} s (undisturbed {result['undisturbed, s']:.1f}), "
                 f"{'; '.join(result['wrong']) or 'as it should be'}"
             )

@@ -225,6 +225,12 @@ class Server:
 
     # Replicas
 
+    @property
+    def follows(self) -> set[str]:
+        """The servers that answer for the shards of which this one has the copies."""
+        owners = (self.layout.shards[number].owner for number in self.copies)
+        return {server(owner) for owner in owners if owner is not None}
+
     def cut(self, node: str) -> None:
         """The connection to a node broke, which it may survive."""
         for one in self.owned.values():

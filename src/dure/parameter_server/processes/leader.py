@@ -309,8 +309,7 @@ class Leader:
                     (rank_of(name, self.plan),),
                     "training",
                     "the round",
-                    f"({name}) {loss.reason}; with it went {held}, of which nobody has a "
-                    f"copy{advice}",
+                    f"{loss.reason}; with {name} went {held}, of which nobody has a copy{advice}",
                 )
         for group in self.plan.groups:
             names = [worker(who) for who in group]

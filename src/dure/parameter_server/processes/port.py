@@ -45,6 +45,9 @@ _LARGE = 1 << 16
 _PIECES = 16
 """That leave in one system call."""
 
+_KEPT_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""A connection over which nothing comes for 30 s has ended."""
+
 _STAY = (messages.Push, messages.Values, messages.Replicate, Shipped)
 """Messages whose tensors nobody changes until they have been answered: they leave uncopied."""
 
@@ -337,6 +340,7 @@ class Port:
     def _add(self, name: str, there: socket.socket) -> Line:
         there.setblocking(False)
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _look_after(there)
         line = Line(name, there, Incoming(self.most, self._blocks))
         former = self._lines.get(name)
         if former is not None:
@@ -360,6 +364,17 @@ class Port:
             self._selector.unregister(line.socket)
         line.leaving.clear()
         line.socket.close()
+
+
+def _look_after(there: socket.socket) -> None:
+    """Has the system ask a silent peer whether it is there: a host may go without a word.
+
+    One that is stopped is there; it is the manager that gives it up.
+    """
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEPT_ALIVE.items():
+        if hasattr(socket, name):
+            there.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _take_away(pieces: deque[memoryview], count: int) -> None:
