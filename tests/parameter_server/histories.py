@@ -276,3 +276,15 @@ def careless(random: Random, loses: float = 0.1, repeats: float = 0.1, delay: fl
         return [random.random() * delay for _ in range(times)]
 
     return fate
+
+
+def streams(random: Random) -> Fate:
+    """Nothing gets lost, and what one says to another comes in order, sooner or later."""
+    last: dict[tuple[str, str], float] = {}
+
+    def fate(sender: str, receiver: str, message: Message, now: float) -> Sequence[float]:
+        comes = now + random.random() * random.choice([0.02, 2.0])
+        last[sender, receiver] = max(last.get((sender, receiver), 0.0), comes)
+        return [last[sender, receiver] - now]
+
+    return fate

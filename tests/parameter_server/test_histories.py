@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from histories import SGD, History, Optimizer, careless, joint
+from histories import SGD, History, Optimizer, careless, joint, streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -260,3 +260,37 @@ def test_the_same_history_comes_twice() -> None:
     one, two = (Drawn(3).run() for _ in range(2))
     assert torch.equal(one.weights, two.weights)
     assert one.network.now == two.network.now
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    staleness=st.sampled_from([0, 1, None]),
+    rows=st.sampled_from([0, 13]),
+    who=st.sampled_from(["server 0", "server 1", "server 2", "worker 1"]),
+    how=st.sampled_from([math.inf, 20.0, 9.0, 3.0]),
+)
+@settings(max_examples=100, deadline=None)
+def test_over_streams_nothing_need_be_said_again_by_the_clock(
+    seed: int, staleness: int | None, rows: int, who: str, how: float
+) -> None:
+    # A new layout reaches some before others, so that some are refused by those who come late.
+    random = Random(seed)
+    history = History(
+        servers=3,
+        replicas=1,
+        staleness=staleness,
+        again=math.inf,
+        patience=8,
+        fate=streams(random),
+        rows=rows,
+        seconds=lambda who, clock: random.random(),
+    )
+    # Not before the copies are there.
+    history.until(8 + 6 * random.random())
+    if math.isinf(how):
+        history.network.kill(who)
+    else:
+        history.network.stop(who, how)
+    history.run(400)
+    if staleness == 0:
+        assert torch.allclose(history.weights, joint(history), rtol=0, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -13,12 +14,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
+from dure.contracts.strategy import Place as Surroundings
+from dure.parameter_server.manager import first_layout
 from dure.parameter_server.messages import Pull, Push, Values
+from dure.parameter_server.optimizer import Recipe
 from dure.parameter_server.processes.frames import Place
+from dure.parameter_server.processes.greeting import NONCE, call
 from dure.parameter_server.processes.memory import Memory, own_card
 from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.said import Over
+from dure.parameter_server.processes.serving import serve
+from dure.parameter_server.server import Server
+from dure.parameter_server.shard import Terms
 
 TOKEN = b"a token of this job"
 
@@ -215,3 +226,60 @@ def test_one_who_sends_no_frame_is_gone_and_the_port_goes_on() -> None:
         # It calls again when it has something to say.
         worker.say("server 0", push(torch.ones(3)))
         assert heard(worker).values.tolist() == [1, 1, 1]
+
+
+def test_a_stranger_that_says_a_byte_now_and_then_does_not_hold_up_a_call() -> None:
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            there, _ = listener.accept()
+            with there, contextlib.suppress(OSError):
+                while len(said) < NONCE:
+                    there.send(b"x")
+                    said.append(b"x")
+                    time.sleep(0.1)
+
+        stranger = threading.Thread(target=drip)
+        stranger.start()
+        with pytest.raises(TimeoutError):
+            call(listener.getsockname()[:2], "worker 0", "server 0", TOKEN, 0.3)
+        assert len(said) < NONCE
+        stranger.join()
+
+
+def test_a_server_calls_the_one_again_whose_copies_it_has() -> None:
+    """The other may not call it, and would wait for it without end."""
+    start = nn.Parameter(torch.zeros(3))
+    terms = Terms(Recipe.of(torch.optim.SGD([start], lr=0.1), [[start]]))
+    follower = Server(1, first_layout([0], 2, [[0]], replicas=1), terms, beat=0.02)
+    leader, owner = Port("manager", TOKEN, 1 << 24), Port("server 0", TOKEN, 1 << 24)
+    copy = Port("server 1", TOKEN, 1 << 10)
+    cards = {port.name: own_card(port.name, port.address) for port in (leader, owner, copy)}
+    leader.meet(cards, [])
+    owner.meet(cards, [])
+
+    def serves() -> None:
+        copy.meet(cards, ["manager", "server 0"])
+        serve(follower, copy, Surroundings(Group()))
+
+    def gone() -> bool:
+        list(leader.hear(0.001))
+        return any(isinstance(said, Gone) for _, said in owner.hear(0.001))
+
+    def reached() -> bool:
+        gone()
+        return owner.reaches("server 1") and leader.reaches("server 1")
+
+    life = threading.Thread(target=serves)
+    life.start()
+    soon(reached)
+    # A frame that is longer than any that is expected there: it hangs up.
+    owner.say("server 1", push(torch.zeros(1 << 10)))
+    soon(gone)
+    soon(reached)
+    leader.say("server 1", Over(""))
+    leader.close()
+    life.join()
+    copy.close()
+    owner.close()

@@ -5,6 +5,7 @@ A worker that dies is killed in the midst of its work, by a loss that the test h
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -127,6 +128,57 @@ def test_workers_go_on_when_one_is_killed_and_no_example_is_left_out(tmp_path: P
         )
         < 1e-12
     )
+
+
+def kills_server(file: Path, number: int, at: int, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy, in whose `at`-th call the first process to get so far kills a server."""
+    calls = kills_server.__dict__
+    calls["count"] = calls.get("count", 0) + 1
+    if calls["count"] == at and torch.is_grad_enabled() and _first(file):
+        os.kill(_siblings()[1 + number], signal.SIGKILL)
+    return F.cross_entropy(outputs, targets)
+
+
+def _siblings() -> list[int]:
+    """The processes of all ranks, in order: children of one, in the order of their birth."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getppid():
+            found.append((int(fields[19]), int(folder.name)))
+    return [process for _, process in sorted(found)]
+
+
+def test_a_server_that_dies_without_a_copy_is_named_with_its_keys(tmp_path: Path) -> None:
+    task = small_task(loss=partial(kills_server, tmp_path / "killed", 1, 4))
+    with pytest.raises(PeerLostError) as raised:
+        train(task, dure.ParameterServer(2, 2, batch_size=8))
+    assert raised.value.ranks == (2,)
+    said = str(raised.value)
+    assert said.startswith("rank 2 was killed by SIGKILL")
+    assert "with server 1 went the float64 keys 108 to 214, of which nobody has a copy" in said
+    assert "replicas=1" in said
+
+
+def bag() -> torch.nn.Module:
+    """The mean of words from a sparse table, and a layer."""
+    table = torch.nn.EmbeddingBag(23, 4, sparse=True)
+    return torch.nn.Sequential(table, torch.nn.Linear(4, 3)).double()
+
+
+def test_a_server_of_a_table_dies_and_no_bit_changes(tmp_path: Path) -> None:
+    ids = torch.randint(23, (41, 5), generator=torch.Generator().manual_seed(0))
+    words = dure.Examples(ids, ids.sum(dim=1) % 3)
+    adagrad = partial(torch.optim.Adagrad, lr=0.1)
+    task = small_task(model=bag, train=words, test=words, optimizer=adagrad)
+    strategy = dure.ParameterServer(3, 2, batch_size=8, replicas=1)
+    loss = partial(kills_server, tmp_path / "killed", 1, 4)
+    run = train(dataclasses.replace(task, loss=loss), strategy)
+    assert run.summary["facts"][0]["parameter_server"]["lost"][0][0] == "server 1"
+    assert same_bits(run, train(task, strategy, world=dure.Simulated()))
 
 
 def test_without_a_bound_what_a_dead_worker_had_is_dealt_out_again(tmp_path: Path) -> None:

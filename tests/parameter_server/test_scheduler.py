@@ -24,6 +24,8 @@ def test_each_part_is_done_once_whoever_asks_and_whoever_dies(
     for who, dies in [*turns, *[(who, False) for who in range(workers)] * 400]:
         who %= workers
         if who not in alive:
+            # It was stopped, and wakes.
+            assert not scheduler.deal(who)
             continue
         works = scheduler.deal(who)
         if dies and len(alive) > 1:

@@ -75,9 +75,15 @@ def task(model: Any = Classifier, **changes: Any) -> dure.Task:
     return dure.Task(**{**fields, **changes})
 
 
-def served(task: dure.Task, stop: dure.Stop = STOP, world: Any = None, **fields: Any) -> dure.Run:
+def served(
+    task: dure.Task,
+    stop: dure.Stop = STOP,
+    world: Any = None,
+    out: Path | None = None,
+    **fields: Any,
+) -> dure.Run:
     strategy = dure.ParameterServer(**{"batch_size": 8, **fields})
-    return dure.train(task, strategy, world or dure.Simulated(), stop)
+    return dure.train(task, strategy, world or dure.Simulated(), stop, out=out)
 
 
 def alone(task: dure.Task) -> dure.Run:
@@ -160,6 +166,23 @@ def test_real_processes_have_the_bits_of_the_simulation() -> None:
         ]
 
     assert workers(run) == workers(twin)
+
+
+def test_lists_that_are_longer_than_the_table_reach_a_copy_and_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    # Sixteen lists of 7,000 rows for each of four workers, of a table whose rows have 4 bytes.
+    rows = 20_000
+    ids = torch.randint(rows, (64, 5_000), generator=torch.Generator().manual_seed(0))
+    own = task(
+        partial(nn.EmbeddingBag, rows, 1, sparse=True, mode="sum"),
+        loss=lambda outputs, targets: outputs.square().mean(),
+        train=dure.Examples(ids, torch.zeros(64)),
+        test=dure.Examples(ids[:1], torch.zeros(1)),
+        optimizer=partial(torch.optim.SGD, lr=1e-6),
+    )
+    run = served(own, dure.Stop(epochs=1), dure.Processes(6), tmp_path, workers=4, batch_size=4)
+    assert run.summary["ended"] == "epochs"
 
 
 def test_bytes_are_those_of_the_rows_and_the_list_is_sent_once() -> None:

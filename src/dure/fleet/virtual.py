@@ -5,7 +5,8 @@
     it is dealt with                  when the receiver has dealt with what came before
     a node's `wake`                   it is told that time has passed
 
-So many workers at one server's link wait for each other, as they would. Links between distinct
+So many workers at one server's link wait for each other, as they would. A calendar has when each
+node wakes, so that an event costs no look at all nodes. Links between distinct
 nodes carry messages in order; a `Fate` may lose, repeat or delay each of them. Everything is a
 function of what is put in: the same nodes and fates have the same history.
 """
@@ -83,6 +84,10 @@ class _Inhabitant:
 
     node: Node
     link: Link
+    place: int
+    """Of those that wake at one time, the one of the lowest place is the first."""
+    wakes: float = math.inf
+    """When it wakes, as the calendar has it."""
     out_free: float = 0.0
     in_free: float = 0.0
     traffic: Traffic = field(default_factory=lambda: Traffic([], []))
@@ -103,10 +108,15 @@ class VirtualNetwork:
         self._queue: list[tuple[float, int, str, str, Message]] = []
         """(when, which in the order of making, from, to, what)."""
         self._made = 0
+        self._calendar: list[tuple[float, int, str]] = []
+        """(when, place, who): of every node when it wakes, and much that is not so any more."""
 
     def add(self, name: str, node: Node, link: Link = Link()) -> None:
         """A node begins to live here; one of that name before is gone."""
-        self._nodes[name] = _Inhabitant(node, link, self.now, self.now)
+        before = self._nodes.get(name)
+        place = len(self._nodes) if before is None else before.place
+        self._nodes[name] = _Inhabitant(node, link, place, out_free=self.now, in_free=self.now)
+        self._note(name)
 
     def kill(self, name: str) -> None:
         """A node is gone, without a word."""
@@ -115,6 +125,7 @@ class VirtualNetwork:
     def stop(self, name: str, seconds: float) -> None:
         """A node hears and does nothing for a time; what comes meanwhile waits for it."""
         self._nodes[name].until = self.now + seconds
+        self._note(name)
 
     def send(self, sender: str, said: Sequence[Envelope]) -> None:
         """What a node says, on its way."""
@@ -137,15 +148,17 @@ class VirtualNetwork:
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
         """Lets time pass until `until` holds; whether it did before `limit`."""
+        # Nodes may have been told something since, past the network.
+        for name in self._nodes:
+            self._note(name)
         while not until():
-            if not self.step(limit):
+            if not self._step(limit):
                 return False
         return True
 
-    def step(self, limit: float = math.inf) -> bool:
+    def _step(self, limit: float) -> bool:
         """The next thing that happens; False where nothing does before `limit`."""
-        name = min(self._alive(), key=self._wakes, default=None)
-        wakes = math.inf if name is None else self._wakes(name)
+        wakes, name = self._first()
         arrives = self._queue[0][0] if self._queue else math.inf
         if min(wakes, arrives) > limit or min(wakes, arrives) == math.inf:
             return False
@@ -154,13 +167,13 @@ class VirtualNetwork:
             self.now = max(self.now, when)
             self._deliver(sender, receiver, message)
         else:
-            assert name is not None
             self.now = max(self.now, wakes)
             one = self._nodes[name]
             held, one.held = one.held, []
             for sender, message in held:
                 self._deliver(sender, name, message)
             self.send(name, one.node.tick(self.now))
+            self._note(name)
         return True
 
     def traffic(self, name: str) -> Traffic:
@@ -169,12 +182,23 @@ class VirtualNetwork:
         found, one.traffic = one.traffic, Traffic([], [])
         return found
 
-    def _alive(self) -> list[str]:
-        return [name for name, one in self._nodes.items() if not one.gone]
+    def _first(self) -> tuple[float, str]:
+        """Who wakes first, and when; nobody where that is never."""
+        while self._calendar:
+            when, _, name = self._calendar[0]
+            one = self._nodes[name]
+            if not one.gone and one.wakes == when:
+                return when, name
+            heapq.heappop(self._calendar)
+        return math.inf, ""
 
-    def _wakes(self, name: str) -> float:
+    def _note(self, name: str) -> None:
+        """Writes into the calendar when a node wakes, if that has changed."""
         one = self._nodes[name]
-        return max(one.node.wake, one.until)
+        wakes = max(one.node.wake, one.until)
+        if wakes != one.wakes:
+            one.wakes = wakes
+            heapq.heappush(self._calendar, (wakes, one.place, name))
 
     def _deliver(self, sender: str, receiver: str, message: Message) -> None:
         one = self._nodes[receiver]
@@ -186,6 +210,7 @@ class VirtualNetwork:
         if size := nbytes(message):
             one.traffic.received.append(size)
         self.send(receiver, one.node.receive(sender, message, self.now))
+        self._note(receiver)
 
 
 def nbytes(node: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
@@ -42,6 +43,8 @@ class DownpourPlan(Plan):
     gamma: float | None
     alpha: float | None
     runs: tuple[Run, ...] = ()
+
+    copies_field: ClassVar[str] = "copies"
 
     def made_for(self, task: Task, model: nn.Module) -> DownpourPlan:
         # A worker for each stage of each replica, where there are several.

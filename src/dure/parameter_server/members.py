@@ -73,5 +73,5 @@ class Members(msgspec.Struct, frozen=True):
         times: (worker, its pushes). One that takes part no more is waited for until its last part
         is there.
         """
-        waited = (time for worker, time in times if worker in self.at(time))
-        return min(waited, default=math.inf)
+        there = {time: frozenset(self.at(time)) for time in {time for _, time in times}}
+        return min((time for worker, time in times if worker in there[time]), default=math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ class Plan:
     slows_stale: bool
     clip_norm: float | None
     compression: Compression
+
+    copies_field: ClassVar[str] = "replicas"
+    """What users call `replicas`."""
 
     @property
     def workers(self) -> list[int]:

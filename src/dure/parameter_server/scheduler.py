@@ -54,6 +54,7 @@ class Scheduler:
         """Parts that were dealt out for the first time."""
         self._again: list[Work] = []
         self._out: dict[int, list[Work]] = {}
+        self._gone: set[int] = set()
 
     def next(self, worker: int, clock: int, asked: Work | None = None) -> Work | None:
         """What a worker does at its clock; None where it has nothing to do now.
@@ -67,6 +68,9 @@ class Scheduler:
             return Work(clock, workers.index(worker), len(workers))
         if asked is not None:
             return asked
+        # One that was stopped, and given up, may wake and ask.
+        if worker in self._gone:
+            return None
         work = self._again.pop(0) if self._again else self._fresh()
         if work is not None:
             self._out.setdefault(worker, []).append(work)
@@ -95,7 +99,8 @@ class Scheduler:
         self._again += works
 
     def gone(self, worker: int) -> None:
-        """A worker was given up: what it had is dealt out again."""
+        """A worker was given up: what it had is dealt out again, and it gets nothing any more."""
+        self._gone.add(worker)
         self._again += self._out.pop(worker, [])
 
     @property

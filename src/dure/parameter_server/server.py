@@ -66,7 +66,7 @@ class Owned:
     waiting: dict[int, Step] = field(default_factory=dict)
     sent: float = -math.inf
     cut: bool = False
-    """Whether the way to the replica broke since then."""
+    """Whether what was said may have been lost since then: the way broke, or it was refused."""
 
 
 @dataclass
@@ -225,6 +225,12 @@ class Server:
 
     # Replicas
 
+    @property
+    def follows(self) -> set[str]:
+        """The servers that answer for the shards of which this one has the copies."""
+        owners = (self.layout.shards[number].owner for number in self.copies)
+        return {server(owner) for owner in owners if owner is not None}
+
     def cut(self, node: str) -> None:
         """The connection to a node broke, which it may survive."""
         for one in self.owned.values():
@@ -243,6 +249,7 @@ class Server:
         assert one.replica is not None
         to = server(one.replica)
         one.sent = now
+        one.cut = False
         said: list[Envelope] = []
         if one.snapshot:
             shard = one.shard
@@ -308,15 +315,21 @@ class Server:
         if one is None or message.epoch != one.epoch:
             return []
         one.snapshot = False
-        one.cut = False
         said: list[Envelope] = []
         while one.waiting and one.shard.version < message.number:
             said += self._apply(one, one.waiting.pop(one.shard.version))
         one.sent = now
+        # Else something after this may still be lost.
+        one.cut = one.cut and self._expects(one)
         return said
 
     def _refused(self, sender: str, message: Refused, now: float) -> list[Envelope]:
-        # Whoever refuses knows another layout: the manager has the newest.
+        # Whoever refuses knows another layout: the manager has the newest. Where that is the one of
+        # this server, the other will hear of it, and is told again.
+        one = self.owned.get(message.shard)
+        if one is not None:
+            one.cut = True
+            one.sent = now
         return self._beats(now)
 
     # The manager

@@ -41,6 +41,8 @@ from dure.tasks.loss_shares import scale_of
 from dure.tensors.blocks import Blocks
 
 Asks = TypeVar("Asks", Push, Pull)
+Floors = dict[tuple[int, int, int], float]
+"""By group, first key and last key + 1."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Shard:
             # Asked again, as an answer seems to have been lost: but it may be in use by now, and
             # must not change.
             pull = msgspec.structs.replace(pull, into=None)
-        values = self._answer(pull, layout)
+        values = self._answer(pull, layout, {})
         if values is None:
             self._waiting[pull.worker] = pull
         else:
@@ -254,20 +256,29 @@ class Shard:
     def answers(self, layout: Layout) -> list[Values]:
         """The answers to all pulls that have waited, and need wait no more."""
         found = []
+        floors: Floors = {}
         for worker, pull in list(self._waiting.items()):
-            values = self._answer(pull, layout)
+            values = self._answer(pull, layout, floors)
             if values is not None:
                 del self._waiting[worker]
                 found.append(values)
         return found
 
-    def _answer(self, pull: Pull, layout: Layout) -> Values | None:
-        own = self.clock.least(pull.start, pull.stop, pull.worker)
-        floor: float = 0.0
-        if pull.worker >= 0:
-            members = layout.groups[layout.group_of(pull.worker)]
+    def _floor(self, pull: Pull, layout: Layout, floors: Floors) -> float:
+        """How many pushes are there of each worker of a group that is waited for.
+
+        floors: those that were found before, since nothing has changed.
+        """
+        key = (layout.group_of(pull.worker), pull.start, pull.stop)
+        if key not in floors:
+            members = layout.groups[key[0]]
             times = [(w, self.clock.least(pull.start, pull.stop, w)) for w in members.workers]
-            floor = members.floor(times)
+            floors[key] = members.floor(times)
+        return floors[key]
+
+    def _answer(self, pull: Pull, layout: Layout, floors: Floors) -> Values | None:
+        own = self.clock.least(pull.start, pull.stop, pull.worker)
+        floor = self._floor(pull, layout, floors) if pull.worker >= 0 else 0.0
         if pull.clock is not None:
             staleness = self.terms.staleness
             if own < pull.own or (staleness is not None and floor < pull.clock - staleness):

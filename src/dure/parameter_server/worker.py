@@ -41,7 +41,7 @@ from dure.parameter_server.messages import (
 from dure.parameter_server.tables import Rows
 
 RETURN = 0.3
-"""Seconds until something is said again to a node whose connection broke."""
+"""Seconds until something is said again to a node whose connection broke, or that refused it."""
 
 Again = Callable[[int, int, Tensor, Tensor, float], None]
 """again(shard, start, values, gradient, weight): applies an own push to values once more."""
@@ -66,7 +66,7 @@ class Portion:
     sent: float = math.inf
     """When what is expected was said last."""
     cut: bool = False
-    """Whether the way to the server broke since then: what was said may have been lost."""
+    """Whether what was said may have been lost since then: the way broke, or it was refused."""
     answer: Values | None = None
     rows: Tensor | None = None
     known: dict[int, None] = field(default_factory=dict)
@@ -300,8 +300,7 @@ class WorkerSide:
         if isinstance(message, Refused):
             if message.reason == "rows":
                 return self._explain(message.shard, now)
-            # The manager has the newest layout.
-            return self._beats(now)
+            return self._refused(message.shard, now)
         if not isinstance(message, Values | Acknowledged):
             return []
         portion = self._portion(message.shard)
@@ -320,10 +319,18 @@ class WorkerSide:
             for clock, push in portion.kept.items():
                 if clock < portion.safe:
                     portion.heard(push)
-        portion.cut = False
         portion.forget(self.again is not None)
         self._look(portion, now)
         return []
+
+    def _refused(self, shard: int, now: float) -> list[Envelope]:
+        """One of both knows an older layout, or a lease is over. The manager has the newest of
+        both; where this worker has it, the server is told again."""
+        portion = self._portion(shard)
+        if portion is not None:
+            portion.cut = True
+            self._look(portion, now)
+        return self._beats(now)
 
     def _explain(self, shard: int, now: float) -> list[Envelope]:
         """Sends the rows that a server does not know by their digest."""
@@ -338,6 +345,10 @@ class WorkerSide:
             return []
         before = self.layout
         self.layout = layout
+        if self.given_up:
+            for portion in self.portions:
+                self._look(portion, now)
+            return []
         said: list[Envelope] = []
         for portion in self.portions:
             if layout.shards[portion.shard].epoch != before.shards[portion.shard].epoch:
@@ -379,6 +390,7 @@ class WorkerSide:
         return [(MANAGER, Beat(self.name, self.layout.version, now, clock=self.clock))]
 
     def _again(self, portion: Portion, now: float) -> list[Envelope]:
+        portion.cut = False
         said: list[Envelope] = []
         for clock in sorted(portion.kept):
             if clock >= portion.safe:
@@ -400,7 +412,11 @@ class WorkerSide:
 
     def _look(self, portion: Portion, now: float) -> None:
         """From now on it waits, or waits for nothing."""
-        portion.sent = now if self._awaits(portion) else math.inf
+        waits = self._awaits(portion)
+        # What is said of a life that is over counts for nothing.
+        portion.sent = now if waits and not self.given_up else math.inf
+        # Of several things one may be lost and another answered.
+        portion.cut = portion.cut and waits
 
     def _awaits(self, portion: Portion) -> bool:
         """Whether a pull is to be answered, or a push acknowledged."""

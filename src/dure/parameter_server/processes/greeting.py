@@ -16,6 +16,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 
 NONCE = 16
 PROOF = 32
@@ -30,12 +31,13 @@ def call(
 
     Raises OSError if it is not there, or is another.
     """
+    until = time.monotonic() + seconds
     there = socket.create_connection(address, timeout=seconds)
     try:
-        nonce = _exactly(there, NONCE)
+        nonce = _exactly(there, NONCE, until)
         own = os.urandom(NONCE)
         there.sendall(_said(name, own, nonce, token))
-        if not hmac.compare_digest(_exactly(there, PROOF), _answer(token, own, other)):
+        if not hmac.compare_digest(_exactly(there, PROOF, until), _answer(token, own, other)):
             raise ConnectionError("it does not know the job's token")
         return there
     except BaseException:
@@ -105,10 +107,14 @@ def _proof(token: bytes, role: bytes, nonce: bytes, name: bytes) -> bytes:
     return hmac.digest(token, role + nonce + name, "sha256")
 
 
-def _exactly(there: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError at the end of the stream."""
+def _exactly(there: socket.socket, count: int, until: float) -> bytes:
+    """So many bytes. Raises ConnectionError at the end of the stream, TimeoutError when it is late.
+
+    A stranger may say a byte now and then for ever.
+    """
     found = b""
     while len(found) < count:
+        there.settimeout(max(0.001, until - time.monotonic()))
         more = there.recv(count - len(found))
         if not more:
             raise ConnectionError("it closed the connection")

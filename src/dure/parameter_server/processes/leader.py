@@ -65,8 +65,8 @@ Errors = dict[int, list[Tensor]]
 class Leader:
     """Leads from `start` to `end`.
 
-    portions: all shards, as those of a worker. deadline: seconds for which others wait for a worker
-    that lives and makes no step.
+    portions: all shards, as those of a worker. holds: what each shard holds, in words. deadline:
+    seconds for which others wait for a worker that lives and makes no step.
     """
 
     def __init__(
@@ -74,11 +74,13 @@ class Leader:
         plan: Plan,
         manager: Manager,
         portions: Sequence[tuple[int, int, int]],
+        holds: Sequence[str],
         port: Port,
         deadline: float,
     ) -> None:
         self.plan = plan
         self.manager = manager
+        self.holds = holds
         self.port = port
         self.schedulers = [
             Scheduler(members, bounded=not plan.deals) for members in manager.layout.groups
@@ -356,22 +358,24 @@ class Leader:
     def _look_at_losses(self) -> None:
         for loss in self.manager.losses:
             if loss.shards:
-                shards = ", ".join(map(str, loss.shards))
+                name = server(loss.server)
+                held = " and ".join(self.holds[shard] for shard in loss.shards)
+                advice = "" if self.plan.replicas else f" ({self.plan.copies_field}=1 keeps one)"
                 raise PeerLostError(
-                    (rank_of(server(loss.server), self.plan),),
-                    f"the run: with it went the weights of shard {shards}, of which nobody has a "
-                    f"copy (replicas=1 keeps one)",
+                    (rank_of(name, self.plan),),
+                    "training",
                     "the round",
-                    loss.reason,
+                    f"{loss.reason}; with {name} went {held}, of which nobody has a copy{advice}",
                 )
         for group in self.plan.groups:
-            if all(worker(who) in self.manager.dead for who in group):
-                who = group[-1]
+            names = [worker(who) for who in group]
+            if all(name in self.manager.dead for name in names):
+                reasons = ", ".join(f"{name} {self.manager.dead[name]}" for name in names)
                 raise PeerLostError(
-                    (rank_of(worker(who), self.plan),),
-                    "the run: nobody is left of its group",
+                    tuple(rank_of(name, self.plan) for name in names),
+                    "training",
                     "the round",
-                    self.manager.dead[worker(who)],
+                    f"are lost, and nobody is left of their group: {reasons}",
                 )
 
     def _alive(self) -> list[int]:

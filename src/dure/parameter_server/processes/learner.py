@@ -55,8 +55,7 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
     """
     model = place.model(task, seed)
     plan = plan.made_for(task, model)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    port = meet(place.group, plan, nbytes)
+    port = meet(place.group, plan, model)
     pipeline = pipeline_of(place.group, plan)
     rank = place.group.rank
     place.outlives()
@@ -107,8 +106,7 @@ class ProcessesLearner(Learner):
         self.model = place.model(task, seed).train()
         plan = plan.made_for(task, self.model)
         self.plan = plan
-        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
-        port = meet(place.group, plan, nbytes)
+        port = meet(place.group, plan, self.model)
         pipeline_of(place.group, plan)
         place.outlives()
         self.terms = plan.terms_with_tables(task, self.model, seed)
@@ -138,7 +136,7 @@ class ProcessesLearner(Learner):
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
         self.server_meters = [Meter(server(n), is_worker=False) for n in range(plan.servers)]
         self.manager = Manager(layout, plan.servers, plan.staleness, PATIENCE, plan.replicas)
-        self.leader = Leader(plan, self.manager, portions, port, place.deadline)
+        self.leader = Leader(plan, self.manager, portions, self._holds(), port, place.deadline)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
         self._before: dict[str, Counters] = {}
@@ -149,6 +147,21 @@ class ProcessesLearner(Learner):
         self._states: Sequence[Mapping[str, Any]] = first_states(
             self.shards, self.computing, self.terms, self.table_shards
         )
+
+    def _holds(self) -> list[str]:
+        """What each shard holds, in words."""
+        vectors = self.computing.flat.buffers
+        dtypes = [str(vector.dtype).removeprefix("torch.") for vector in vectors]
+        return [
+            *(
+                f"the {dtypes[keys.vector]} keys {keys.start} to {keys.stop - 1}"
+                for keys in self.shards
+            ),
+            *(
+                f"rows {keys.start} to {keys.stop - 1} of {self.terms.tables[keys.vector].name}"
+                for keys in self.table_shards
+            ),
+        ]
 
     def flops_per_step(self) -> float:
         return flops_per_step(

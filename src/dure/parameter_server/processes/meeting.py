@@ -12,10 +12,12 @@ import os
 
 import msgspec
 import torch.distributed as dist
+from torch import nn
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.two_hosts.across import address_towards
 from dure.machine.cores import available_cores
+from dure.parameter_server.digests import MOST as LISTS
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.memory import Card, own_card
@@ -27,6 +29,8 @@ be woken takes about as long as a small step."""
 
 SLACK = 1 << 20
 """Bytes of a frame besides the weights, or what an optimizer remembers of them."""
+ROW = 8
+"""Bytes of the number of a row."""
 
 
 def ranks_of(plan: Plan) -> int:
@@ -49,15 +53,14 @@ def rank_of(name: str, plan: Plan) -> int:
     return names.index(name)
 
 
-def meet(group: Group, plan: Plan, nbytes: int) -> Port:
+def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
     """This rank's port, connected to those that it talks to. All ranks call it together.
 
-    nbytes: of the weights. Raises PeerLostError if a rank does not come.
+    Raises PeerLostError if a rank does not come.
     """
     token = group.broadcast_bytes(os.urandom(32) if group.rank == 0 else None)
     name = name_of(group.rank, plan)
-    # What an optimizer remembers is a few times the weights.
-    port = Port(name, token, most=8 * nbytes + SLACK, host=_own_address(group))
+    port = Port(name, token, most=_most(plan, model), host=_own_address(group))
     cards = group.gather_bytes(msgspec.json.encode(own_card(name, port.address)))
     told = group.broadcast_bytes(b"[" + b",".join(cards) + b"]" if group.rank == 0 else None)
     known = {card.name: card for card in msgspec.json.decode(told, type=list[Card])}
@@ -69,6 +72,15 @@ def meet(group: Group, plan: Plan, nbytes: int) -> Port:
     if len(here) <= available_cores():
         port.spin = SPIN
     return port
+
+
+def _most(plan: Plan, model: nn.Module) -> int:
+    """Bytes that a frame may have: those of a whole shard, for a copy or a checkpoint."""
+    # What an optimizer remembers is a few times the weights.
+    weights = 8 * sum(parameter.nbytes for parameter in model.parameters())
+    # A table has the numbers of its rows besides, and the lists of them that workers have sent.
+    rows = sum(len(keys) for keys in plan.table_shards(model))
+    return weights + ROW * rows * (1 + LISTS * len(plan.workers)) + SLACK
 
 
 def pipeline_of(group: Group, plan: Plan) -> Group:

@@ -45,12 +45,15 @@ _LARGE = 1 << 16
 _PIECES = 16
 """That leave in one system call."""
 
+_KEPT_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""A connection over which nothing comes for 30 s has ended."""
+
 _STAY = (messages.Push, messages.Values, messages.Replicate, Shipped)
 """Messages whose tensors nobody changes until they have been answered: they leave uncopied."""
 
 
 class Gone(NamedTuple):
-    """The connection to a process has ended."""
+    """The connection to a process has ended. reason: what that process did."""
 
     reason: str
 
@@ -155,7 +158,7 @@ class Port:
         while any(line.leaving for line in self._lines.values()) and time.monotonic() < until:
             self._look(0.01)
         for line in list(self._lines.values()):
-            self._drop(line, "this end was closed")
+            self._forget(line)
         for caller in self._callers:
             caller.socket.close()
         self._heard.clear()
@@ -209,7 +212,7 @@ class Port:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._drop(line, error.strerror or str(error))
+            self._broke(line, error)
             return
         full = bool(line.leaving)
         if full != line.full:
@@ -264,7 +267,7 @@ class Port:
                 room = line.incoming.room()
                 count = line.socket.recv_into(room)
                 if not count:
-                    self._drop(line, "it closed the connection")
+                    self._drop(line, "closed the connection")
                     return
                 for frame in line.incoming.came(count):
                     self._take(line.name, frame)
@@ -273,9 +276,9 @@ class Port:
         except BlockingIOError:
             return
         except FrameError as error:
-            self._drop(line, f"it sent what is no message: {error}")
+            self._drop(line, f"sent what is no message: {error}")
         except OSError as error:
-            self._drop(line, error.strerror or str(error))
+            self._broke(line, error)
 
     def _take(self, sender: str, frame: Came) -> None:
         """A frame has come. Raises FrameError if it is none of this job."""
@@ -337,6 +340,7 @@ class Port:
     def _add(self, name: str, there: socket.socket) -> Line:
         there.setblocking(False)
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _look_after(there)
         line = Line(name, there, Incoming(self.most, self._blocks))
         former = self._lines.get(name)
         if former is not None:
@@ -345,6 +349,9 @@ class Port:
         self._lines[name] = line
         self._selector.register(there, selectors.EVENT_READ, line)
         return line
+
+    def _broke(self, line: Line, error: OSError) -> None:
+        self._drop(line, f"broke the connection ({error.strerror or error})")
 
     def _drop(self, line: Line, reason: str) -> None:
         if self._lines.get(line.name) is line:
@@ -357,6 +364,17 @@ class Port:
             self._selector.unregister(line.socket)
         line.leaving.clear()
         line.socket.close()
+
+
+def _look_after(there: socket.socket) -> None:
+    """Has the system ask a silent peer whether it is there: a host may go without a word.
+
+    One that is stopped is there; it is the manager that gives it up.
+    """
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEPT_ALIVE.items():
+        if hasattr(socket, name):
+            there.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _take_away(pieces: deque[memoryview], count: int) -> None:

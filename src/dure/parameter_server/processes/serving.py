@@ -44,6 +44,9 @@ def serve(server: Server, port: Port, place: Place) -> str:
                 _answer(server, sender, said, port, place)  # type: ignore[arg-type]
         if time.monotonic() >= server.wake:
             _say(server.tick(time.monotonic()), server, port)
+            # Of two servers one calls the other: it calls again, though the other has more to say.
+            for other in server.follows:
+                port.reach(other)
 
 
 def _say(said: list[Envelope], server: Server, port: Port) -> None:

@@ -236,7 +236,9 @@ class Working:
         """Says what it has done, once it has nothing to do."""
         asks = not self.scheduler.bounded and (self._left or self._dealt)
         stands = (self.scheduler.until, self.worker.own.layout.version)
-        if not self.worker.finished or asks or stands == self._reported:
+        # It may have been given what another has left since it said so last.
+        new = stands != self._reported or self._computed or self._done
+        if not self.worker.finished or asks or not new:
             return
         self._reported = stands
         staleness: dict[int, int] = {}

@@ -299,6 +299,8 @@ class Supervisor:
         own = [error for error in errors if not isinstance(error, PeerLostError)]
         if own:
             raise own[0]
+        if self.outlived and isinstance(self.members[0].error, PeerLostError):
+            raise self._with_deaths(self.members[0].error)
         dead = [member for member in self.members if member.death is not None]
         lost = [error for error in errors if isinstance(error, PeerLostError)]
         if dead:
@@ -310,3 +312,9 @@ class Supervisor:
         if lost:
             raise lost[0]
         return self.members[0].result[0]
+
+    def _with_deaths(self, error: PeerLostError) -> PeerLostError:
+        """What rank 0 says of ranks without which it cannot go on, and how they died."""
+        deaths = [str(m.death) for m in self.members if m.rank in error.ranks and m.death]
+        reason = "; ".join(dict.fromkeys([*deaths, error.reason]))
+        return PeerLostError(error.ranks, error.operation, error.step, reason)
