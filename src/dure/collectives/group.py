@@ -492,6 +492,8 @@ class Group:
         message = torch.cat(
             [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         )
+        if not self.backend(message.device):
+            message = message.cpu()  # on a GPU, and the backend carries no such tensors
         with self.during("broadcast of buffers"):
             dist.broadcast(message, self._global[root], group=self.process_group)
         if self.rank == root:

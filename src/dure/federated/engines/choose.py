@@ -150,7 +150,8 @@ def _check_name(wanted: str) -> None:
     where = WAYS[wanted].where
     if where == "processes" and not forks_here():
         raise ValueError(
-            f"the engine {wanted} needs forked processes, which a GPU or this system does not allow"
+            f"the engine {wanted} needs forked processes, which a GPU or this system does not "
+            f"allow: take loop, batched or auto, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
         )
     if where == "ray" and find_spec("ray") is None:
         raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
@@ -207,6 +208,11 @@ class _Made:
         """The engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
+        if self.loop.device.type != "cpu":
+            raise ValueError(
+                f"the engine {inner.name}-ray computes on CPUs, and the model is on "
+                f"{self.loop.device}: take loop, batched or auto"
+            )
         return RayEngine(
             task=self.setting.task,
             model=self.setting.model,
