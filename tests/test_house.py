@@ -40,6 +40,7 @@ ROOMS = [
 
 MAY = {
     ("averaging", "parallel"),
+    ("parameter_server", "parallel"),
     ("references", "errors"),
     ("settings", "errors"),
     ("settings", "references"),

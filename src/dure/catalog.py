@@ -117,6 +117,12 @@ SYSTEMS: dict[str, System] = {
         "servers own the weights by ranges, workers push gradients and pull weights",
         forks=True,
     ),
+    "downpour": System(
+        "dure.parameter_server.downpour",
+        "Downpour",
+        "replicas with data of their own push to servers and fetch, each at its own pace",
+        forks=True,
+    ),
     "hogwild": System(
         "dure.parallel.local.hogwild",
         "Hogwild",

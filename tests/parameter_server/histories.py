@@ -1,7 +1,8 @@
 """Histories of servers and workers under a virtual clock, for tests.
 
 What is learned is small and exact: the examples of batch c pull w towards their mean, with the
-gradient w - mean(x), so that every part of every batch leaves its mark.
+gradient w - mean(x), so that every part of every batch leaves its mark. Where there is a table,
+each example pulls the one row that it reads towards a point of that row and batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.parameter_server.at_work import Worker
-from dure.parameter_server.keys import Vector, divide
+from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.manager import Manager, first_layout
 from dure.parameter_server.messages import MANAGER, Message, Snapshot, server, worker
@@ -24,6 +25,8 @@ from dure.parameter_server.optimizer import Recipe
 from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard, Terms
+from dure.parameter_server.table_shard import TableShard
+from dure.parameter_server.tables import Rows, Table, apart, rule_of
 from dure.parameter_server.virtual import Fate, Link, VirtualNetwork, arrives
 from dure.parameter_server.worker import WorkerSide
 
@@ -41,9 +44,24 @@ def examples_at(clock: int, keys: int) -> Tensor:
     return torch.sin(place * 0.7 + example * 1.3 + clock * 0.11)
 
 
+def reads_at(clock: int, rows: int) -> Tensor:
+    """The row that each example of a batch reads."""
+    return (torch.arange(BATCH) * 5 + clock * 3) % rows
+
+
+def first_of(rows: Tensor) -> Tensor:
+    """What rows are at first."""
+    return torch.cos(rows.double()).unsqueeze(1)
+
+
+def towards(rows: Tensor, clock: int) -> Tensor:
+    """Where a batch pulls the rows that its examples read."""
+    return torch.sin(rows.double() * 0.9 + clock * 0.3).unsqueeze(1)
+
+
 @dataclass
 class History:
-    """A whole system. Weights: `keys` numbers, all 1 at first."""
+    """A whole system. Weights: `keys` numbers, all 1 at first, and a table of `rows`, if any."""
 
     keys: int = 11
     servers: int = 2
@@ -59,14 +77,18 @@ class History:
     """Seconds after which a message is said again."""
     link: Link = INSTANT
     slows: bool = False
+    rows: int = 0
 
     def __post_init__(self) -> None:
         start = nn.Parameter(torch.ones(self.keys, dtype=torch.float64))
         recipe = Recipe.of(self.optimizer([start]), [[start]])
-        self.terms = Terms(recipe, self.staleness, slows=self.slows)
+        self.terms = Terms(recipe, self.staleness, slows=self.slows, tables=self._tables())
         by_server = divide([Vector(self.keys, 8)], self.servers)
         self.shards = [keys for ranges in by_server for keys in ranges]
         owners = [number for number, ranges in enumerate(by_server) for _ in ranges]
+        of_table = divide([Vector(self.rows, 8)], self.servers)
+        self.table_shards = [keys for ranges in of_table for keys in ranges]
+        owners += [number for number, ranges in enumerate(of_table) for _ in ranges]
         layout = first_layout(owners, self.servers, self.groups, self.replicas)
         self.manager = Manager(layout, self.servers, self.staleness, self.patience, self.replicas)
         self.network = VirtualNetwork(self.fate)
@@ -77,9 +99,8 @@ class History:
         ]
         for node in self.nodes:
             self.network.add(node.name, node, self.link)
-        for number, keys in enumerate(self.shards):
-            values = torch.ones(len(keys), dtype=torch.float64)
-            first = Shard(number, keys, values, self.terms).state()
+        for number, keys in enumerate([*self.shards, *self.table_shards]):
+            first = self._first(number, keys).state()
             to = server(owners[number])
             # By hand, since it is no subject of the histories that the beginning gets lost.
             said = self.nodes[owners[number]].receive(
@@ -93,6 +114,7 @@ class History:
                 compute=self._compute,
                 seconds=self.seconds,
                 other=self._other,
+                rows=self._reads,
             )
             for group in self.groups
             for who in group
@@ -100,8 +122,21 @@ class History:
         for who, one in self.workers.items():
             self.network.add(worker(who), one)
 
+    def _tables(self) -> list[Table]:
+        if not self.rows:
+            return []
+        made = self.optimizer([nn.Parameter(torch.ones(self.rows, 1))])
+        rule = rule_of(type(made), made.param_groups[0], "table")
+        return [Table("table", self.rows, 1, torch.float64, rule, first_of)]
+
+    def _first(self, number: int, keys: Range) -> Shard:
+        if number >= len(self.shards):
+            return TableShard(number, keys, self.terms)
+        return Shard(number, keys, torch.ones(len(keys), dtype=torch.float64), self.terms)
+
     def side(self, who: int, layout: Layout, **options: Any) -> WorkerSide:
-        portions = [(n, keys.start, keys.stop) for n, keys in enumerate(self.shards)]
+        shards = enumerate([*self.shards, *self.table_shards])
+        portions = [(n, keys.start, keys.stop) for n, keys in shards]
         again = self._again if self.terms.recipe.plain and self.staleness != 0 else None
         return WorkerSide(
             who, layout, portions, again=again, **{"beat": 0.25, "patience": self.again, **options}
@@ -120,14 +155,27 @@ class History:
         scheduler.until = self.clocks
         return scheduler.next(side.number, side.clock)
 
+    def _reads(self, side: WorkerSide, work: Work) -> list[Tensor]:
+        """The rows of the table that a part reads, by shard."""
+        if not self.rows:
+            return []
+        rows = reads_at(work.batch, self.rows).tensor_split(work.parts)[work.part].unique()
+        return [rows[(keys.start <= rows) & (rows < keys.stop)] for keys in self.table_shards]
+
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], float]:
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
+    ) -> tuple[Sequence[Tensor | Rows], float]:
         """A batch of twelve is divided as evenly as its parts allow."""
+        dense, tables = apart(values)
         points = examples_at(work.batch, self.keys).tensor_split(work.parts)[work.part]
-        gradient = torch.cat(list(values)) - points.mean(dim=0)
+        gradient = torch.cat(dense) - points.mean(dim=0)
         weight = len(points) if self.staleness == 0 else len(points) / BATCH
-        return gradient.split([len(keys) for keys in self.shards]), weight
+        pulled = []
+        for rows, weights in tables:
+            reads = reads_at(work.batch, self.rows).tensor_split(work.parts)[work.part]
+            share = (reads == rows.unsqueeze(1)).double().mean(dim=1, keepdim=True)
+            pulled.append(Rows(rows, (weights - towards(rows, work.batch)) * share))
+        return [*gradient.split([len(keys) for keys in self.shards]), *pulled], weight
 
     @property
     def observed(self) -> set[int]:
@@ -156,7 +204,7 @@ class History:
     def owners(self) -> list[Shard]:
         """Each shard, where it is answered for."""
         found = []
-        for number in range(len(self.shards)):
+        for number in range(len(self.shards) + len(self.table_shards)):
             owner = self.manager.layout.shards[number].owner
             assert owner is not None
             found.append(self.nodes[owner].owned[number].shard)
@@ -164,8 +212,17 @@ class History:
 
     @property
     def weights(self) -> Tensor:
-        """What the owners have."""
-        return torch.cat([shard.values for shard in self.owners])
+        """What the owners have of the keys."""
+        return torch.cat([shard.values for shard in self.owners[: len(self.shards)]])
+
+    @property
+    def table(self) -> Tensor:
+        """What the owners have of the table, shape (rows, 1)."""
+        shards = [shard for shard in self.owners if isinstance(shard, TableShard)]
+        every = [torch.arange(shard.keys.start, shard.keys.stop) for shard in shards]
+        return torch.cat(
+            [shard.table.pull(rows) for shard, rows in zip(shards, every, strict=True)]
+        )
 
 
 def joint(history: History) -> Tensor:
@@ -174,6 +231,19 @@ def joint(history: History) -> Tensor:
     optimizer = history.optimizer([weights])
     for clock in range(history.clocks):
         weights.grad = weights.detach() - examples_at(clock, history.keys).mean(dim=0)
+        optimizer.step()
+    return weights.detach()
+
+
+def joint_table(history: History) -> Tensor:
+    """The same for the table: what a dense one comes to."""
+    every = torch.arange(history.rows)
+    weights = nn.Parameter(first_of(every))
+    optimizer = history.optimizer([weights])
+    for clock in range(history.clocks):
+        reads = reads_at(clock, history.rows)
+        share = (reads == every.unsqueeze(1)).double().mean(dim=1, keepdim=True)
+        weights.grad = (weights.detach() - towards(every, clock)) * share
         optimizer.step()
     return weights.detach()
 

@@ -72,8 +72,8 @@ def world_of(strategy: Strategy, given: Any) -> World:
 
 
 def _counts_workers(kind: type[Strategy]) -> bool:
-    """Whether the strategy says itself how many workers there are, by a field of that name."""
-    return "workers" in {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    """Whether the strategy's own fields say how many ranks there are."""
+    return kind.led
 
 
 # dure compare: settings

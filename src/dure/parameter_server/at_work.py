@@ -16,6 +16,7 @@ from torch import Tensor
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import Envelope, Message
 from dure.parameter_server.scheduler import Work
+from dure.parameter_server.tables import Rows
 from dure.parameter_server.worker import WorkerSide
 
 Next = Callable[[WorkerSide, Work | None], Work | None]
@@ -24,7 +25,11 @@ Next = Callable[[WorkerSide, Work | None], Work | None]
 asked: None before the weights are asked for. When they have come it is called again, with what it
 has said: who takes part in a clock may have changed until then.
 """
-Compute = Callable[[WorkerSide, Work, Sequence[Tensor]], tuple[Sequence[Tensor], float]]
+Wanted = Callable[[WorkerSide, Work], Sequence[Tensor]]
+"""rows(side, work): the rows of tables that a part reads, by portion of tables."""
+Compute = Callable[
+    [WorkerSide, Work, Sequence[Tensor | Rows]], tuple[Sequence[Tensor | Rows], float]
+]
 """compute(side, work, values): the gradients of a part, by portion, and what they count."""
 Seconds = Callable[[int, int], float]
 """seconds(worker, clock): how long that takes."""
@@ -36,7 +41,7 @@ class Job:
 
     side: WorkerSide
     work: Work
-    gradients: Sequence[Tensor] | None = None
+    gradients: Sequence[Tensor | Rows] | None = None
     weight: float = 0.0
 
 
@@ -44,7 +49,7 @@ class Worker:
     """A worker, and those for which it speaks.
 
     own: its side. other: makes the side that speaks for a worker that was given up. done: is told
-    what every server has.
+    what every server has. rows: what is to be pulled of tables.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Worker:
         seconds: Seconds,
         other: Callable[[Owed, Layout], WorkerSide],
         done: Callable[[WorkerSide, Work], None] = lambda side, work: None,
+        rows: Wanted = lambda side, work: (),
     ) -> None:
         self.own = own
         self.next = next
@@ -62,6 +68,7 @@ class Worker:
         self.seconds = seconds
         self.other = other
         self.done = done
+        self.rows = rows
         self.computed = 0.0
         """Seconds that it has computed."""
         self._others: dict[Owed, WorkerSide] = {}
@@ -150,7 +157,7 @@ class Worker:
             work = None if over or side in busy else self.next(side, None)
             if work is not None:
                 self._jobs.append(Job(side, work))
-                said += side.pull(now, side.clock)
+                said += side.pull(now, side.clock, self.rows(side, work))
         for job in list(self._jobs):
             if self._computing is None and job.side.arrived:
                 values = job.side.take()
@@ -158,7 +165,12 @@ class Worker:
                 if work is None:
                     self._jobs.remove(job)
                     continue
-                job.work = work
+                if work != job.work:
+                    job.work = work
+                    if rows := self.rows(job.side, work):
+                        # Those that have come are of the part that it was to have before.
+                        said += job.side.pull(now, job.side.clock, rows)
+                        continue
                 job.gradients, job.weight = self.compute(job.side, job.work, values)
                 seconds = self.seconds(job.side.number, job.side.clock)
                 self.computed += seconds

@@ -6,8 +6,9 @@ The gradient of a part is that of its mean loss, and has a weight in its batch:
     others               its share of the batch's examples
 
 so that with staleness 0 the parts of a batch add up to the gradient of data parallel. The gradient
-leaves as flat vectors, one a dtype, in the order of the keys. Draws, such as dropout's, are a
-function of the batch and the part, as those of the ranks of data parallel are.
+leaves as flat vectors, one a dtype, in the order of the keys, and for tables as the rows that the
+part has read (`embeddings`). Draws, such as dropout's, are a function of the batch and the part, as
+those of the ranks of data parallel are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +25,21 @@ from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError
+from dure.parameter_server.embeddings import Tables, check_no_tables, dense_of, embeddings_of
 from dure.parameter_server.scheduler import Work
+from dure.parameter_server.tables import Rows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import FlatParameters, by_dtype
 
 
 @dataclass
 class Computed:
     """The gradient of a part, by vector, its weight, and what its loss was.
 
-    loss: the mean over what it has counted. seconds: of computing.
+    loss: the mean over what it has counted. seconds: of computing. rows: the gradients of tables,
+    by shard.
     """
 
     gradients: list[Tensor]
@@ -43,6 +48,7 @@ class Computed:
     counted: float
     examples: int
     seconds: float
+    rows: list[Rows] = field(default_factory=list)
 
 
 class Gradients:
@@ -52,6 +58,9 @@ class Gradients:
     alone what has a gradient of zero; where it does not, every parameter has to have one. groups:
     how many, each of which goes over the data in an order of its own.
     """
+
+    tables: Tables | None = None
+    """Those of the model. One that has some, and nobody who holds them, is refused."""
 
     def __init__(
         self,
@@ -69,12 +78,15 @@ class Gradients:
         self.bulk = bulk
         self.skips = skips
         self.clip_norm = clip_norm
-        self.flat = FlatParameters(model)
+        trained = dense_of(model)
+        self._has_sparse = bool(embeddings_of(model))
+        self.flat = FlatParameters(model, trained)
+        self.buffers = Buffers(model)
         self.examples, self.test = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.examples)
         self.batches = [Batches(len(self.examples), batch_size, seed, n) for n in range(groups)]
         self._names = {id(one): name for name, one in model.named_parameters()}
-        self._vectors = list(by_dtype(trained_of(model)).values())
+        self._vectors = list(by_dtype(trained).values())
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,17 +97,73 @@ class Gradients:
         """Sets the weights, by vector."""
         self.flat.load(vectors)
 
-    def of(self, work: Work, group: int, who: str, out: Sequence[Tensor] | None = None) -> Computed:
+    def rows_of(self, work: Work, group: int) -> list[Tensor]:
+        """The rows of tables that a part reads, by shard of the tables; nothing without tables.
+
+        The same draws are made as by `of`, and the model's buffers stay as they are.
+        """
+        if self.tables is None:
+            return []
+        part, _, place = self._part(work, group)
+        if not len(part):
+            return [one.rows for one in self.tables.empty()]
+        self._seed(place)
+        buffers = [buffer.detach().clone() for buffer in self.buffers.of(self.model)]
+        inputs, _ = self.examples.batch(part)
+        rows = self.tables.asked(lambda: self.model(inputs))
+        self.buffers.load(self.model, buffers)
+        return self.tables.by_shard(rows)
+
+    def of(
+        self,
+        work: Work,
+        group: int,
+        who: str,
+        rows: Sequence[Rows] = (),
+        out: Sequence[Tensor] | None = None,
+    ) -> Computed:
         """The gradient of a part at the weights as they are.
 
-        who: whose it is, for errors. out: where it is written, by vector; by default new memory.
-        Raises LossNotFiniteError for a loss that is not, and
-        ValueError for a parameter without a gradient that the optimizer would move all the same.
+        who: whose it is, for errors. rows: what `rows_of` has asked for, with their values. out:
+        where the rest is written, by vector; by default new memory. Raises LossNotFiniteError for a
+        loss that is not, and ValueError for a parameter without a gradient that the optimizer would
+        move all the same.
         """
+        part, whole, place = self._part(work, group)
+        if self.tables is None:
+            found = self.mean(part, place, who, out)
+        else:
+            with self.tables.holding(rows) as gradients:
+                found = self.mean(part, place, who, out)
+                found.rows = self._rows(gradients(), found.counted)
+        # Data parallel's weight, or a share of the batch.
+        found.weight = found.counted if self.bulk else len(part) / whole
+        return found
+
+    def _part(self, work: Work, group: int) -> tuple[Tensor, int, tuple[int, ...]]:
+        """The examples of a part, how many its batch has, and where it is in the run."""
         batch = self.batches[group].at(work.batch)
-        part = batch.tensor_split(work.parts)[work.part]
         place = (work.batch, work.part) if group == 0 else (work.batch, work.part, group)
+        return batch.tensor_split(work.parts)[work.part], len(batch), place
+
+    def _seed(self, place: tuple[int, ...]) -> None:
         seed_generators(self.seed, "step", *place, everything=self.examples.draws)
+
+    def mean(
+        self,
+        part: Tensor,
+        place: tuple[int, ...],
+        who: str,
+        out: Sequence[Tensor] | None = None,
+    ) -> Computed:
+        """The gradient of the mean loss of these examples, which has weight 1.
+
+        place: where they are in the run, its step first: what is drawn is a function of it. who,
+        out, and what is raised: as in `of`.
+        """
+        if self._has_sparse and self.tables is None:
+            check_no_tables(self.model)
+        self._seed(place)
         started = time.perf_counter()
         if out is None:
             out = [torch.empty_like(vector) for vector in self.flat.buffers]
@@ -108,7 +176,7 @@ class Gradients:
         found = self.losses.mean(self.model(inputs), targets, len(part))
         loss = float(found.loss.item())
         if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, who, f"step {work.batch + 1}")
+            raise LossNotFiniteError(loss, who, f"step {place[0] + 1}")
         found.loss.backward()  # type: ignore[no-untyped-call]
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -116,12 +184,27 @@ class Gradients:
             self._write(vector, found.counted, room)
         return Computed(
             gradients=list(out),
-            weight=found.counted if self.bulk else len(part) / len(batch),
+            weight=1.0,
             loss=loss,
             counted=found.counted,
             examples=len(part),
             seconds=time.perf_counter() - started,
         )
+
+    def _rows(self, found: Sequence[Rows | None], counted: float) -> list[Rows]:
+        """The gradients of tables, by shard; of one that had none, of no row."""
+        assert self.tables is not None
+        gradients = []
+        for one, keys, none in zip(found, self.tables.shards, self.tables.empty(), strict=True):
+            if one is None:
+                self._check_skipped(self.tables.tables[keys.vector].name, counted)
+            gradients.append(none if one is None else one)
+        return gradients
+
+    def _check_skipped(self, name: str, counted: float) -> None:
+        """Raises ValueError where a parameter without a gradient would be moved all the same."""
+        if not self.skips and counted:
+            raise ValueError(no_gradient(name))
 
     def _write(self, parameters: Sequence[nn.Parameter], counted: float, room: Tensor) -> None:
         """Writes the gradients of the parameters of a vector, one after another."""
@@ -129,12 +212,17 @@ class Gradients:
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
-                if not self.skips and counted:
-                    raise ValueError(
-                        f"{self._names[id(parameter)]} has no gradient, and the optimizer at the "
-                        f"servers would move it all the same: freeze it, or take SGD without "
-                        f"momentum and weight decay"
-                    )
+                self._check_skipped(self._names[id(parameter)], counted)
                 gradient = torch.zeros_like(parameter)
+            elif gradient.is_sparse:  # of `F.embedding` on a parameter, such as no module has
+                gradient = gradient.to_dense()
             parts.append(gradient.reshape(-1))
         torch.cat(parts, out=room)
+
+
+def no_gradient(name: str) -> str:
+    """What is wrong where a parameter of this name has no gradient."""
+    return (
+        f"{name} has no gradient, and the optimizer at the servers would move it all the same: "
+        f"freeze it, or take SGD without momentum and weight decay"
+    )

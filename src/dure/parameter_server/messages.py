@@ -43,7 +43,7 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     """A worker's update of the keys from `start` on, its `clock`-th, counted from 0.
 
     weight: what its mean gradient counts, such as examples. version: how many updates the weights
-    contained to which it belongs.
+    contained to which it belongs. rows, digest: of a table, as in `Pull`.
     """
 
     shard: int
@@ -55,6 +55,8 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     gradient: Tensor
     weight: float
     version: int
+    rows: Tensor | None = None
+    digest: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -76,7 +78,8 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
     clock: what it is about to begin, so that all updates before clock - staleness have to be
     contained; None asks for what there is. own: so many of its own pushes have to be contained.
     number: of the question, which the answer repeats. into: where the answer is to be written, if
-    both see that memory.
+    both see that memory. rows: of a table, those that are wanted, in ascending order; None asks for
+    all that were changed. digest: in place of rows that the server was sent before.
     """
 
     shard: int
@@ -89,6 +92,8 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
     clock: int | None = None
     own: int = 0
     into: Tensor | None = None
+    rows: Tensor | None = None
+    digest: Tensor | None = None
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +102,7 @@ class Values(msgspec.Struct, frozen=True, tag=True):
     version: how many updates they contain. own: how many pushes of the one who asked. floor: so
     many of each worker of its group; None where nobody is waited for any more. layout: the version
     of the layout by which they were given: whoever takes them has to know who takes part by that.
+    rows: whose values these are, where all rows of a table were asked for that were changed.
     """
 
     shard: int
@@ -107,13 +113,17 @@ class Values(msgspec.Struct, frozen=True, tag=True):
     own: int
     floor: int | None
     layout: int
+    rows: Tensor | None = None
 
 
-Reason = Literal["epoch", "life", "lease"]
+Reason = Literal["epoch", "life", "lease", "rows"]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """What was said does not count: its epoch or its life is over. epoch: the shard's now."""
+    """What was said does not count: its epoch or its life is over. epoch: the shard's now.
+
+    "rows": the digest is of no list of rows that this server knows; they have to be sent.
+    """
 
     shard: int
     epoch: int
@@ -131,12 +141,14 @@ class Step(msgspec.Struct, frozen=True):
     """An update of the keys from `start` on, ready to be applied: the same for shard and copy.
 
     pushes: what it contains. factor: of the learning rates: by their schedule, and by its age.
+    rows: of a table, to which the gradient belongs.
     """
 
     start: int
     gradient: Tensor
     pushes: tuple[Made, ...]
     factor: float = 1.0
+    rows: Tensor | None = None
 
 
 class Replicate(msgspec.Struct, frozen=True, tag=True):

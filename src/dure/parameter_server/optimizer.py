@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.parameter_server.adagrad import DownpourAdagrad
+
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -32,6 +34,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
     torch.optim.NAdam,
     torch.optim.RAdam,
+    DownpourAdagrad,
 )
 
 

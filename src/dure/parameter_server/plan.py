@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from dure.contracts.lr_schedule import factor_at
+from dure.contracts.strategy import World
 from dure.contracts.task import Task
+from dure.fleet.conditions import Conditions
+from dure.machine.memory import available_memory
+from dure.parameter_server.embeddings import (
+    Tables,
+    check_tables,
+    dense_of,
+    embeddings_of,
+    tables_of,
+)
 from dure.parameter_server.gradients import Gradients
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import first_layout
 from dure.parameter_server.optimizer import Recipe
 from dure.parameter_server.shard import Shard, Terms
+from dure.parameter_server.table_shard import TableShard
+from dure.parameter_server.tables import Table
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
 
@@ -42,13 +54,39 @@ class Plan:
         """All of them."""
         return [worker for group in self.groups for worker in group]
 
+    def made_for(self, task: Task, model: nn.Module) -> Plan:
+        """The same for ranks that have this model."""
+        return self
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether a group's workers share its batches, so that one computes what another left."""
+        return True
+
+    @property
+    def deals(self) -> bool:
+        """Whether parts of batches are dealt out to whoever is free."""
+        return self.shares_data and self.staleness is None
+
+    def until(self, worker: int, batches: int) -> int:
+        """Before which of its batches a worker stops, where all meet after so many of a group."""
+        return batches
+
+    def steps_per_epoch(self, computing: Gradients) -> int:
+        """Batches in a pass over the data."""
+        return computing.steps_per_epoch
+
+    def companions(self, worker: int) -> list[int]:
+        """Workers that cannot go on without this one."""
+        return []
+
     def group_of(self, worker: int) -> int:
         """The number of a worker's group."""
         return next(n for n, workers in enumerate(self.groups) if worker in workers)
 
     def keys(self, model: nn.Module) -> list[list[Range]]:
         """The ranges of each server."""
-        vectors = by_dtype(trained_of(model))
+        vectors = by_dtype(dense_of(model))
         return divide(
             [
                 Vector(sum(one.numel() for one in parameters), dtype.itemsize)
@@ -58,16 +96,36 @@ class Plan:
         )
 
     def shards(self, model: nn.Module) -> list[Range]:
-        """All ranges, by the number of the shard."""
+        """All ranges of keys, by the number of the shard."""
         return [keys for ranges in self.keys(model) for keys in ranges]
+
+    def table_shards(self, model: nn.Module) -> list[Range]:
+        """All ranges of rows, whose shards come after those of keys; `vector` is the table."""
+        return [keys for _, keys in self._rows(model)]
+
+    def _rows(self, model: nn.Module) -> list[tuple[int, Range]]:
+        """(server, rows) of each shard of a table."""
+        found = []
+        for number, module in enumerate(embeddings_of(model).values()):
+            rows, dim = module.weight.shape
+            size = Vector(rows, dim * module.weight.dtype.itemsize)
+            for server, ranges in enumerate(divide([size], self.servers)):
+                found += [(server, Range(number, keys.start, keys.stop)) for keys in ranges]
+        return found
+
+    def all_portions(self, model: nn.Module) -> list[tuple[int, int, int]]:
+        """(shard, start, stop) of every shard, those of tables at the end."""
+        shards = [*self.shards(model), *self.table_shards(model)]
+        return [(number, keys.start, keys.stop) for number, keys in enumerate(shards)]
 
     def layout(self, model: nn.Module) -> Layout:
         """Who owns what at first."""
         owners = [server for server, ranges in enumerate(self.keys(model)) for _ in ranges]
+        owners += [server for server, _ in self._rows(model)]
         return first_layout(owners, self.servers, self.groups, self.replicas)
 
     def terms(self, task: Task, model: nn.Module) -> Terms:
-        """On what terms the shards train. Raises ValueError as `Recipe.of` does."""
+        """On what terms the shards of keys train. Raises ValueError as `Recipe.of` does."""
         schedule: Callable[[int], float] | None = None
         if task.lr_schedule is not None:
             schedule = partial(factor_at, task.lr_schedule)
@@ -78,8 +136,16 @@ class Plan:
             slows=self.slows_stale,
         )
 
+    def terms_with_tables(self, task: Task, model: nn.Module, seed: int) -> Terms:
+        """As `terms`, for shards of tables too. Call it before `tables`, which takes them out."""
+        return replace(self.terms(task, model), tables=tables_of(task, model, seed))
+
+    def tables(self, model: nn.Module, tables: Sequence[Table]) -> Tables | None:
+        """Takes the tables, which are those of the terms, out of a model; None: it has none."""
+        return Tables(model, tables, self.table_shards(model)) if tables else None
+
     def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
-        """What computes gradients with this model."""
+        """What computes gradients with this model. Its tables are still to be told to it."""
         return Gradients(
             task,
             model,
@@ -93,20 +159,53 @@ class Plan:
 
 
 def first_states(
-    shards: Sequence[Range], computing: Gradients, terms: Terms
+    shards: Sequence[Range],
+    computing: Gradients,
+    terms: Terms,
+    table_shards: Sequence[Range] = (),
 ) -> list[Mapping[str, Any]]:
-    """The states of shards with the weights of the beginning."""
+    """The states of shards, and behind them those of tables, with the weights of the beginning."""
     vectors = computing.flat.buffers
-    return [
+    states: list[Mapping[str, Any]] = [
         Shard(number, keys, vectors[keys.vector][keys.start : keys.stop].clone(), terms).state()
         for number, keys in enumerate(shards)
     ]
+    states += [
+        TableShard(number, rows, terms).state()
+        for number, rows in enumerate(table_shards, start=len(shards))
+    ]
+    return states
 
 
 def recipe_of(task: Task, model: nn.Module) -> Recipe:
     """How servers make the task's optimizer. Raises ValueError where they cannot."""
-    vectors = list(by_dtype(trained_of(model)).values())
-    return Recipe.of(task.optimizer(model.parameters()), vectors)
+    vectors = list(by_dtype(dense_of(model)).values())
+    optimizer = task.optimizer(model.parameters())
+    # Where there are tables and nothing else, their own rules are all that counts.
+    return Recipe.of(optimizer, vectors) if vectors else Recipe(type(optimizer), [], [])
+
+
+def check_sparse(task: Task, model: nn.Module, clip_norm: float | None) -> None:
+    """Raises ValueError for sparse embeddings that servers cannot have as tables."""
+    check_tables(task, model)
+    _check_memory(model)
+    if clip_norm is not None and embeddings_of(model):
+        raise ValueError(
+            f"clip_norm is {clip_norm}, but {next(iter(embeddings_of(model)))} is sparse, and "
+            f"torch takes no norms of sparse gradients: leave it out, or take sparse=False"
+        )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raises ValueError for tables that would not be there when the model is written."""
+    names = {name: m.weight for name, m in embeddings_of(model).items() if m.weight.is_meta}
+    available = available_memory()
+    needed = sum(weight.nbytes for weight in names.values())
+    if available is not None and needed > available:
+        raise ValueError(
+            f"{', '.join(names)} have {needed / 2**30:.1f} GiB, and this machine has "
+            f"{available / 2**30:.1f} GiB, but rank 0 writes the model as a whole: take fewer rows"
+        )
 
 
 def check_model(model: nn.Module) -> None:
@@ -114,9 +213,30 @@ def check_model(model: nn.Module) -> None:
     trained = trained_of(model)
     if not trained:
         raise ValueError("the model has no parameter that is trained: servers would hold nothing")
-    device = next((p.device for p in trained if p.device.type != "cpu"), None)
+    # Tables may have no memory: servers make their rows.
+    device = next((p.device for p in dense_of(model) if p.device.type != "cpu"), None)
     if device is not None:
         raise ValueError(f"the model is on {device}, and servers hold weights in the CPU's memory")
     if any(parameter.is_complex() for parameter in trained):
         raise ValueError("the model has complex parameters, which servers cannot hold")
     check_apart(model)
+
+
+def check_world(world: World) -> None:
+    """Raises ValueError for clients over a network, which are no workers."""
+    if world.serves:
+        raise ValueError(
+            "a parameter server's workers are ranks, or simulated: clients over a network have "
+            "federated systems, such as FedAvg"
+        )
+
+
+def check_under(conditions: Conditions) -> None:
+    """Raises ValueError for conditions that workers do not have."""
+    ideal = Conditions()
+    for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
+        if getattr(conditions, name) != getattr(ideal, name):
+            raise ValueError(
+                f"{name.replace('_', ' ')} is about clients, and a parameter server has workers: "
+                f"leave it out"
+            )

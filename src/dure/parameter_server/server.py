@@ -46,6 +46,7 @@ from dure.parameter_server.messages import (
     worker,
 )
 from dure.parameter_server.shard import Shard, Terms
+from dure.parameter_server.table_shard import shard_of
 from dure.parameter_server.worker import RETURN
 
 
@@ -148,7 +149,10 @@ class Server:
             return [(sender, refused)]
         self._speakers[push.worker] = sender
         one = self.owned[push.shard]
-        steps = one.shard.push(push, self.layout)
+        full = one.shard.full(push)
+        if full is None:
+            return [(sender, self._no(push.shard, "rows"))]
+        steps = one.shard.push(full, self.layout)
         said = self._take(push.shard, one, steps, now)
         if not steps and push.clock < one.shard.contains(push.worker, push.start):
             # It came again because the acknowledgement was lost.
@@ -198,7 +202,11 @@ class Server:
         if refused is not None:
             return [(sender, refused)]
         self._speakers[pull.worker] = sender
-        values = self.owned[pull.shard].shard.pull(pull, self.layout)
+        shard = self.owned[pull.shard].shard
+        full = shard.full(pull)
+        if full is None:
+            return [(sender, self._no(pull.shard, "rows"))]
+        values = shard.pull(full, self.layout)
         return [] if values is None else [(sender, values)]
 
     def _check(self, number: int, epoch: int, who: int, life: int, now: float) -> Refused | None:
@@ -264,7 +272,7 @@ class Server:
         if copy is None:
             return [(sender, self._no(message.shard, "epoch"))]
         if copy.shard is None:
-            copy.shard = Shard.of(message.shard, message.state, self.terms)
+            copy.shard = shard_of(message.shard, message.state, self.terms)
         return self._in_turn(message.shard, copy, sender)
 
     def _begin(self, message: Snapshot, now: float) -> list[Envelope]:
@@ -272,7 +280,7 @@ class Server:
         if message.shard in self.owned:
             return [(MANAGER, self._replicated_by_me(message.shard))]
         placed = self.layout.shards[message.shard]
-        one = Owned(Shard.of(message.shard, message.state, self.terms), placed.epoch)
+        one = Owned(shard_of(message.shard, message.state, self.terms), placed.epoch)
         self.owned[message.shard] = one
         said = self._with_replica(message.shard, one, placed.replica, now)
         return [*said, (MANAGER, self._replicated_by_me(message.shard))]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -34,7 +34,10 @@ from dure.parameter_server.keys import Range
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.messages import Made, Pull, Push, Step, Values
 from dure.parameter_server.optimizer import Recipe, ShardOptimizer
+from dure.parameter_server.tables import Table
 from dure.tensors.blocks import Blocks
+
+Asks = TypeVar("Asks", Push, Pull)
 
 
 @dataclass(frozen=True)
@@ -43,27 +46,31 @@ class Terms:
 
     recipe: how its optimizer is made. staleness: by how many clocks a worker may be ahead of the
     slowest of its group; None: by any. schedule: the factor of the learning rates at a clock.
-    slows: whether an update whose gradient is n updates old counts one n-th.
+    slows: whether an update whose gradient is n updates old counts one n-th. tables: of the model.
     """
 
     recipe: Recipe
     staleness: int | None = 0
     schedule: Callable[[int], float] | None = None
     slows: bool = False
+    tables: Sequence[Table] = ()
 
 
 class Shard:
     """The keys of `range`; `values` is theirs from now on, and changed in place."""
 
     def __init__(self, number: int, keys: Range, values: Tensor, terms: Terms) -> None:
+        self._begin(number, keys, terms)
+        self.values = values
+        self.optimizer = ShardOptimizer(terms.recipe, keys.vector, keys.start, values)
+
+    def _begin(self, number: int, keys: Range, terms: Terms) -> None:
         self.number = number
         self.keys = keys
-        self.values = values
         self.terms = terms
         self.clock = RangedClock(keys.start, keys.stop)
         self._blocks = Blocks()
         self._plain = terms.recipe.plain
-        self.optimizer = ShardOptimizer(terms.recipe, keys.vector, keys.start, values)
         self.version = 0
         """Steps that are applied."""
         self.made = 0
@@ -86,8 +93,7 @@ class Shard:
 
         Raises ValueError for one that does not fit the shard's keys.
         """
-        self._check(push.start, push.stop)
-        self.optimizer.check_range(push.start, push.stop)
+        self._check_push(push)
         if push.clock < self._next(push.worker, push.start):
             return []
         if self.terms.staleness == 0:
@@ -98,6 +104,19 @@ class Shard:
         self._early.setdefault((push.worker, push.start), {}).setdefault(push.clock, push)
         members = layout.groups[layout.group_of(push.worker)].at(push.clock)
         return self._in_turn(push.worker, push.start, len(members))
+
+    def full(self, message: Asks) -> Asks | None:
+        """A message with all that it says; None where it names rows that are not known here."""
+        return message
+
+    def _check_push(self, push: Push) -> None:
+        """Raises ValueError for one that does not fit."""
+        self._check(push.start, push.stop)
+        self.optimizer.check_range(push.start, push.stop)
+
+    def _joint(self, pushes: Sequence[Push]) -> tuple[Tensor, Tensor | None]:
+        """The mean gradient of pushes, and the rows to which it belongs."""
+        return _mean(pushes, shares_of(pushes)), None
 
     def settled(self, layout: Layout) -> list[Step]:
         """The steps that are ready because others take part now."""
@@ -119,18 +138,25 @@ class Shard:
                 pushes = [there[worker] for worker in members]
                 for push in pushes:
                     self._taken[push.worker, start] = clock + 1
-                steps.append(self._step(start, _mean(pushes), pushes, clock))
+                gradient, rows = self._joint(pushes)
+                steps.append(self._step(start, gradient, rows, pushes, clock))
         return steps
 
     def _step(
-        self, start: int, gradient: Tensor, pushes: Sequence[Push], clock: int, factor: float = 1.0
+        self,
+        start: int,
+        gradient: Tensor,
+        rows: Tensor | None,
+        pushes: Sequence[Push],
+        clock: int,
+        factor: float = 1.0,
     ) -> Step:
         """A step. clock: the server's, by which learning rates are scheduled."""
         self.made += 1
         if self.terms.schedule is not None:
             factor *= self.terms.schedule(clock)
         made = tuple(Made(push.worker, push.clock) for push in pushes)
-        return Step(start, gradient, made, factor)
+        return Step(start, gradient, made, factor, rows)
 
     def _in_turn(self, worker: int, start: int, workers: int) -> list[Step]:
         """What has waited for the push that came, in the order of the worker's clocks.
@@ -147,7 +173,7 @@ class Shard:
             age = self.made - push.version
             factor *= 1 / age if self.terms.slows and age > 1 else 1.0
             now = self.made // max(1, workers)
-            steps.append(self._step(start, gradient, [push], now, factor))
+            steps.append(self._step(start, gradient, push.rows, [push], now, factor))
         if not early:
             del self._early[worker, start]
         return steps
@@ -165,12 +191,16 @@ class Shard:
 
     def apply(self, step: Step) -> None:
         """Applies a step. Afterwards, `answers` has what has waited for it."""
-        stop = step.start + len(step.gradient)
-        self.optimizer.step(step.start, step.gradient, step.factor)
+        stop = self._move(step)
         self.version += 1
         self.made = max(self.made, self.version)
         for made in step.pushes:
             self.clock.set(step.start, stop, made.worker, made.clock + 1)
+
+    def _move(self, step: Step) -> int:
+        """Changes the values by a step; the first key behind those that it is about."""
+        self.optimizer.step(step.start, step.gradient, step.factor)
+        return step.start + len(step.gradient)
 
     def contains(self, worker: int, start: int) -> int:
         """How many pushes of a worker to the keys from `start` on are applied."""
@@ -217,18 +247,24 @@ class Shard:
             if own < pull.own or (staleness is not None and floor < pull.clock - staleness):
                 return None
         self._answered[pull.worker, pull.start] = pull.number
-        first = pull.start - self.keys.start
-        values = self.values[first : first + pull.stop - pull.start]
+        values, rows = self._read(pull)
         return Values(
             shard=self.number,
             worker=pull.worker,
             number=pull.number,
-            values=self._blocks.copy(values) if pull.into is None else pull.into.copy_(values),
+            values=values if pull.into is None else pull.into.copy_(values),
             version=self.version,
             own=own,
             floor=int(floor) if floor < torch.inf else None,
             layout=layout.version,
+            rows=rows,
         )
+
+    def _read(self, pull: Pull) -> tuple[Tensor, Tensor | None]:
+        """What is asked for, a copy where nobody says where it is to be; and which rows it is."""
+        first = pull.start - self.keys.start
+        values = self.values[first : first + pull.stop - pull.start]
+        return (self._blocks.copy(values) if pull.into is None else values), None
 
     # Workers that were given up
 
@@ -273,13 +309,19 @@ class Shard:
             )
 
 
-def _mean(pushes: Sequence[Push]) -> Tensor:
-    """The mean gradient of what the pushes count together, folded in their order."""
+def shares_of(pushes: Sequence[Push]) -> list[float]:
+    """Which share each push has in what they count together; that of a lone one is 1."""
+    if len(pushes) == 1:
+        return [1.0]
     total = sum(push.weight for push in pushes)
+    # Where nothing counts, such as in parts of padding alone, every gradient is zero.
+    return [push.weight / total if total else 0.0 for push in pushes]
+
+
+def _mean(pushes: Sequence[Push], shares: Sequence[float]) -> Tensor:
+    """The mean gradient of the pushes, folded in their order."""
     if len(pushes) == 1:
         return pushes[0].gradient
-    # Where nothing counts, such as in parts of padding alone, every gradient is zero.
-    shares = [push.weight / total if total else 0.0 for push in pushes]
     out = pushes[0].gradient * shares[0]
     for push, share in zip(pushes[1:], shares[1:], strict=True):
         # Multiplied and added apart, so that processors that fuse both give the same bits.

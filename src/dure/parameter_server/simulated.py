@@ -18,24 +18,23 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.manager import Manager
-from dure.parameter_server.messages import MANAGER, Snapshot, server, worker
+from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.server import Server
-from dure.parameter_server.shard import Shard
-from dure.parameter_server.virtual import Link, VirtualNetwork
+from dure.parameter_server.tables import Rows, TableRows, apart
+from dure.parameter_server.virtual import Link
+from dure.parameter_server.virtual_servers import VirtualServers
 from dure.parameter_server.worker import WorkerSide
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
-_BYTES_PER_MBIT = 125_000.0
 _SPANS = 4_000
 """Of the timeline, which is in the report: the first ones, of servers and workers together."""
 
@@ -53,10 +52,14 @@ class SimulatedLearner(Learner):
         self.group = place.group
         self.conditions = place.conditions or Conditions()
         self.model = place.model(task, seed).train()
-        self.terms = plan.terms(task, self.model)
+        self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
+        self.table_shards = plan.table_shards(self.model)
+        self.portions = plan.all_portions(self.model)
         self.layout = plan.layout(self.model)
+        self.tables = plan.tables(self.model, self.terms.tables)
         self.computing = plan.gradients(task, self.model, seed)
+        self.computing.tables = self.tables
         self.period = plan.period or self.computing.steps_per_epoch
         self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
         self.round = 0
@@ -73,7 +76,7 @@ class SimulatedLearner(Learner):
         # Each worker's own, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
-        self._begin(first_states(self.shards, self.computing, self.terms))
+        self._begin(first_states(self.shards, self.computing, self.terms, self.table_shards))
 
     def flops_per_step(self) -> float:
         return flops_per_step(
@@ -85,28 +88,9 @@ class SimulatedLearner(Learner):
     def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int] = {}) -> None:
         """Servers with these shards, and workers that have pushed so often."""
         plan = self.plan
-        # Nobody dies here: nobody has to say that it lives.
-        self.manager = Manager(
-            self.layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
+        self.virtual = VirtualServers(
+            plan, self.layout, self.terms, self.conditions, states, self.now, self._sends
         )
-        self.servers = [
-            Server(number, self.layout, self.terms, beat=None, patience=math.inf)
-            for number in range(plan.servers)
-        ]
-        self.network = VirtualNetwork(watch=self._sends)
-        self.network.now = self.now
-        self.network.add(MANAGER, self.manager)
-        for one in self.servers:
-            self.network.add(one.name, one, self._server_link())
-        for number, state in enumerate(states):
-            placed = self.layout.shards[number]
-            assert placed.owner is not None
-            snapshot = Snapshot(number, placed.epoch, state["version"], state)
-            # The weights of the beginning are there before the run, and cost it nothing.
-            self.servers[placed.owner].receive(MANAGER, snapshot, self.now)
-            if placed.replica is not None:
-                self.servers[placed.replica].receive(server(placed.owner), snapshot, self.now)
-                self.servers[placed.owner].copied(number)
         self.schedulers = [
             Scheduler(members, bounded=plan.staleness is not None) for members in self.layout.groups
         ]
@@ -118,22 +102,28 @@ class SimulatedLearner(Learner):
                 seconds=self._seconds,
                 other=_nobody,
                 done=self._done,
+                rows=self._rows,
             )
             for number in plan.workers
         }
         for number, working in self.workers.items():
             device = self.conditions.devices.of(number, self.seed)
-            self.network.add(worker(number), working, Link(out=device.up, into=device.down))
+            link = Link(out=device.up, into=device.down)
+            self.virtual.network.add(worker(number), working, link)
+            self._remind(working.own)
 
-    def _server_link(self) -> Link:
-        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
-        return Link(out=speed, into=speed)
+    def _remind(self, side: WorkerSide) -> None:
+        """A worker knows which lists of rows the servers have: messages are as long as before."""
+        portions = side.portions[len(self.shards) :]
+        for portion, shard in zip(portions, self.virtual.tables(), strict=True):
+            portion.known = shard.lists.known_to(side.number)
 
     def _side(self, number: int, clock: int) -> WorkerSide:
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
         # Where servers answer with what they have applied, a worker's own pushes are there: its
         # messages arrive in order, and a pull that finds them missing waits for the copy.
-        return WorkerSide(number, self.layout, portions, clock=clock, patience=math.inf, beat=None)
+        return WorkerSide(
+            number, self.layout, self.portions, clock=clock, patience=math.inf, beat=None
+        )
 
     # What workers do
 
@@ -150,7 +140,7 @@ class SimulatedLearner(Learner):
         device = devices.of(number, self.seed)
         seconds = self._computed[-1].examples / device.examples_per_second
         seconds *= devices.slowness(number, clock, self.seed)
-        self._mark(worker(number), "compute", self.network.now, seconds, clock)
+        self._mark(worker(number), "compute", self.virtual.network.now, seconds, clock)
         return seconds
 
     def _sends(self, name: str, began: float, ended: float) -> None:
@@ -164,17 +154,23 @@ class SimulatedLearner(Learner):
         if seconds > 0 and len(self.spans) < _SPANS:
             self.spans.append([name, category, began, seconds, clock])
 
-    def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], float]:
-        self._load(values)
+    def _rows(self, side: WorkerSide, work: Work) -> Sequence[Tensor]:
+        """What is to be pulled of tables."""
         self.buffers.load(self.model, self.own_buffers[side.number])
-        found = self.computing.of(work, self.plan.group_of(side.number), side.name)
+        return self.computing.rows_of(work, self.plan.group_of(side.number))
+
+    def _compute(
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
+    ) -> tuple[Sequence[Tensor | Rows], float]:
+        dense, rows = apart(values)
+        self._load(dense)
+        self.buffers.load(self.model, self.own_buffers[side.number])
+        found = self.computing.of(work, self.plan.group_of(side.number), side.name, rows)
         if len(self.buffers):
             self.own_buffers[side.number] = self._buffers()
         self._computed.append(found)
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
-        return gradients, found.weight
+        return [*gradients, *found.rows], found.weight
 
     def _load(self, values: Sequence[Tensor]) -> None:
         """Sets the weights to those of the shards."""
@@ -194,12 +190,13 @@ class SimulatedLearner(Learner):
         for one in self.workers.values():
             one.go_on()
         before = generators_state()
-        met = self.network.run(self._all_met, math.inf)
+        met = self.virtual.network.run(self._all_met, math.inf)
         restore_generators(before)
         assert met, "nobody waits for anybody for ever"
         self.round += 1
-        self._count(self.network.now - self.now)
-        self.now = self.network.now
+        now = self.virtual.network.now
+        self._count(now - self.now)
+        self.now = now
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
         return Progress(
@@ -214,9 +211,7 @@ class SimulatedLearner(Learner):
 
     def _count(self, seconds: float) -> None:
         """Takes over what was sent, received and computed in the last round, of so many seconds."""
-        for meter in [*self.server_meters, *self.worker_meters.values()]:
-            traffic = self.network.traffic(meter.name)
-            meter.exchanged(sent=traffic.sent, received=traffic.received)
+        self.virtual.count([*self.server_meters, *self.worker_meters.values()])
         computed = sum(one.computed for one in self.workers.values())
         self.waiting = 1 - computed / (seconds * len(self.workers)) if seconds else 0.0
         for number, one in self.workers.items():
@@ -240,23 +235,23 @@ class SimulatedLearner(Learner):
             "pushes": float(self.pushes),
         }
 
-    def _owned(self, number: int) -> Shard:
-        owner = self.manager.layout.shards[number].owner
-        assert owner is not None
-        return self.servers[owner].owned[number].shard
-
     def _load_all(self) -> None:
         """The weights of the servers, and the buffers of the first worker, into the model."""
-        self._load([self._owned(number).values for number in range(len(self.shards))])
+        self._load(self.virtual.values())
         self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
+
+    def _table_rows(self) -> list[TableRows]:
+        """What the servers have of tables, by shard."""
+        return [shard.table for shard in self.virtual.tables()]
 
     def evaluate(self) -> dict[str, float]:
         self._load_all()
-        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+        with reading(self.tables, self._table_rows()):
+            return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
 
     def weights(self) -> dict[str, Tensor]:
         self._load_all()
-        return dict(self.model.state_dict())
+        return weights_of(self.model, self.tables, [rows.changed for rows in self._table_rows()])
 
     def state(self) -> dict[str, Any]:
         self._load_all()
@@ -264,7 +259,7 @@ class SimulatedLearner(Learner):
             "version": 1,
             "round": self.round,
             "now": self.now,
-            "shards": [self._owned(number).state() for number in range(len(self.shards))],
+            "shards": self.virtual.states(),
             "clocks": {number: one.own.clock for number, one in self.workers.items()},
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
@@ -274,7 +269,7 @@ class SimulatedLearner(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        load_weights(self.model, weights)
+        load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.now = state["now"]
@@ -294,7 +289,8 @@ class SimulatedLearner(Learner):
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
-                "shard_bytes": [self._owned(n).values.nbytes for n in range(len(self.shards))],
+                "shard_bytes": [values.nbytes for values in self.virtual.values()],
+                "tables": [[keys.vector, keys.start, keys.stop] for keys in self.table_shards],
                 "owners": [placed.owner for placed in self.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",

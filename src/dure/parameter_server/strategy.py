@@ -10,6 +10,8 @@ be evaluated, saved, or ended.
 
     bytes of a step and worker     d up and d down, for d bytes of weights
 
+    rows of sparse embeddings      only those of the batch (`table_shard`)
+
 and as much again between servers for every update that has a copy (`server`): one of each push, or
 one for all of a batch with staleness 0.
 
@@ -29,7 +31,14 @@ from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
-from dure.parameter_server.plan import Plan, check_model, recipe_of
+from dure.parameter_server.plan import (
+    Plan,
+    check_model,
+    check_sparse,
+    check_under,
+    check_world,
+    recipe_of,
+)
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
 from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedLearner
@@ -135,27 +144,18 @@ class ParameterServer(Strategy):
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for clients over a network, which are no workers."""
-        if world.serves:
-            raise ValueError(
-                "a parameter server's workers are ranks, or simulated: clients over a network "
-                "have federated systems, such as FedAvg"
-            )
+        check_world(world)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
+        check_sparse(task, model, self.clip_norm)
         recipe_of(task, model)
         check_pieces(task, model, self.batch_size, self.workers // self.groups)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that workers do not have."""
-        ideal = Conditions()
-        for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
-            if getattr(conditions, name) != getattr(ideal, name):
-                raise ValueError(
-                    f"{name.replace('_', ' ')} is about clients, and a parameter server has "
-                    f"workers: leave it out"
-                )
+        check_under(conditions)
 
     def assist(self, task: Task, place: Place, seed: int) -> str:
         return assist(task, place, seed, self.plan)

@@ -16,12 +16,13 @@ Source: Ho et al. 2013 (read-my-writes); Li et al. 2014 for tasks and their time
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from torch import Tensor
 
+from dure.parameter_server.digests import MOST, digest_of
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import (
     MANAGER,
@@ -36,6 +37,7 @@ from dure.parameter_server.messages import (
     server,
     worker,
 )
+from dure.parameter_server.tables import Rows
 
 RETURN = 0.3
 """Seconds until something is said again to a node whose connection broke."""
@@ -48,7 +50,10 @@ Again = Callable[[int, int, Tensor, Tensor, float], None]
 class Portion:
     """The keys start … stop-1 of a shard, which this worker pulls and pushes.
 
-    kept: pushes that are not acknowledged, or that the newest answer does not contain, by clock.
+    kept: pushes that are not acknowledged, by clock; or, where they are applied to answers once
+    more (`again`), that the newest answer does not contain.
+    rows: of a table, those that were asked for last. known: digests of the lists of rows that the
+    server remembers, the one that was used last at the end.
     """
 
     shard: int
@@ -62,10 +67,32 @@ class Portion:
     cut: bool = False
     """Whether the way to the server broke since then: what was said may have been lost."""
     answer: Values | None = None
+    rows: Tensor | None = None
+    known: dict[int, None] = field(default_factory=dict)
 
-    def forget(self) -> None:
-        """Lets go of what is safe and seen."""
-        seen = self.safe if self.answer is None else self.answer.own
+    def values(self) -> Tensor | Rows:
+        """The values of the newest answer; of a table with their rows."""
+        assert self.answer is not None
+        rows = self.answer.rows if self.rows is None else self.rows
+        return self.answer.values if rows is None else Rows(rows, self.answer.values)
+
+    def heard(self, message: Pull | Push) -> None:
+        """The server has got a message: it knows the list of rows in it."""
+        if message.digest is not None:
+            self.known.pop(int(message.digest), None)
+            self.known[int(message.digest)] = None
+            if len(self.known) > MOST:
+                del self.known[next(iter(self.known))]
+
+    def shortened(self, message: Pull | Push) -> Mapping[str, None]:
+        """What can be left out of a message: the rows, or their digest."""
+        if message.digest is None:
+            return {}
+        return {"rows": None} if int(message.digest) in self.known else {"digest": None}
+
+    def forget(self, again: bool) -> None:
+        """Lets go of what is safe, and seen where that matters."""
+        seen = self.safe if self.answer is None or not again else self.answer.own
         for clock in [clock for clock in self.kept if clock < min(self.safe, seen)]:
             del self.kept[clock]
 
@@ -73,11 +100,11 @@ class Portion:
 class WorkerSide:
     """What worker `number` has asked and said. clock: how many pushes it has made.
 
-    portions: its keys. into: where the answers to the next question are to be written, by portion;
-    None: anywhere. again: how an own push is applied to pulled values; None waits for the servers
-    to do it. patience: seconds after which something is said again; infinity where nothing is lost
-    unless a connection breaks (`cut`). beat: seconds between beats; None leaves them to another,
-    for a part that is computed in another's name.
+    portions: its keys, and then its rows. into: where the answers to the next question are to be
+    written, by portion of keys; None: anywhere. again: how an own push is applied to pulled values;
+    None waits for the servers to do it. patience: seconds after which something is said again;
+    infinity where nothing is lost unless a connection breaks (`cut`). beat: seconds between beats;
+    None leaves them to another, for a part that is computed in another's name.
     """
 
     def __init__(
@@ -89,7 +116,7 @@ class WorkerSide:
         clock: int = 0,
         patience: float = 1.0,
         beat: float | None = 0.5,
-        into: Callable[[], Sequence[Tensor | None]] | None = None,
+        into: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
         self.number = number
         self.name = worker(number)
@@ -128,14 +155,22 @@ class WorkerSide:
 
     # What it does
 
-    def pull(self, now: float, clock: int | None) -> list[Envelope]:
-        """Asks for its keys as they have to be at a clock; None: as they are."""
+    def pull(self, now: float, clock: int | None, rows: Sequence[Tensor] = ()) -> list[Envelope]:
+        """Asks for its keys as they have to be at a clock; None: as they are.
+
+        rows: those that are wanted of the last portions, which are of tables, by portion; without
+        them tables are asked for what was changed.
+        """
         self._questions += 1
         self.asked = self._questions
         said: list[Envelope] = []
-        rooms = [None] * len(self.portions) if self.into is None else self.into()
-        for portion, room in zip(self.portions, rooms, strict=True):
-            own = 0 if self.again is not None else self.clock
+        rooms = [] if self.into is None else self.into()
+        for portion, wanted, room in zip(
+            self.portions, self._at_end(rows), self._at_front(rooms), strict=True
+        ):
+            portion.rows = wanted
+            # Rows are not applied again here: the servers have to have done it.
+            own = 0 if self.again is not None and wanted is None else self.clock
             pull = Pull(
                 shard=portion.shard,
                 epoch=0,
@@ -146,11 +181,21 @@ class WorkerSide:
                 stop=portion.stop,
                 clock=clock,
                 own=own if clock is not None else 0,
+                rows=wanted,
+                digest=digest_of(wanted),
             )
             # Asked again it names no room: that may be in use when a second answer is written.
             self._pulls[portion.shard] = pull
             said += self._say(portion, msgspec.structs.replace(pull, into=room), now)
         return said
+
+    def _at_end(self, rows: Sequence[Tensor]) -> list[Tensor | None]:
+        """What belongs to the last portions, by portion."""
+        return [*[None] * (len(self.portions) - len(rows)), *rows]
+
+    def _at_front(self, rooms: Sequence[Tensor]) -> list[Tensor | None]:
+        """What belongs to the first portions, by portion: rows have no rooms."""
+        return [*rooms, *[None] * (len(self.portions) - len(rooms))]
 
     @property
     def arrived(self) -> bool:
@@ -160,11 +205,11 @@ class WorkerSide:
         given = (portion.answer.layout for portion in self.portions if portion.answer is not None)
         return self.layout.version >= max(given, default=0)
 
-    def take(self) -> list[Tensor]:
+    def take(self) -> list[Tensor | Rows]:
         """The values that have arrived, by portion, with all of the worker's own pushes."""
         assert self.arrived
         self.asked = None
-        found = []
+        found: list[Tensor | Rows] = []
         floors = []
         for portion in self.portions:
             answer = portion.answer
@@ -175,16 +220,18 @@ class WorkerSide:
                 for clock in range(answer.own, self.clock):
                     push = portion.kept[clock]
                     self.again(portion.shard, push.start, answer.values, push.gradient, push.weight)
-            found.append(answer.values)
+            found.append(portion.values())
         if floors:
             behind = self.clock - min(floors)
             self.staleness[behind] = self.staleness.get(behind, 0) + 1
         return found
 
-    def push(self, gradients: Sequence[Tensor], weight: float, now: float) -> list[Envelope]:
+    def push(self, gradients: Sequence[Tensor | Rows], weight: float, now: float) -> list[Envelope]:
         """Says its gradients, by portion, which nobody may change until they are acknowledged."""
         said: list[Envelope] = []
-        for portion, gradient in zip(self.portions, gradients, strict=True):
+        for portion, given in zip(self.portions, gradients, strict=True):
+            rows = given.rows if isinstance(given, Rows) else None
+            gradient = given.values if isinstance(given, Rows) else given
             push = Push(
                 shard=portion.shard,
                 epoch=0,
@@ -195,6 +242,8 @@ class WorkerSide:
                 gradient=gradient,
                 weight=weight,
                 version=0 if portion.answer is None else portion.answer.version,
+                rows=rows,
+                digest=digest_of(rows),
             )
             portion.kept[self.clock] = push
             said += self._say(portion, push, now)
@@ -213,6 +262,8 @@ class WorkerSide:
         if isinstance(message, Layout):
             return self._laid_out(message, now)
         if isinstance(message, Refused):
+            if message.reason == "rows":
+                return self._explain(message.shard, now)
             # The manager has the newest layout.
             return self._beats(now)
         if not isinstance(message, Values | Acknowledged):
@@ -227,12 +278,24 @@ class WorkerSide:
             if pull is not None and pull.number == message.number:
                 del self._pulls[message.shard]
                 portion.answer = message
+                portion.heard(pull)
         else:
             portion.safe = max(portion.safe, message.clock)
+            for clock, push in portion.kept.items():
+                if clock < portion.safe:
+                    portion.heard(push)
         portion.cut = False
-        portion.forget()
+        portion.forget(self.again is not None)
         self._look(portion, now)
         return []
+
+    def _explain(self, shard: int, now: float) -> list[Envelope]:
+        """Sends the rows that a server does not know by their digest."""
+        portion = self._portion(shard)
+        if portion is None:
+            return []
+        portion.known.clear()
+        return self._again(portion, now)
 
     def _laid_out(self, layout: Layout, now: float) -> list[Envelope]:
         if layout.version <= self.layout.version:
@@ -242,6 +305,7 @@ class WorkerSide:
         said: list[Envelope] = []
         for portion in self.portions:
             if layout.shards[portion.shard].epoch != before.shards[portion.shard].epoch:
+                portion.known.clear()
                 said += self._again(portion, now)
         return said
 
@@ -294,7 +358,8 @@ class WorkerSide:
             portion.sent = now
         if placed.owner is None:
             return []
-        message = msgspec.structs.replace(message, epoch=placed.epoch)
+        left_out = portion.shortened(message)
+        message = msgspec.structs.replace(message, epoch=placed.epoch, **left_out)
         return [(server(placed.owner), message)]
 
     def _look(self, portion: Portion, now: float) -> None:

@@ -45,8 +45,12 @@ class Buffers:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """As `load_state_dict`, where forward passes may have made buffers that are None here."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    """As `load_state_dict`, where forward passes may have made buffers that are None here.
+
+    A parameter without memory (device="meta"), such as a table of a parameter server, gets some.
+    """
+    devices = (one.device for one in model.parameters() if not one.is_meta)
+    device = next(devices, torch.device("cpu"))
     modules = dict(model.named_modules())
     for name, value in weights.items():
         # The module that has the tensor, and its name there.
@@ -55,6 +59,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         # load_state_dict calls a buffer that is None here, but has a value there, unexpected.
         if own in buffers and buffers[own] is None:
             buffers[own] = value.to(device, copy=True)
+        parameter = modules[place]._parameters.get(own) if place in modules else None
+        if parameter is not None and parameter.is_meta:
+            memory = torch.empty_like(parameter, device=device)
+            trained = parameter.requires_grad
+            modules[place]._parameters[own] = nn.Parameter(memory, requires_grad=trained)
     model.load_state_dict(weights)
 
 

@@ -94,13 +94,15 @@ class FlatParameters:
 
     Setting the weights, taking them, or taking a difference is then one operation on `buffers`. A
     parameter that the model uses twice is there once. Frozen parameters stay where they are.
+    parameters: those of the trained ones that are to lie there; None is all.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None) -> None:
         self.buffers: list[Tensor] = []
         self.names: list[list[tuple[str, tuple[int, ...]]]] = []
         """What lies in each buffer, one after another: the parameters' names and shapes."""
-        self._groups = list(by_dtype(trained_of(model)).values())
+        taken = trained_of(model) if parameters is None else parameters
+        self._groups = list(by_dtype(taken).values())
         known = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in self._groups:
             self.names.append([(known[id(one)], tuple(one.shape)) for one in group])

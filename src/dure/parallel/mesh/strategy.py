@@ -203,9 +203,9 @@ class Parallel(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
-        self._checked(task, model)
+        self.checked(task, model)
 
-    def _checked(self, task: Task, model: nn.Module) -> CutModel | None:
+    def checked(self, task: Task, model: nn.Module) -> CutModel | None:
         """A copy of the model that was cut; None where it is one stage, computed as it is."""
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         # A copy, since the checks divide it and run it.
@@ -242,7 +242,7 @@ class Parallel(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the stages and the undivided model side by side, on one micro-batch."""
         # The copy that was cut for the checks: to trace a model takes longest of all.
-        cut = self._checked(task, model)
+        cut = self.checked(task, model)
         if cut is None:
             return None
         started = time.perf_counter()
@@ -453,23 +453,8 @@ class ParallelLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One step of the optimizer on the next joint batch."""
         held = self.held
-        self.groups.at_step(self.group.step)
-        # All ranks of a data group seed alike: stages and tensor neighbours compute one model.
-        seed_generators(
-            self.seed, "step", held.step, self.at.data, everything=self.train_examples.draws
-        )
-        if held.optimizer is not None:
-            held.optimizer.zero_grad(set_to_none=True)
         indices = self.batches.at(held.step)
-        # All ranks hear of a loss that is not finite before any of them updates.
-        loss, count, wish, missed = self._agree(*self.gradients(indices), wish)
-        if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
-        self._drop_gradients(missed)
-        gradients = (gradient for _, gradient in summed_gradients(held))
-        mean = self.losses.settle(loss, indices, count, gradients)
-        if self.strategy.clip_norm is not None:
-            clip(held, self.strategy.clip_norm)
+        mean, _, wish = self.compute(indices, wish)
         started = time.perf_counter()
         if held.optimizer is not None:
             self.rates.at(held.step)
@@ -480,6 +465,31 @@ class ParallelLearner(Learner):
         share_buffers(held)
         held.step += 1
         return Progress(mean, len(indices), wish)
+
+    def compute(self, indices: Tensor, wish: int) -> tuple[float | None, float, int]:
+        """Leaves the gradient of the mean loss of the joint batch in the parameters.
+
+        Returns that loss, what it counts, and rank 0's wish. Raises LossNotFiniteError on all
+        ranks.
+        """
+        held = self.held
+        self.groups.at_step(self.group.step)
+        # All ranks of a data group seed alike: stages and tensor neighbours compute one model.
+        seed_generators(
+            self.seed, "step", held.step, self.at.data, everything=self.train_examples.draws
+        )
+        if held.optimizer is not None:
+            held.optimizer.zero_grad(set_to_none=True)
+        # All ranks hear of a loss that is not finite before any of them updates.
+        loss, count, wish, missed = self._agree(*self.gradients(indices), wish)
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
+        self._drop_gradients(missed)
+        gradients = (gradient for _, gradient in summed_gradients(held))
+        mean = self.losses.settle(loss, indices, count, gradients)
+        if self.strategy.clip_norm is not None:
+            clip(held, self.strategy.clip_norm)
+        return mean, count, wish
 
     def gradients(self, indices: Tensor) -> tuple[float, float]:
         """Leaves the joint batch's gradient in the parameters.

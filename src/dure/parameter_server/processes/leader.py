@@ -43,6 +43,7 @@ from dure.parameter_server.processes.said import (
     Tell,
 )
 from dure.parameter_server.scheduler import Scheduler
+from dure.parameter_server.tables import Rows, copied
 from dure.parameter_server.worker import WorkerSide
 
 READER = -1
@@ -73,8 +74,7 @@ class Leader:
         self.manager = manager
         self.port = port
         self.schedulers = [
-            Scheduler(members, bounded=plan.staleness is not None)
-            for members in manager.layout.groups
+            Scheduler(members, bounded=not plan.deals) for members in manager.layout.groups
         ]
         self._reader = WorkerSide(READER, manager.layout, portions, beat=None, patience=math.inf)
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -85,11 +85,13 @@ class Leader:
         self._first: dict[int, Mapping[str, Any]] = {}
         """Shards of the beginning that were not handed out yet."""
         self._begun: set[int] = set()
+        self._batches = 0
+        """That were done before the start."""
         self._clocks: dict[int, int] = {}
         """How many pushes of each worker the servers had at the start."""
         self._begins: Future[None] | None = None
         self._meets: Future[list[Report]] | None = None
-        self._reads: Future[list[Tensor]] | None = None
+        self._reads: Future[list[Tensor | Rows]] | None = None
         self._saves: Future[Shards] | None = None
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._tells: Future[list[Account]] | None = None
@@ -109,6 +111,7 @@ class Leader:
 
         batches: that were done before.
         """
+        self._batches = batches
         for scheduler in self.schedulers:
             scheduler.resume(batches)
         self._thread.start()
@@ -122,8 +125,8 @@ class Leader:
         """What the servers that live have counted."""
         return self._ask(self._tell)
 
-    def values(self) -> Future[list[Tensor]]:
-        """The weights, by shard."""
+    def values(self) -> Future[list[Tensor | Rows]]:
+        """The weights, by shard; of tables the rows that were changed."""
         return self._ask(self._read)
 
     def states(self) -> Future[Shards]:
@@ -210,7 +213,7 @@ class Leader:
             self._reader.receive(sender, said, now)
             if self._reader.arrived and self._reads is not None:
                 reads, self._reads = self._reads, None
-                reads.set_result([value.clone() for value in self._reader.take()])
+                reads.set_result([copied(value) for value in self._reader.take()])
         elif isinstance(said, Snapshot):
             self._saved[said.shard] = said.state
             self._look_at_saved()
@@ -247,6 +250,11 @@ class Leader:
 
     def _changed(self, now: float) -> None:
         """There is a new layout."""
+        for who in self.plan.workers:
+            if not self.manager.alive(worker(who)):
+                for other in self.plan.companions(who):
+                    reason = f"cannot go on without {worker(who)}"
+                    self._say(self.manager.lost(worker(other), reason, now))
         layout = self.manager.layout
         self._say(self._reader.receive(MANAGER, layout, now))
         for number, scheduler in enumerate(self.schedulers):
@@ -317,8 +325,9 @@ class Leader:
 
     def _hand_out(self, states: Sequence[Mapping[str, Any]]) -> Future[None]:
         self._begins = Future()
-        for _, _, times in states[0]["clock"] if states else ():
-            self._clocks.update(times)
+        for state in states:
+            for _, _, times in state["clock"]:
+                self._clocks.update(times)
         self._first = dict(enumerate(states))
         return self._begins
 
@@ -347,8 +356,12 @@ class Leader:
 
     def _grant_all(self) -> None:
         for who in self._alive():
-            until = self.schedulers[self.plan.group_of(who)].until
-            self.port.say(worker(who), Grant(until, self._clocks.get(who, 0)))
+            done = self.plan.until(who, self._batches) if self._batches else 0
+            self.port.say(worker(who), Grant(self._until(who), self._clocks.get(who, 0), done))
+
+    def _until(self, who: int) -> int:
+        """Before which of its batches a worker is to stop."""
+        return self.plan.until(who, self.schedulers[self.plan.group_of(who)].until)
 
     def _done(self, who: int, works: Sequence[Any]) -> None:
         scheduler = self.schedulers[self.plan.group_of(who)]
@@ -365,9 +378,9 @@ class Leader:
             return
         for who in self._alive():
             until, version = self._stands.get(who, (-1, -1))
-            if until != self.schedulers[0].until or version != layout.version:
+            if until != self._until(who) or version != layout.version:
                 return
-        if self.plan.staleness is None and not all(one.idle for one in self.schedulers):
+        if self.plan.deals and not all(one.idle for one in self.schedulers):
             return
         meets, self._meets = self._meets, None
         reports, self._reports = self._reports, []
@@ -389,7 +402,7 @@ class Leader:
             tells, self._tells = self._tells, None
             tells.set_result(list(self._accounts.values()))
 
-    def _read(self) -> Future[list[Tensor]]:
+    def _read(self) -> Future[list[Tensor | Rows]]:
         self._reads = Future()
         self._say(self._reader.pull(time.monotonic(), None))
         return self._reads
@@ -412,10 +425,9 @@ class Leader:
 
     def _end(self) -> None:
         self._over = True
-        names = [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
-        for name in names:
-            if self.manager.alive(name):
-                self.port.say(name, Over(self.ended))
+        # Those too that were given up, and may not know it yet.
+        for name in [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]:
+            self.port.say(name, Over(self.ended))
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

@@ -13,21 +13,25 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError
+from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.processes.leader import Leader
-from dure.parameter_server.processes.meeting import meet, name_of
+from dure.parameter_server.processes.meeting import meet, name_of, pipeline_of
 from dure.parameter_server.processes.port import Port
+from dure.parameter_server.processes.replicas import Replicating
 from dure.parameter_server.processes.said import Failed, Report
 from dure.parameter_server.processes.serving import serve
 from dure.parameter_server.processes.working import Working
 from dure.parameter_server.server import Server
+from dure.parameter_server.tables import Rows, TableRows, apart
 from dure.record.meter import Counters, Meter, sum_of_counters
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 PATIENCE = 10.0
 """Seconds of silence after which a process is given up. One that dies is noticed at once."""
@@ -39,18 +43,24 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
     Raises PeerLostError if rank 0 is gone, and what the task raises.
     """
     model = place.model(task, seed)
+    plan = plan.made_for(task, model)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     port = meet(place.group, plan, nbytes)
+    pipeline = pipeline_of(place.group, plan)
     rank = place.group.rank
     place.outlives()
     try:
         if rank <= plan.servers:
             layout = plan.layout(model)
             # Streams lose nothing but when they break.
-            terms = plan.terms(task, model)
+            terms = plan.terms_with_tables(task, model, seed)
             return serve(Server(rank - 1, layout, terms, patience=math.inf), port, place)
         place.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
+        if isinstance(plan, DownpourPlan):
+            return Replicating(
+                number, task, place, model, seed, plan=plan, group=pipeline, port=port
+            ).live()
         return Working(number, task, place, seed, plan, port).live()
     except PeerLostError:
         raise
@@ -78,20 +88,28 @@ class ProcessesLearner(Learner):
 
     def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
         self.task = task
-        self.plan = plan
         self.group = place.group.alone()
         self.trace = place.trace
         self.group.meter.name = "leader"
         self.group.meter.is_worker = False
         self.model = place.model(task, seed).train()
+        plan = plan.made_for(task, self.model)
+        self.plan = plan
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         port = meet(place.group, plan, nbytes)
+        pipeline_of(place.group, plan)
         place.outlives()
-        self.terms = plan.terms(task, self.model)
+        self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
+        self.table_shards = plan.table_shards(self.model)
+        portions = plan.all_portions(self.model)
+        layout = plan.layout(self.model)
+        self.tables = plan.tables(self.model, self.terms.tables)
         self.computing = plan.gradients(task, self.model, seed)
-        self.period = plan.period or self.computing.steps_per_epoch
-        self.units_per_epoch = max(1, self.computing.steps_per_epoch // self.period)
+        self.computing.tables = self.tables
+        steps = plan.steps_per_epoch(self.computing)
+        self.period = plan.period or steps
+        self.units_per_epoch = max(1, steps // self.period)
         self.round = 0
         self.buffers = Buffers(self.model)
         self.staleness: dict[int, int] = {}
@@ -99,10 +117,7 @@ class ProcessesLearner(Learner):
         self.waiting = 0.0
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
         self.server_meters = [Meter(server(n), is_worker=False) for n in range(plan.servers)]
-        self.manager = Manager(
-            plan.layout(self.model), plan.servers, plan.staleness, PATIENCE, plan.replicas
-        )
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
+        self.manager = Manager(layout, plan.servers, plan.staleness, PATIENCE, plan.replicas)
         self.leader = Leader(plan, self.manager, portions, port, place.deadline)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
@@ -110,7 +125,7 @@ class ProcessesLearner(Learner):
         """What each had counted in processes of before, where the run was interrupted."""
         self._started = False
         self._states: Sequence[Mapping[str, Any]] = first_states(
-            self.shards, self.computing, self.terms
+            self.shards, self.computing, self.terms, self.table_shards
         )
 
     def flops_per_step(self) -> float:
@@ -128,7 +143,11 @@ class ProcessesLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: so many batches of every group, until all meet."""
         self._begin()
-        reports: list[Report] = self.leader.meet((self.round + 1) * self.period).result()
+        reports: list[Report] = []
+        if self.round == 0 and any(self.plan.until(who, 0) for who in self.plan.workers):
+            # What some do before the others begin.
+            reports += self.leader.meet(0).result()
+        reports += self.leader.meet((self.round + 1) * self.period).result()
         self.round += 1
         before = self._spent()
         for account in self.leader.accounts().result():
@@ -141,13 +160,18 @@ class ProcessesLearner(Learner):
         counted = sum(report.counted for report in reports)
         return Progress(
             loss=mean_over(sum(report.loss for report in reports), counted),
-            samples=self._samples(),
+            samples=self._samples(reports),
             wish=wish,
             numbers=self._numbers(),
         )
 
-    def _samples(self) -> int:
-        """Examples of the round's batches: also those of workers that died without a report."""
+    def _samples(self, reports: Sequence[Report]) -> int:
+        """Examples of the round's batches: also those of workers that died without a report.
+
+        Where nobody does what another has left, those that were reported.
+        """
+        if not self.plan.shares_data:
+            return sum(report.examples for report in reports)
         batches = range((self.round - 1) * self.period, self.round * self.period)
         return sum(len(group.at(batch)) for group in self.computing.batches for batch in batches)
 
@@ -185,24 +209,36 @@ class ProcessesLearner(Learner):
         mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
         return {"staleness": mean, "waiting": self.waiting, "pushes": float(self.pushes)}
 
-    def _load(self) -> None:
-        """The weights of the servers into the model."""
+    def _load(self) -> list[TableRows]:
+        """The weights of the servers into the model; the rows of its tables, by shard."""
         if not self._started:
-            return
-        values: list[Tensor] = self.leader.values().result()
-        for keys, value in zip(self.shards, values, strict=True):
+            states = [state["table"] for state in self._states[len(self.shards) :]]
+            return self._table_rows([Rows(one["rows"], one["values"]) for one in states])
+        dense, changed = apart(self.leader.values().result())
+        for keys, value in zip(self.shards, dense, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
+        return self._table_rows(changed)
+
+    def _table_rows(self, changed: Sequence[Rows]) -> list[TableRows]:
+        """Copies of what servers have of tables, by shard, to be read here."""
+        copies = []
+        for keys, rows in zip(self.table_shards, changed, strict=True):
+            copy = TableRows(self.terms.tables[keys.vector], keys.start, keys.stop)
+            copy.take(rows)
+            copies.append(copy)
+        return copies
 
     def evaluate(self) -> dict[str, float]:
-        self._load()
-        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+        rows = self._load()
+        with reading(self.tables, rows):
+            return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
 
     def ended(self, reason: str) -> None:
         self.leader.ended = reason
 
     def weights(self) -> dict[str, Tensor]:
-        self._load()
-        return dict(self.model.state_dict())
+        rows = self._load()
+        return weights_of(self.model, self.tables, [one.changed for one in rows])
 
     def state(self) -> dict[str, Any]:
         shards = self.leader.states().result() if self._started else self._states
@@ -216,7 +252,7 @@ class ProcessesLearner(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        load_weights(self.model, weights)
+        load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.staleness = dict(state["staleness"])
@@ -233,6 +269,7 @@ class ProcessesLearner(Learner):
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
                 "shard_bytes": [len(keys) * vectors[keys.vector].itemsize for keys in self.shards],
+                "tables": [[keys.vector, keys.start, keys.stop] for keys in self.table_shards],
                 "owners": [placed.owner for placed in self.manager.layout.shards],
                 "staleness": sorted(self.staleness.items()),
                 "staleness_counts": "clocks",

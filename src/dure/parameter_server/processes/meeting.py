@@ -71,6 +71,22 @@ def meet(group: Group, plan: Plan, nbytes: int) -> Port:
     return port
 
 
+def pipeline_of(group: Group, plan: Plan) -> Group:
+    """The ranks that cannot go on without each other, this one among them, in order of workers.
+
+    All ranks call it together, while all are alive.
+    """
+    alone = [[rank] for rank in range(1 + plan.servers)]
+    teams = []
+    for number in plan.workers:
+        team = sorted([number, *plan.companions(number)])
+        if number == team[0]:
+            teams.append([rank_of(worker(one), plan) for one in team])
+    if all(len(team) == 1 for team in teams):
+        return group.alone()
+    return group.parted([*alone, *teams])
+
+
 def _called_by(rank: int, plan: Plan) -> list[str]:
     """Whom a rank calls: those before it, so that no two call each other. Workers do not talk."""
     return [name_of(other, plan) for other in range(min(rank, plan.servers + 1))]

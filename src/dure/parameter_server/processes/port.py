@@ -24,6 +24,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from dure.parameter_server import messages
 from dure.parameter_server.processes.frames import Decoder, Encoder, FrameError
@@ -374,11 +375,18 @@ def _landed(said: Shipped) -> messages.Snapshot:
 
 
 def _payload(message: Said) -> int:
-    """Bytes of the weights and gradients in a message, wherever they lie."""
+    """Bytes of weights, gradients and rows of tables in a message, wherever they lie."""
     if isinstance(message, messages.Push):
-        return message.gradient.nbytes
+        return message.gradient.nbytes + _nbytes(message.rows, message.digest)
+    if isinstance(message, messages.Pull):
+        return _nbytes(message.rows, message.digest)
     if isinstance(message, messages.Values):
-        return message.values.nbytes
+        return message.values.nbytes + _nbytes(message.rows)
     if isinstance(message, messages.Replicate):
-        return message.step.gradient.nbytes
+        return message.step.gradient.nbytes + _nbytes(message.step.rows)
     return 0
+
+
+def _nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of the tensors that are there."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

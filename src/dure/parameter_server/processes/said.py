@@ -27,11 +27,13 @@ from dure.record.checkpoint import pack_tree, unpack_tree
 class Grant(msgspec.Struct, frozen=True, tag=True):
     """Batches before `until` may be begun.
 
-    clock: how many pushes of this worker the servers have, when it has made none itself.
+    clock: how many pushes of this worker the servers have, when it has made none itself. done:
+    batches of its own that were done before the run began, or was resumed.
     """
 
     until: int
     clock: int
+    done: int = 0
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 from dure.contracts.strategy import Place
 from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
+from dure.parameter_server.embeddings import tables_of
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import MANAGER, Beat, Envelope, worker
@@ -27,6 +28,7 @@ from dure.parameter_server.processes.rooms import Outbox, Slots
 from dure.parameter_server.processes.said import Ask, Deal, Grant, Over, Report
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.scheduler import Scheduler, Work
+from dure.parameter_server.tables import Rows, apart
 from dure.parameter_server.worker import WorkerSide
 from dure.tensors.buffers import Buffers
 
@@ -46,7 +48,10 @@ class Working:
         self.clock_offset = place.clock_offset
         self.model = place.model(task, seed).train()
         self.shards = plan.shards(self.model)
+        self.portions = plan.all_portions(self.model)
+        tables = plan.tables(self.model, tables_of(task, self.model, seed))
         self.computing = plan.gradients(task, self.model, seed)
+        self.computing.tables = tables
         self.slots = Slots(self.computing.flat, self.shards)
         self.outbox = Outbox(self.computing.flat.buffers)
         self.buffers = Buffers(self.model)
@@ -60,6 +65,7 @@ class Working:
             seconds=lambda who, clock: 0.0,
             other=self._other,
             done=lambda side, work: self._done.append(work),
+            rows=lambda side, work: self.computing.rows_of(work, self.group),
         )
         self._computed: list[Computed] = []
         self._done: list[Work] = []
@@ -70,11 +76,10 @@ class Working:
         self._reported = (-1, -1)
 
     def _side(self, number: int, layout: Layout, clock: int) -> WorkerSide:
-        portions = [(shard, keys.start, keys.stop) for shard, keys in enumerate(self.shards)]
         into = partial(self.slots.ask, number)
         # Streams lose nothing but when they break.
         return WorkerSide(
-            number, layout, portions, clock=clock, patience=math.inf, beat=None, into=into
+            number, layout, self.portions, clock=clock, patience=math.inf, beat=None, into=into
         )
 
     def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
@@ -97,16 +102,17 @@ class Working:
         return work
 
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], float]:
+        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
+    ) -> tuple[Sequence[Tensor | Rows], float]:
         self.port.flush()
         started = time.perf_counter()
-        self.slots.take(side.number, values)
-        found = self.computing.of(work, self.group, side.name, self.outbox.room(side))
+        dense, rows = apart(values)
+        self.slots.take(side.number, dense)
+        found = self.computing.of(work, self.group, side.name, rows, self.outbox.room(side))
         self._computed.append(found)
         self.meter.compute("gradient", started, time.perf_counter(), work.batch + 1)
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
-        return gradients, found.weight
+        return [*gradients, *found.rows], found.weight
 
     # The life
 

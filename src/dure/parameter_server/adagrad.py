@@ -1,0 +1,47 @@
+"""Adagrad as Downpour SGD has it: one rate, divided by the root of the sum of all squares so far.
+
+    G_i <- G_i + g_i^2;    eta_i = gamma / sqrt(G_i), 0 where G_i is 0;    w_i <- w_i - eta_i g_i
+
+The sum begins at zero and nothing is added to the root: where both are so it is torch's Adagrad, to
+the bit, but that an element which never had a gradient stays as it is, and does not become NaN.
+
+Source: Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1; Duchi et al. 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class DownpourAdagrad(Optimizer):
+    """lr: gamma, about ten times the best fixed rate. Raises ValueError for one that is not > 0."""
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 0.1
+    ) -> None:
+        if not 0 < lr < math.inf:
+            raise ValueError(f"gamma is {lr}, but a rate is a number above zero")
+        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step, for those that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if "sum" not in state:
+                    state["sum"] = torch.zeros_like(parameter)
+                state["sum"].addcmul_(gradient, gradient)
+                root = state["sum"].sqrt()
+                # A number divided by infinity is the zero that its rate is.
+                root.masked_fill_(root == 0, math.inf)
+                parameter.addcdiv_(gradient, root, value=-group["lr"])

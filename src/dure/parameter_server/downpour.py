@@ -1,0 +1,194 @@
+"""Downpour SGD: replicas of the model train on data of their own, and meet at the servers alone.
+
+    replica:  t mod n_fetch = 0:  begin to fetch w      accrued <- accrued + g;  w <- w - alpha·g
+              t mod n_push = 0:   begin to push accrued;  accrued <- 0          (`replica`)
+    server:   each push is one step of the task's optimizer, or of Adagrad with the rate gamma
+              (`adagrad`), on the keys that it owns
+
+Fetches, pushes and gradients go on at the same time. Unlike the asynchronous parameter server
+(`dure.parameter_server.strategy`), a replica has its own part of the data, goes on with weights of
+its own between fetches, and may push the sum of several gradients.
+
+    bytes of a step and replica     d/n_push up and d/n_fetch down, for d bytes of weights
+
+and one push and one fetch more where all meet, if these steps are not due for them.
+
+Source: Dean et al. 2012, "Large Scale Distributed Deep Networks" (DistBelief).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World
+from dure.contracts.task import Task
+from dure.data.batches import check_batch_size
+from dure.data.partition import IID, Description, Partition, describe
+from dure.fleet.conditions import Conditions
+from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.embeddings import check_no_tables
+from dure.parameter_server.plan import check_model, check_under, check_world
+from dure.parameter_server.processes.learner import ProcessesLearner, assist
+from dure.parameter_server.replica import Pace
+from dure.parameter_server.simulated_replicas import SimulatedReplicas
+from dure.tasks.batch_norm import check_own_batches
+
+
+@dataclass(frozen=True)
+class Downpour(Strategy):
+    """Replicas train on their own data, and push to and fetch from servers, each at its own pace.
+
+    Args:
+        replicas: of the model.
+        partitions: machines over which each replica is divided, as a pipeline.
+        servers: that share the weights.
+        batch_size: examples of a replica's step; None is all of its data.
+        fetch_every: steps after which a replica fetches the weights.
+        push_every: steps after which it pushes the sum of its gradients.
+        warm_start: steps that the first replica makes alone, before the others begin.
+        gamma: the rate of Adagrad at the servers, in the place of the task's optimizer.
+        alpha: the rate of the replicas' own steps; by default the learning rate of the task.
+        overlap: whether fetches and pushes go on while a replica computes.
+        period: steps after which all replicas meet to be evaluated or saved; None is an epoch.
+        microbatches: of a replica's batch, where it is a pipeline.
+        partition: how examples are divided over replicas: iid, label-shards:2, dirichlet:0.5 or
+            quantity-skew:1.
+        copies: of each server's weights, 0 or 1: with one, a server may die.
+    """
+
+    replicas: int = 4
+    partitions: int = 1
+    servers: int = 1
+    batch_size: int | None = 64
+    fetch_every: int = 1
+    push_every: int = 1
+    warm_start: int = 0
+    gamma: float | None = None
+    alpha: float | None = None
+    overlap: bool = True
+    period: int | None = None
+    microbatches: int = 4
+    partition: Partition = field(default_factory=IID)
+    copies: int = 0
+
+    name: ClassVar[str] = "downpour"
+    kind: ClassVar[Kind] = "ranks"
+    also: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
+    unit: ClassVar[str] = "round"
+    led: ClassVar[bool] = True
+
+    @property
+    def deterministic(self) -> bool:
+        # Who is first is the machine's affair, and when a fetch lands.
+        return self.replicas == 1 and not self.overlap
+
+    @property
+    def ranks(self) -> int | None:
+        return 1 + self.servers + self.replicas * self.partitions
+
+    @property
+    def label(self) -> str:
+        parts = ["Downpour SGD", f"{self.fetch_every}/{self.push_every}"]
+        if self.gamma is not None:
+            parts.append("Adagrad")
+        return " ".join(parts)
+
+    def label_in(self, kind: Kind) -> str:
+        return f"{self.label}, simulated" if kind == "clients" else self.label
+
+    @property
+    def plan(self) -> DownpourPlan:
+        """Servers and whole replicas, as they are simulated."""
+        return DownpourPlan(
+            servers=self.servers,
+            groups=(tuple(range(self.replicas)),),
+            batch_size=self.batch_size,
+            staleness=None,
+            period=self.period,
+            replicas=self.copies,
+            slows_stale=False,
+            clip_norm=None,
+            pace=Pace(self.fetch_every, self.push_every, self.overlap),
+            partitions=self.partitions,
+            microbatches=self.microbatches,
+            partition=self.partition,
+            warm_start=self.warm_start,
+            gamma=self.gamma,
+            alpha=self.alpha,
+        )
+
+    def check(self, task: Task, workers: int | None) -> None:
+        for name in (
+            "replicas",
+            "partitions",
+            "servers",
+            "fetch_every",
+            "push_every",
+            "microbatches",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
+        if self.warm_start < 0:
+            raise ValueError(f"warm_start is {self.warm_start}, but it is a number of steps")
+        for name in ("gamma", "alpha"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} is {rate}, but a rate is above zero")
+        if self.period is not None and self.period < 1:
+            raise ValueError(f"period is {self.period}, but replicas meet after at least one step")
+        if self.copies not in (0, 1) or (self.copies and self.servers < 2):
+            raise ValueError(
+                f"copies is {self.copies} with servers={self.servers}, but a server has no copy, "
+                f"or one at another server"
+            )
+        check_batch_size(self.batch_size)
+        self.partition.divide(self.replicas, len(task.train), task.train.labels(), task.train.keys)
+        if workers is not None and workers != self.ranks:
+            raise ValueError(
+                f"servers={self.servers} and {self.replicas} replicas of {self.partitions} are "
+                f"{self.ranks} ranks with the one that leads, but the world has {workers}"
+            )
+
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for clients over a network, which are no workers."""
+        check_world(world)
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
+        check_model(model)
+        check_no_tables(model)
+        self.plan.terms(task, model)
+        together = None if self.batch_size is None else self.batch_size * self.replicas
+        check_own_batches(task, model, together, self.replicas)
+        if self.partitions > 1:
+            self.plan.pipe.check(task, model)
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Where replicas are divided, runs their stages and the undivided model side by side."""
+        self.check_model(task, model, workers)
+        if self.partitions == 1:
+            return None
+        return self.plan.pipe.parallel.prove(task, model, self.partitions)
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        """Raises ValueError for conditions that replicas do not have."""
+        check_under(conditions)
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        labels = task.train.labels()
+        parts = self.partition.divide(
+            self.replicas, len(task.train), labels, task.train.keys, seed=seed
+        )
+        return describe(self.partition, parts, labels, task.train.classes)
+
+    def assist(self, task: Task, place: Place, seed: int) -> str:
+        return assist(task, place, seed, self.plan)
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        if place.kind == "clients":
+            return SimulatedReplicas(task, place, seed, self.plan)
+        return ProcessesLearner(task, place, seed, self.plan)

@@ -1,0 +1,170 @@
+"""What a run of Downpour SGD is to be: servers, and replicas that each train on their own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from dure.contracts.lr_schedule import LRSchedule, factor_at
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.data.partition import Partition
+from dure.parameter_server.adagrad import DownpourAdagrad
+from dure.parameter_server.gradients import Gradients
+from dure.parameter_server.keys import Range
+from dure.parameter_server.local_step import LocalStep
+from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.own_data import OwnPart, divide
+from dure.parameter_server.plan import Plan, recipe_of
+from dure.parameter_server.replica import Pace
+from dure.parameter_server.shard import Terms
+from dure.parameter_server.stages import Pipe, Run, cut_at, stage_at
+from dure.tasks.batch_norm import needs_two
+
+
+@dataclass(frozen=True)
+class DownpourPlan(Plan):
+    """The workers of the plan are replicas, or the stages of replicas.
+
+    pace, partitions, microbatches, partition, warm_start, gamma, alpha: as in `Downpour`. runs: the
+    keys of each stage, where each has a worker of its own (`made_for`); then the workers of a stage
+    are a group, and stage k of replica r is worker r·p + k.
+    """
+
+    pace: Pace
+    partitions: int
+    microbatches: int
+    partition: Partition
+    warm_start: int
+    gamma: float | None
+    alpha: float | None
+    runs: tuple[Run, ...] = ()
+
+    def made_for(self, task: Task, model: nn.Module) -> DownpourPlan:
+        # A worker for each stage of each replica, where there are several.
+        if self.partitions == 1:
+            return self
+        stages = range(self.partitions)
+        firsts = range(0, len(self.workers) * self.partitions, self.partitions)
+        return replace(
+            self,
+            groups=tuple(tuple(first + stage for first in firsts) for stage in stages),
+            runs=self.pipe.runs(task, model),
+        )
+
+    @property
+    def pipe(self) -> Pipe:
+        """How each replica is divided."""
+        return Pipe(self.partitions, self.microbatches, self.batch_size)
+
+    @property
+    def workers(self) -> list[int]:
+        return sorted(super().workers)
+
+    def replica_of(self, worker: int) -> int:
+        """The replica of which a worker is a part, or which it is."""
+        return worker // len(self.groups)
+
+    def together(self, replica: int) -> list[int]:
+        """The workers that are a replica, by stage."""
+        stages = len(self.groups)
+        return list(range(replica * stages, (replica + 1) * stages))
+
+    def companions(self, worker: int) -> list[int]:
+        return [other for other in self.together(self.replica_of(worker)) if other != worker]
+
+    def keys(self, model: nn.Module) -> list[list[Range]]:
+        ranges = super().keys(model)
+        return [cut_at(self.runs, each) for each in ranges] if self.runs else ranges
+
+    def portions(self, worker: int, shards: Sequence[Range]) -> list[tuple[int, int, int]]:
+        """What a worker fetches and pushes: (shard, first key, last key + 1)."""
+        stage = worker % len(self.groups)
+        return [
+            (number, keys.start, keys.stop)
+            for number, keys in enumerate(shards)
+            if not self.runs or stage_at(self.runs, keys) == stage
+        ]
+
+    @property
+    def replicas_of_model(self) -> int:
+        """How many replicas train."""
+        return len(self.groups[0])
+
+    @property
+    def shares_data(self) -> bool:
+        return False
+
+    def until(self, worker: int, batches: int) -> int:
+        # The first replica has the steps of the warm start besides.
+        return batches + (self.warm_start if self.replica_of(worker) == 0 else 0)
+
+    def parts(self, model: nn.Module, examples: Examples, seed: int) -> Sequence[OwnPart]:
+        """The data of each replica."""
+        return divide(
+            self.partition,
+            self.replicas_of_model,
+            examples,
+            self.batch_size,
+            seed,
+            joins=needs_two(model, examples),
+        )
+
+    def steps_per_epoch(self, computing: Gradients) -> int:
+        parts = self.parts(computing.model, computing.examples, computing.seed)
+        return max(part.batches.steps_per_epoch for part in parts)
+
+    def terms(self, task: Task, model: nn.Module) -> Terms:
+        schedule: Callable[[int], float] | None = None
+        if task.lr_schedule is not None:
+            schedule = partial(_factor, task.lr_schedule, self.pace.push_every)
+        recipe = recipe_of(task, model)
+        if self.gamma is not None:
+            recipe = adagrad(recipe, self.gamma)
+        return Terms(recipe=recipe, staleness=None, schedule=schedule)
+
+    def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
+        return Gradients(
+            task,
+            model,
+            seed,
+            self.batch_size,
+            bulk=False,
+            skips=self.skips(task, model),
+        )
+
+    def skips(self, task: Task, model: nn.Module) -> bool:
+        """Whether servers leave alone what has a gradient of zero, as this Adagrad does."""
+        return self.gamma is not None or recipe_of(task, model).plain
+
+    def local_step(self, task: Task, model: nn.Module, keys: Sequence[Range]) -> LocalStep:
+        """The steps that replicas make by themselves, on weights of these keys."""
+        schedule = None if task.lr_schedule is None else partial(factor_at, task.lr_schedule)
+        return LocalStep(recipe_of(task, model), keys, self.alpha, schedule)
+
+
+def _factor(schedule: LRSchedule, push_every: int, pushes: int) -> float:
+    """The factor of the learning rates after so many pushes of each replica."""
+    return factor_at(schedule, pushes * push_every)
+
+
+def adagrad(recipe: Recipe, gamma: float) -> Recipe:
+    """The recipe of Downpour's Adagrad over the keys that another optimizer trains.
+
+    Raises ValueError for what that optimizer does besides, which would be lost.
+    """
+    for name in ("weight_decay", "maximize"):
+        if any(group.get(name) for group in recipe.groups):
+            raise ValueError(
+                f"gamma puts Adagrad in the place of the task's {recipe.kind.__name__}, and its "
+                f"{name} would be lost: leave out {name}, or gamma"
+            )
+    if len({group["lr"] for group in recipe.groups}) > 1:
+        raise ValueError(
+            "gamma is one rate for all, and the task's optimizer has several: leave out gamma, or "
+            "give all groups one lr"
+        )
+    return replace(recipe, kind=DownpourAdagrad, groups=[{"lr": gamma} for _ in recipe.groups])

@@ -1,0 +1,467 @@
+"""The tables of a model: its sparse embeddings, of which a worker has only the rows of its batch.
+
+Which rows a part of a batch reads is found before they are pulled, by a forward pass without
+gradients in which every table is zeros and only says what is asked of it. It ends as soon as every
+table has been read, so mostly before anything is computed. Then, in the pass that counts:
+
+    ids -> their places among the rows that were pulled -> the embedding's own forward, on those
+
+so that the gradient is of these rows. Ids that were not asked for before raise an error: where they
+depend on the weights of a table, no rows can be pulled in time.
+
+Outside of its own forward a table's weight is NaN, without memory: what else reads it, such as an
+output layer that shares the weight without naming it, gives no number, and no wrong one.
+
+The row of `padding_idx` never changes, so it is neither pulled nor pushed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.task import Task
+from dure.parameter_server.first_rows import first_rows, key_of
+from dure.parameter_server.keys import Range
+from dure.parameter_server.tables import Rows, Rule, Table, TableRows, distinct, rule_of
+from dure.tensors.buffers import load_weights
+from dure.tensors.flat import trained_of
+
+Embedding: TypeAlias = nn.Embedding | nn.EmbeddingBag
+
+
+def embeddings_of(model: nn.Module) -> dict[str, Embedding]:
+    """The sparse embeddings that are trained, each once, by the name of their weight."""
+    return {
+        f"{name}.weight" if name else "weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+    }
+
+
+def dense_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained and are no tables, each once, in the model's order."""
+    tables = {id(module.weight) for module in embeddings_of(model).values()}
+    return [parameter for parameter in trained_of(model) if id(parameter) not in tables]
+
+
+def check_no_tables(model: nn.Module) -> None:
+    """Raises ValueError for a model with sparse embeddings, where nobody would train them."""
+    name = next(iter(embeddings_of(model)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} is a sparse embedding, for which this system has no tables: take "
+            f"sparse=False, or ParameterServer"
+        )
+
+
+def check_tables(task: Task, model: nn.Module) -> None:
+    """Raises ValueError for a sparse embedding whose rows servers cannot hold, by its name."""
+    rules_of(task, model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, module in embeddings_of(model).items():
+        also = [other for other in names.get(id(module.weight), ()) if other != name]
+        reason = _refusal(module, also)
+        if reason is not None:
+            raise ValueError(f"{name} {reason}: leave that out, or take sparse=False")
+
+
+def _refusal(module: Embedding, also: Sequence[str]) -> str | None:
+    """Why an embedding cannot be a table; None where it can."""
+    for field in ("max_norm", "scale_grad_by_freq"):
+        if getattr(module, field):
+            return f"has {field}={getattr(module, field)}, which a table cannot have"
+    if also:
+        return f"is {also[0]} as well, so more than the rows of a batch is read of it"
+    own = type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    if not own or "forward" in vars(module):
+        return f"belongs to a {type(module).__name__} with a forward of its own"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "belongs to an embedding with hooks, which would see other ids"
+    if "weight" not in module._parameters:
+        return "is computed from other parameters"
+    if module.weight.device.type not in ("cpu", "meta"):
+        return f"is on {module.weight.device}, and servers hold rows in the CPU's memory"
+    if module.weight.is_complex():
+        return "is complex"
+    return None
+
+
+def rules_of(task: Task, model: nn.Module) -> list[Rule]:
+    """The rule of each table, by the task's optimizer. Raises ValueError as `rule_of` does."""
+    found = embeddings_of(model)
+    if not found:
+        return []
+    optimizer = task.optimizer(model.parameters())
+    groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+    rules = []
+    for name, module in found.items():
+        if id(module.weight) not in groups:
+            raise ValueError(f"the optimizer does not have {name}: freeze it, or hand it over")
+        rules.append(rule_of(type(optimizer), groups[id(module.weight)], name))
+    return rules
+
+
+def tables_of(task: Task, model: nn.Module, seed: int) -> list[Table]:
+    """The tables of a model.
+
+    Rows that nobody has changed are those of its embedding; of one without memory (device="meta"),
+    which may be larger than any, they are `first_rows`, and its padding is zero.
+    """
+    rules = rules_of(task, model)
+    tables = []
+    for number, (name, module) in enumerate(embeddings_of(model).items()):
+        weight = module.weight.detach()
+        rows, dim = weight.shape
+        first = partial(_rows_of, weight)
+        if weight.is_meta:
+            key = key_of(seed, number)
+            first = partial(_made_rows, key, dim, weight.dtype, module.padding_idx)
+        tables.append(Table(name, rows, dim, weight.dtype, rules[number], first))
+    return tables
+
+
+def _rows_of(weight: Tensor, rows: Tensor) -> Tensor:
+    return weight.index_select(0, rows)
+
+
+def _made_rows(key: int, dim: int, dtype: torch.dtype, padding: int | None, rows: Tensor) -> Tensor:
+    made = torch.from_numpy(first_rows(key, rows.numpy(), dim)).to(dtype)
+    if padding is not None:
+        made[rows == padding] = 0
+    return made
+
+
+class Tables:
+    """The tables of a worker's model, from now on.
+
+    tables: what `tables_of` gives. shards: the ranges of rows, by shard; `vector` is the table.
+    """
+
+    def __init__(self, model: nn.Module, tables: Sequence[Table], shards: Sequence[Range]) -> None:
+        self.tables = tables
+        self.shards = shards
+        self._readers = [
+            _Reader(table, module)
+            for table, module in zip(tables, embeddings_of(model).values(), strict=True)
+        ]
+        self._alone = False
+        """Whether every table is known to be read once, and no more, by a forward pass."""
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    # Which rows
+
+    @torch.no_grad()
+    def asked(self, forward: Callable[[], Any]) -> list[Tensor]:
+        """The rows that a forward pass reads of each table, ascending, each once."""
+        for reader in self._readers:
+            reader.watch(self._look)
+        try:
+            forward()
+        except _EnoughError:
+            pass
+        else:
+            self._alone = all(len(reader.seen) == 1 for reader in self._readers)
+        finally:
+            found = [reader.rows_seen() for reader in self._readers]
+            for reader in self._readers:
+                reader.leave()
+        return found
+
+    def _look(self) -> None:
+        """Ends a forward pass from which no more is to be learned."""
+        if self._alone and all(reader.seen for reader in self._readers):
+            raise _EnoughError
+
+    def by_shard(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Ascending rows of each table, as those of each shard."""
+        return [rows[keys.vector][slice(*_ends(rows[keys.vector], keys))] for keys in self.shards]
+
+    # The pass that counts
+
+    @contextmanager
+    def holding(self, values: Sequence[Rows]) -> Iterator[Callable[[], list[Rows | None]]]:
+        """Within it the model has these rows, by shard.
+
+        What it yields tells the gradients, by shard: None of a table that had none.
+        """
+        for number, reader in enumerate(self._readers):
+            own = [
+                one for keys, one in zip(self.shards, values, strict=True) if keys.vector == number
+            ]
+            reader.hold(
+                Rows(torch.cat([one.rows for one in own]), torch.cat([one.values for one in own]))
+            )
+        try:
+            yield self._gradients
+        finally:
+            for reader in self._readers:
+                reader.leave()
+
+    def _gradients(self) -> list[Rows | None]:
+        by_table = [reader.gradient() for reader in self._readers]
+        found: list[Rows | None] = []
+        for keys in self.shards:
+            whole = by_table[keys.vector]
+            if whole is None:
+                found.append(None)
+                continue
+            part = slice(*_ends(whole.rows, keys))
+            found.append(Rows(whole.rows[part], whole.values[part]))
+        return found
+
+    def empty(self) -> list[Rows]:
+        """Gradients of no row, by shard."""
+        tables = [self.tables[keys.vector] for keys in self.shards]
+        rows = torch.empty(0, dtype=torch.int64)
+        return [Rows(rows, torch.empty(0, table.dim, dtype=table.dtype)) for table in tables]
+
+    # Evaluation
+
+    @contextmanager
+    def reading(self, pulls: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
+        """Within it the model reads whatever rows it wants. pulls: their values, by shard."""
+        for number, reader in enumerate(self._readers):
+            own = [
+                (keys, pull)
+                for keys, pull in zip(self.shards, pulls, strict=True)
+                if keys.vector == number
+            ]
+            reader.pull_from(own)
+        try:
+            yield
+        finally:
+            for reader in self._readers:
+                reader.leave()
+
+    # Weights as a whole
+
+    def whole(self, changed: Sequence[Rows]) -> dict[str, Tensor]:
+        """The weights of the tables, by name. changed: rows that are not as at first, by shard."""
+        found = {}
+        for table in self.tables:
+            found[table.name] = table.first(torch.arange(table.rows))
+        for keys, (rows, values) in zip(self.shards, changed, strict=True):
+            found[self.tables[keys.vector].name][rows] = values
+        return found
+
+    @contextmanager
+    def given(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it the tables have the memory of these weights, so that they can be loaded."""
+        for table, reader in zip(self.tables, self._readers, strict=True):
+            reader.weight.data = weights[table.name]
+        try:
+            yield
+        finally:
+            for reader in self._readers:
+                reader.let_go()
+
+
+@contextmanager
+def reading(tables: Tables | None, rows: Sequence[TableRows]) -> Iterator[None]:
+    """Within it a model with these tables can be evaluated. rows: by shard."""
+    if tables is None:
+        yield
+        return
+    with tables.reading([one.pull for one in rows]):
+        yield
+
+
+def weights_of(
+    model: nn.Module, tables: Tables | None, changed: Sequence[Rows]
+) -> dict[str, Tensor]:
+    """The state of a model with its tables as a whole. changed: rows, by shard."""
+    weights = dict(model.state_dict())
+    return weights if tables is None else {**weights, **tables.whole(changed)}
+
+
+def load_with_tables(
+    model: nn.Module, tables: Tables | None, weights: Mapping[str, Tensor]
+) -> None:
+    """The inverse of `weights_of`, but for what servers have: the rows of tables."""
+    if tables is None:
+        load_weights(model, weights)
+        return
+    with tables.given(weights):
+        load_weights(model, weights)
+
+
+class _EnoughError(BaseException):
+    """Ends a forward pass; no `except Exception` of a model stops it."""
+
+
+class _Reader:
+    """An embedding whose weight is that of a few rows while it computes."""
+
+    def __init__(self, table: Table, module: Embedding) -> None:
+        self.table = table
+        self.module = module
+        self.weight = module.weight
+        self.padding = module.padding_idx
+        self.seen: list[Tensor] = []
+        """The ids of each call."""
+        self._look: Callable[[], None] | None = None
+        self._held: Rows | None = None
+        self._leaf: nn.Parameter | None = None
+        self._pulls: Sequence[tuple[Range, Callable[[Tensor], Tensor]]] = ()
+        self.let_go()
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def let_go(self) -> None:
+        """The weight needs no memory, and is NaN."""
+        nothing = torch.full((), math.nan, dtype=self.table.dtype)
+        nothing = nothing.expand(self.table.rows, self.table.dim)
+        if self.weight.is_meta:  # which cannot be given memory
+            self.weight = nn.Parameter(nothing)
+            self._put(self.weight, self.padding)
+        self.weight.data = nothing
+
+    # What is to be done in a call
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """From now on it is zeros, and remembers what it is asked."""
+        self.seen = []
+        self._look = look
+
+    def hold(self, rows: Rows) -> None:
+        """From now on it has these rows, ascending."""
+        self._held = rows
+        self._leaf = self._with_padding(rows.values)
+
+    def pull_from(self, pulls: Sequence[tuple[Range, Callable[[Tensor], Tensor]]]) -> None:
+        """From now on it reads what it is asked."""
+        self._pulls = pulls
+
+    def leave(self) -> None:
+        """From now on it has nothing."""
+        self._look = self._held = self._leaf = None
+        self._pulls = ()
+        self._put(self.weight, self.padding)
+
+    def rows_seen(self) -> Tensor:
+        """What it was asked, ascending, each once, without the padding."""
+        if not self.seen:
+            return torch.empty(0, dtype=torch.int64)
+        return self._distinct(torch.cat(self.seen))
+
+    def gradient(self) -> Rows | None:
+        """Of the rows that it held; None where there is none."""
+        assert self._held is not None
+        assert self._leaf is not None
+        if self._leaf.grad is None:
+            return None
+        sparse = self._leaf.grad.coalesce()
+        return Rows(self._held.rows[sparse.indices()[0]], sparse.values())
+
+    # A call
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ids = args[0] if args else kwargs["input"]
+        if self._look is not None:
+            self._check(ids)
+            self.seen.append(ids.reshape(-1).long())
+            self._look()
+            return self._all_alike(0.0, ids, args, kwargs)
+        if self._held is not None:
+            assert self._leaf is not None
+            rows, leaf = self._held.rows, self._leaf
+        elif self._pulls:
+            self._check(ids)
+            rows = self._distinct(ids.reshape(-1).long())
+            leaf = self._with_padding(self._pull(rows))
+        else:
+            # Such as where operations are counted.
+            return self._all_alike(math.nan, ids, args, kwargs)
+        padding = None if self.padding is None else len(rows)
+        return self._instead(leaf, padding, self._places(ids, rows), args, kwargs)
+
+    def _all_alike(
+        self, value: float, ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Has the embedding compute with one row in place of all."""
+        row = torch.full((1, self.table.dim), value, dtype=self.table.dtype)
+        return self._instead(row, None, torch.zeros_like(ids), args, kwargs)
+
+    def _instead(
+        self,
+        weight: Tensor,
+        padding: int | None,
+        places: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Has the embedding compute with this weight, at these places of it."""
+        self._put(weight, padding)
+        if args:
+            return (places, *args[1:]), kwargs
+        return args, {**kwargs, "input": places}
+
+    def _after(self, module: nn.Module, given: Any, returned: Any) -> None:
+        self._put(self.weight, self.padding)
+
+    def _put(self, weight: Tensor, padding: int | None) -> None:
+        kept: Any = self.module._parameters
+        kept["weight"] = weight
+        self.module.padding_idx = padding
+
+    def _check(self, ids: Tensor) -> None:
+        """Raises IndexError for ids that the table does not have, as torch does."""
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.table.rows):
+            raise IndexError(
+                f"{self.table.name} has {self.table.rows} rows, and is asked for those from "
+                f"{int(ids.min())} to {int(ids.max())}"
+            )
+
+    def _distinct(self, ids: Tensor) -> Tensor:
+        rows = distinct(ids)
+        return rows if self.padding is None else rows[rows != self.padding]
+
+    def _with_padding(self, values: Tensor) -> nn.Parameter:
+        """The values of rows, and behind them the padding's where there is one."""
+        if self.padding is not None:
+            values = torch.cat([values, self.table.first(torch.tensor([self.padding]))])
+        return nn.Parameter(values)
+
+    def _places(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Where ids are among ascending rows. Raises ValueError for one that is not there."""
+        wanted = ids.long()
+        places = torch.searchsorted(rows, wanted)
+        there = places < len(rows)
+        if len(rows):
+            there &= rows[places.clamp(max=len(rows) - 1)] == wanted
+        if self.padding is not None:
+            is_padding = wanted == self.padding
+            places = torch.where(is_padding, len(rows), places)
+            there |= is_padding
+        if not bool(there.all()):
+            raise ValueError(
+                f"{self.table.name} is asked for row {int(wanted[~there][0])}, which was not known "
+                f"before the weights were: the ids of a sparse embedding have to follow from the "
+                f"batch alone (take sparse=False where they depend on weights)"
+            )
+        return places.to(ids.dtype)
+
+    def _pull(self, rows: Tensor) -> Tensor:
+        parts = [pull(rows[slice(*_ends(rows, keys))]) for keys, pull in self._pulls]
+        return torch.cat(parts)
+
+
+def _ends(rows: Tensor, keys: Range) -> tuple[int, int]:
+    """Where the rows of a range begin and end among ascending rows."""
+    first, stop = torch.searchsorted(rows, torch.tensor([keys.start, keys.stop])).tolist()
+    return first, stop

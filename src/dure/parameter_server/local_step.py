@@ -1,0 +1,38 @@
+"""The steps that a replica of Downpour SGD makes by itself, between two fetches.
+
+    w <- w - alpha·factor(t)·g       on the keys that the task's optimizer trains
+
+alpha is by default the learning rate of the task's optimizer for these keys, and factor that of the
+task's schedule at the replica's own step t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dure.parameter_server.keys import Range
+from dure.parameter_server.optimizer import Recipe
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """recipe: of the task's optimizer. keys: of each portion. alpha: None is the optimizer's."""
+
+    recipe: Recipe
+    keys: Sequence[Range]
+    alpha: float | None
+    schedule: Callable[[int], float] | None
+
+    def __call__(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], step: int) -> None:
+        """Moves the weights, by portion, against the gradients, in place."""
+        factor = 1.0 if self.schedule is None else self.schedule(step)
+        for keys, own, gradient in zip(self.keys, weights, gradients, strict=True):
+            for span in self.recipe.pieces(keys.vector, keys.start, keys.stop):
+                group = self.recipe.groups[span.group]
+                rate = group["lr"] if self.alpha is None else self.alpha
+                sign = -1 if group.get("maximize") else 1
+                piece = slice(span.start - keys.start, span.stop - keys.start)
+                own[piece].sub_(gradient[piece], alpha=sign * rate * factor)

@@ -1,0 +1,196 @@
+"""What computes the gradients of a replica in a process: the whole model, or a stage of it.
+
+    weights of the portions, a step  ->  the gradient of that step's batch, by portion
+
+The process that has a stage computes together with those that have the others; all of them go
+through the same steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.strategy import Place, examples_for
+from dure.contracts.task import Task
+from dure.parallel.mesh.strategy import ParallelLearner
+from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.gradients import Computed, no_gradient
+from dure.parameter_server.keys import Range
+from dure.parameter_server.messages import worker
+from dure.parameter_server.stages import Run
+from dure.randomness.seeds import derive
+from dure.record.meter import Meter
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import views_of
+
+
+class WholeModel:
+    """The model of worker `number`, which is a replica."""
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        model: nn.Module,
+        seed: int,
+        plan: DownpourPlan,
+        meter: Meter,
+    ) -> None:
+        self.number = number
+        self.meter = meter
+        self.model = model.train()
+        self.keys = plan.shards(model)
+        self.computing = plan.gradients(task, model, seed)
+        self.part = plan.parts(model, self.computing.examples, seed)[number]
+        self._buffers = Buffers(model)
+
+    def weights(self) -> list[Tensor]:
+        """By portion, as they are now."""
+        buffers = self.computing.flat.buffers
+        return [buffers[keys.vector][keys.start : keys.stop] for keys in self.keys]
+
+    def compute(self, step: int, weights: Sequence[Tensor]) -> Computed:
+        """The gradient of the replica's batch of a step at these weights, by portion.
+
+        Raises LossNotFiniteError.
+        """
+        for keys, value in zip(self.keys, weights, strict=True):
+            self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
+        place = (step, self.number)
+        started = time.perf_counter()
+        found = self.computing.mean(self.part.at(step), place, worker(self.number))
+        self.meter.compute("gradient", started, time.perf_counter(), step + 1)
+        gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.keys]
+        return dataclasses.replace(found, gradients=gradients)
+
+    def buffers(self) -> list[Tensor]:
+        """As they are now."""
+        return [buffer.detach() for buffer in self._buffers.of(self.model)]
+
+
+class StageModel:
+    """The stage of worker `number`. group: the ranks of its replica, by stage."""
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        place: Place,
+        model: nn.Module,
+        seed: int,
+        *,
+        plan: DownpourPlan,
+        group: Group,
+    ) -> None:
+        shards = plan.shards(model)
+        self.keys = [shards[shard] for shard, _, _ in plan.portions(number, shards)]
+        replica = plan.replica_of(number)
+        self.part = plan.parts(model, examples_for(model, task)[0], seed)[replica]
+        self.skips = plan.skips(task, model)
+        # Replicas draw apart; the first one as a pipeline that trains alone.
+        own = seed if replica == 0 else derive(seed, "replica", replica)
+        self.learner = ParallelLearner(
+            task,
+            dataclasses.replace(place, group=group, prepared=lambda: model, check=False),
+            own,
+            plan.pipe.parallel,
+        )
+        self.learner.where = worker(number)
+        self.reports = group.rank == plan.partitions - 1
+        parameters = self.learner.held.parameters
+        self.runs = [
+            OwnRun(run, [parameters[name] for name in run.names])
+            for run in plan.runs
+            if run.stage == group.rank
+        ]
+
+    def weights(self) -> list[Tensor]:
+        """By portion, as they are now."""
+        return [self._run_of(keys).at(keys) for keys in self.keys]
+
+    def compute(self, step: int, weights: Sequence[Tensor]) -> Computed:
+        """The gradient of the replica's batch of a step at these weights, by portion.
+
+        Computed together with the other stages. Raises LossNotFiniteError, and PeerLostError if
+        one of them is lost.
+        """
+        for keys, value in zip(self.keys, weights, strict=True):
+            self._run_of(keys).at(keys).copy_(value)
+        learner = self.learner
+        learner.group.step = f"step {step + 1}"
+        learner.held.step = step
+        started = time.perf_counter()
+        for run in self.runs:
+            run.forget()
+        indices = self.part.at(step)
+        loss, counted, _ = learner.compute(indices, 0)
+        vectors = [run.gradient(self.skips) for run in self.runs]
+        gradients = []
+        for keys in self.keys:
+            run = self._run_of(keys)
+            first = run.run.keys.start
+            whole = vectors[self.runs.index(run)]
+            gradients.append(whole[keys.start - first : keys.stop - first])
+        # The replica's loss is told once.
+        return Computed(
+            gradients=gradients,
+            weight=1.0,
+            loss=(loss or 0.0) if self.reports else 0.0,
+            counted=counted if self.reports else 0.0,
+            examples=len(indices) if self.reports else 0,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _run_of(self, keys: Range) -> OwnRun:
+        return next(run for run in self.runs if run.has(keys))
+
+    def buffers(self) -> list[Tensor]:
+        """None: a model with buffers is not divided."""
+        return []
+
+
+class OwnRun:
+    """A run of keys whose parameters this process computes with, which lie in one vector now."""
+
+    def __init__(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
+        self.run = run
+        self.parameters = parameters
+        self.vector = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        for parameter, view in zip(parameters, views_of(self.vector, parameters), strict=True):
+            # The same object: the stage's program holds it.
+            parameter.data = view
+
+    def has(self, keys: Range) -> bool:
+        """Whether these keys lie here."""
+        own = self.run.keys
+        return own.vector == keys.vector and own.start <= keys.start < own.stop
+
+    def at(self, keys: Range) -> Tensor:
+        """The weights of these keys, as a view."""
+        first = self.run.keys.start
+        return self.vector[keys.start - first : keys.stop - first]
+
+    def forget(self) -> None:
+        """No parameter has a gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradient(self, skips: bool) -> Tensor:
+        """The gradients of the parameters, one after another.
+
+        skips: whether servers leave alone what has zeros. Raises ValueError for a parameter without
+        a gradient where they do not.
+        """
+        parts = []
+        for parameter, name in zip(self.parameters, self.run.names, strict=True):
+            if parameter.grad is None and not skips:
+                raise ValueError(no_gradient(name))
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            parts.append(gradient.reshape(-1))
+        return torch.cat(parts)

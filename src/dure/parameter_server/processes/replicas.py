@@ -1,0 +1,217 @@
+"""The life of a replica's process: fetch, compute, push, until the run is over.
+
+What is to be fetched and pushed the state machines say (`replica`, `worker`). A thread of its own
+computes, so that messages come and go meanwhile; another says that the process is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.strategy import Place
+from dure.contracts.task import Task
+from dure.errors import PeerLostError
+from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.gradients import Computed
+from dure.parameter_server.messages import MANAGER, Envelope, worker
+from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.replica_models import StageModel, WholeModel
+from dure.parameter_server.processes.said import Grant, Over, Report
+from dure.parameter_server.processes.serving import check_leader
+from dure.parameter_server.processes.working import Heart
+from dure.parameter_server.replica import Replica
+from dure.parameter_server.worker import WorkerSide
+
+
+class ThreadJob:
+    """A gradient that a thread computes. told: is called in that thread when it is there."""
+
+    def __init__(self, compute: Callable[[], Computed], told: Callable[[], None]) -> None:
+        self._compute = compute
+        self._told = told
+        self._found: Computed | None = None
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        # A daemon: the run may end while it waits for another stage.
+        threading.Thread(target=self._run, name="dure replica", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._compute()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+        with contextlib.suppress(OSError):  # the port is closed where the run has ended
+            self._told()
+
+    @property
+    def ends(self) -> float:
+        """Long ago, once it is there."""
+        return -math.inf if self._over.is_set() else math.inf
+
+    def result(self) -> Sequence[Tensor]:
+        """The gradient, by portion. Raises what its computation raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found.gradients
+
+
+class Replicating:
+    """Worker `number` of a plan, which is a replica or a stage of one.
+
+    model: the run's. group: the ranks of its replica, by stage.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        place: Place,
+        model: nn.Module,
+        seed: int,
+        *,
+        plan: DownpourPlan,
+        group: Group,
+        port: Port,
+    ) -> None:
+        self.number = number
+        self.port = port
+        self.meter = place.group.meter
+        self.meter.name = worker(number)
+        self.trace = place.trace
+        self.clock_offset = place.clock_offset
+        layout = plan.layout(model)
+        portions = plan.portions(number, plan.shards(model))
+        move = plan.local_step(task, model, [plan.shards(model)[shard] for shard, _, _ in portions])
+        self.model: WholeModel | StageModel
+        if plan.runs:
+            self.model = StageModel(number, task, place, model, seed, plan=plan, group=group)
+        else:
+            self.model = WholeModel(number, task, model, seed, plan, self.meter)
+        self.replica = Replica(
+            # Streams lose nothing but when they break.
+            WorkerSide(number, layout, portions, patience=math.inf, beat=None),
+            plan.pace,
+            self.model.weights(),
+            self._compute,
+            move,
+        )
+        self._computed: list[Computed] = []
+        self.leads = plan.together(plan.replica_of(number))[0] == number
+        self._begun = False
+        self._told = 0
+        """Pushes that were told."""
+        self._reported = (-1, -1)
+        self._counted = (0, 0)
+        """Bytes of the port that the meter has."""
+
+    def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
+        def compute() -> Computed:
+            found = self.model.compute(step, weights)
+            self._computed.append(found)
+            return found
+
+        return ThreadJob(compute, self.port.wake)
+
+    # The life
+
+    def live(self) -> str:
+        """Until the leader says that it is over, or the others go on without this replica.
+
+        Returns by which limit the run has ended, if it has. Raises PeerLostError if the leader is
+        gone, and what the task raises.
+        """
+        heart = Heart(self.replica.side, self.port)
+        heart.start()
+        try:
+            while (ended := self._turn()) is None:
+                if self.replica.side.given_up:
+                    return ""
+                self._report()
+            return ended
+        finally:
+            heart.stop()
+
+    def _turn(self) -> str | None:
+        """What has come, and what is due; by which limit the run has ended, if it has."""
+        waited = time.perf_counter()
+        idle = not self.replica.computing
+        seconds = self.replica.wake - time.monotonic()
+        if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
+            seconds = min(seconds, 0.1)
+        for sender, said in self.port.hear(seconds):
+            if isinstance(said, Over):
+                return said.ended
+            if isinstance(said, Gone):
+                check_leader(sender, said, "training")
+                self.replica.side.cut(sender)
+            elif isinstance(said, Grant):
+                self._granted(said)
+            else:
+                self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
+        if idle:
+            self.meter.communication("wait", waited, time.perf_counter(), self.replica.step + 1)
+        if time.monotonic() >= self.replica.wake:
+            try:
+                self._say(self.replica.tick(time.monotonic()))
+            except PeerLostError:
+                return ""  # another stage of this replica: the other replicas go on
+        return None
+
+    def _granted(self, grant: Grant) -> None:
+        if not self._begun:
+            self._begun = True
+            self.replica.side.begin_at(grant.clock)
+            self.replica.begin_at(grant.done)
+            self._told = self.replica.side.clock
+        self.replica.grant(grant.until)
+
+    def _say(self, said: Sequence[Envelope]) -> None:
+        for to, message in said:
+            if not self.port.say(to, message):
+                self.replica.side.cut(to)
+
+    def _report(self) -> None:
+        """Says what it has done, once it has nothing to do."""
+        side = self.replica.side
+        stands = (self.replica.until, side.layout.version)
+        if not self.replica.finished or stands == self._reported:
+            return
+        self._reported = stands
+        counters = self.meter.counters
+        # A pipeline's messages are counted there already.
+        counters.bytes_sent += self.port.sent - self._counted[0]
+        counters.bytes_received += self.port.received - self._counted[1]
+        self._counted = (self.port.sent, self.port.received)
+        report = Report(
+            worker=self.number,
+            until=stands[0],
+            layout=stands[1],
+            loss=sum(one.loss * one.counted for one in self._computed),
+            counted=sum(one.counted for one in self._computed),
+            examples=sum(one.examples for one in self._computed),
+            pushes=self._pushes(),
+            staleness=dict(side.staleness),
+            counters=counters.as_list(),
+            done=(),
+            buffers=self.model.buffers(),
+            trace=self.trace.packed(self.clock_offset),
+        )
+        self.trace.lanes.clear()
+        side.staleness.clear()
+        self._computed.clear()
+        self.port.say(MANAGER, report)
+
+    def _pushes(self) -> int:
+        """Of its replica, since it has said so last; the first stage says it for all."""
+        clock = self.replica.side.clock
+        made, self._told = clock - self._told, clock
+        return made if self.leads else 0

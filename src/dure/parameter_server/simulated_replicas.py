@@ -1,0 +1,238 @@
+"""Downpour SGD under a virtual clock: the learner.
+
+Servers and replicas are the state machines of real processes, and the gradients are computed; only
+the time is made up. A replica takes as long for a batch as its device takes for so many examples.
+One of p partitions is p such devices: it has p links, and a pipeline's time for M micro-batches,
+
+    examples / (p · speed) · (M + p - 1) / M
+
+(`dure.parallel.pipeline.builders` for the bubble). What it computes is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dure.contracts.strategy import Learner, Place, Progress
+from dure.contracts.task import Task
+from dure.fleet.conditions import Conditions
+from dure.parameter_server.downpour_plan import DownpourPlan
+from dure.parameter_server.gradients import Computed
+from dure.parameter_server.messages import server, worker
+from dure.parameter_server.plan import first_states
+from dure.parameter_server.replica import Replica
+from dure.parameter_server.virtual import Link
+from dure.parameter_server.virtual_servers import VirtualServers
+from dure.parameter_server.worker import WorkerSide
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.meter import Meter
+from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import mean_over
+from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+
+
+@dataclass(frozen=True)
+class VirtualJob:
+    """A gradient that is computed already, and counts as there from `ends` on."""
+
+    ends: float
+    gradients: Sequence[Tensor]
+
+    def result(self) -> Sequence[Tensor]:
+        """The gradient, by portion."""
+        return self.gradients
+
+
+class SimulatedReplicas(Learner):
+    """All servers and replicas of a run, in one process."""
+
+    unit = "round"
+    where = "server"
+
+    def __init__(self, task: Task, place: Place, seed: int, plan: DownpourPlan) -> None:
+        self.task = task
+        self.plan = plan
+        self.seed = seed
+        self.group = place.group
+        self.conditions = place.conditions or Conditions()
+        self.model = place.model(task, seed).train()
+        self.terms = plan.terms(task, self.model)
+        self.shards = plan.shards(self.model)
+        self.layout = plan.layout(self.model)
+        self.move = plan.local_step(task, self.model, self.shards)
+        self.computing = plan.gradients(task, self.model, seed)
+        self.parts = plan.parts(self.model, self.computing.examples, seed)
+        steps = plan.steps_per_epoch(self.computing)
+        self.period = plan.period or steps
+        self.units_per_epoch = max(1, steps // self.period)
+        self.round = 0
+        self.now = 0.0
+        self.server_meters = [
+            Meter(server(number), is_worker=False) for number in range(plan.servers)
+        ]
+        self.replica_meters = {number: Meter(worker(number)) for number in plan.workers}
+        self.staleness: dict[int, int] = {}
+        self.pushes = 0
+        self.buffers = Buffers(self.model)
+        # Each replica's own, such as the statistics of batch norm.
+        self.own_buffers = {number: self._buffers() for number in plan.workers}
+        self._computed: list[Computed] = []
+        self._begin(first_states(self.shards, self.computing, self.terms), {})
+
+    def flops_per_step(self) -> float:
+        return flops_per_step(
+            self.model, self.computing.examples, self.computing.batches[0].batch_size
+        )
+
+    def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int]) -> None:
+        """Servers with these shards, and replicas that have pushed so often."""
+        self.virtual = VirtualServers(
+            self.plan, self.layout, self.terms, self.conditions, states, self.now
+        )
+        self.replicas = {
+            number: self._replica(number, clocks.get(number, 0)) for number in self.plan.workers
+        }
+        machines = self.plan.partitions
+        for number, replica in self.replicas.items():
+            device = self.conditions.devices.of(number, self.seed)
+            link = Link(out=machines * device.up, into=machines * device.down)
+            self.virtual.network.add(worker(number), replica, link)
+
+    def _replica(self, number: int, clock: int) -> Replica:
+        portions = self.plan.portions(number, self.shards)
+        side = WorkerSide(number, self.layout, portions, clock=clock, patience=math.inf, beat=None)
+
+        def compute(step: int, weights: Sequence[Tensor], now: float) -> VirtualJob:
+            return self._compute(number, step, weights, now)
+
+        done = self.plan.until(number, self.round * self.period) if self.round else 0
+        return Replica(side, self.plan.pace, self.virtual.values(), compute, self.move, done)
+
+    def _compute(self, number: int, step: int, weights: Sequence[Tensor], now: float) -> VirtualJob:
+        self._load(weights)
+        self.buffers.load(self.model, self.own_buffers[number])
+        found = self.computing.mean(self.parts[number].at(step), (step, number), worker(number))
+        if len(self.buffers):
+            self.own_buffers[number] = self._buffers()
+        self._computed.append(found)
+        seconds = self._seconds(number, found.examples)
+        self.replica_meters[number].counters.compute_seconds += seconds
+        gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
+        return VirtualJob(now + seconds, gradients)
+
+    def _seconds(self, number: int, examples: int) -> float:
+        """That a replica takes for so many examples."""
+        machines = self.plan.partitions
+        pieces = max(1, min(self.plan.microbatches, examples))
+        speed = machines * self.conditions.devices.of(number, self.seed).examples_per_second
+        return examples / speed * (pieces + machines - 1) / pieces
+
+    def _load(self, values: Sequence[Tensor]) -> None:
+        """Sets the weights to those of the shards."""
+        for keys, value in zip(self.shards, values, strict=True):
+            self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer.detach().clone() for buffer in self.buffers.of(self.model)]
+
+    # The run
+
+    def advance(self, wish: int) -> Progress:
+        """One round: so many steps of every replica, until all meet."""
+        self._computed = []
+        if self.round == 0:
+            self._meet(0)  # the warm start, if there is one
+        self._meet(self.round * self.period + self.period)
+        self.round += 1
+        self.now = self.virtual.network.now
+        self._count()
+        counted = sum(one.counted for one in self._computed)
+        total = sum(one.loss * one.counted for one in self._computed)
+        return Progress(
+            loss=mean_over(total, counted),
+            samples=sum(one.examples for one in self._computed),
+            wish=wish,
+            numbers=self._numbers(),
+        )
+
+    def _meet(self, steps: int) -> None:
+        """Lets every replica do its steps until all meet after so many."""
+        for number, replica in self.replicas.items():
+            replica.grant(self.plan.until(number, steps))
+        before = generators_state()
+        met = self.virtual.network.run(self._all_met, math.inf)
+        restore_generators(before)
+        assert met, "nobody waits for anybody for ever"
+
+    def _all_met(self) -> bool:
+        return all(one.finished for one in self.replicas.values())
+
+    def _count(self) -> None:
+        """Takes over what was sent, received and observed since the last round."""
+        self.virtual.count([*self.server_meters, *self.replica_meters.values()])
+        for one in self.replicas.values():
+            for behind, often in one.side.staleness.items():
+                self.staleness[behind] = self.staleness.get(behind, 0) + often
+            one.side.staleness.clear()
+        self.pushes = sum(one.side.clock for one in self.replicas.values())
+
+    def _numbers(self) -> dict[str, float]:
+        often = sum(self.staleness.values())
+        mean = sum(behind * times for behind, times in self.staleness.items()) / max(1, often)
+        return {"virtual_seconds": self.now, "staleness": mean, "pushes": float(self.pushes)}
+
+    def _load_all(self) -> None:
+        """The weights of the servers, and the buffers of the first replica, into the model."""
+        self._load(self.virtual.values())
+        self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
+
+    def evaluate(self) -> dict[str, float]:
+        self._load_all()
+        return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+
+    def weights(self) -> dict[str, Tensor]:
+        self._load_all()
+        return dict(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        self._load_all()
+        return {
+            "version": 1,
+            "round": self.round,
+            "now": self.now,
+            "shards": self.virtual.states(),
+            "clocks": {number: one.side.clock for number, one in self.replicas.items()},
+            "staleness": dict(self.staleness),
+            "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
+            "buffers": passing_buffers(self.model),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.round = state["round"]
+        self.now = state["now"]
+        self.staleness = dict(state["staleness"])
+        self.own_buffers = {number: list(own) for number, own in state["own_buffers"].items()}
+        self._begin(state["shards"], state["clocks"])
+
+    def meters(self) -> Sequence[Meter]:
+        return [*self.server_meters, *self.replica_meters.values()]
+
+    def facts(self) -> dict[str, Any]:
+        """Who owned what, and by how many pushes replicas were ahead of the slowest."""
+        return {
+            "parameter_server": {
+                "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],
+                "owners": [placed.owner for placed in self.layout.shards],
+                "staleness": sorted(self.staleness.items()),
+                "staleness_counts": "clocks",
+                "pushes": self.pushes,
+            }
+        }

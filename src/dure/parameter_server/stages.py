@@ -1,0 +1,125 @@
+"""Which stage of a replica's pipeline has which keys: a replica of Downpour SGD that is divided.
+
+A replica of p partitions is a pipeline of p ranks (`dure.parallel.pipeline`). A parameter is of the
+stage that computes with it; one that no stage computes with is of the first. Ranges of servers are
+cut where the stage changes, so that a shard is the affair of one stage: its rank alone fetches it
+and pushes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from dure.contracts.strategy import examples_for
+from dure.contracts.task import Task
+from dure.parallel.mesh.check import sample
+from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.mesh.strategy import Parallel
+from dure.parallel.pipeline.cut import CutModel
+from dure.parameter_server.keys import Range
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import by_dtype, trained_of
+
+
+class Run(NamedTuple):
+    """Neighbouring keys of one stage. names: of the parameters that lie there, in order."""
+
+    keys: Range
+    stage: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """How each replica is divided. The same on every rank, since nothing is measured."""
+
+    partitions: int
+    microbatches: int
+    batch_size: int | None
+
+    @property
+    def parallel(self) -> Parallel:
+        """A replica as a mesh of one axis."""
+        return Parallel(
+            mesh=Mesh(pipeline=self.partitions),
+            batch_size=self.batch_size,
+            microbatches=self.microbatches,
+        )
+
+    def check(self, task: Task, model: nn.Module) -> None:
+        """Raises ValueError for a model that cannot be divided so. It stays as it is."""
+        buffers = Buffers(model).names
+        if buffers:
+            raise ValueError(
+                f"partitions is {self.partitions}, but the model has buffers, such as "
+                f"{buffers[0]}, which no server holds and each stage might change: take "
+                f"partitions=1"
+            )
+        cut = self.parallel.checked(task, model)
+        assert isinstance(cut, CutModel)
+        runs_of(model, cut.holders)
+
+    def runs(self, task: Task, model: nn.Module) -> tuple[Run, ...]:
+        """The keys of the stages, in order.
+
+        Raises ValueError for a parameter that several stages use.
+        """
+        train, _ = examples_for(model, task)
+        cut = CutModel(
+            model,
+            sample=partial(sample, train),
+            stages=self.partitions,
+            examples=self.parallel.examples(len(train)),
+        )
+        cut.decide(cut.choose(None, "estimated"))
+        return runs_of(model, cut.holders)
+
+
+def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Run, ...]:
+    """The runs of a model's keys. holders: the stages that use each parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    runs: list[Run] = []
+    for vector, parameters in enumerate(by_dtype(trained_of(model)).values()):
+        start = 0
+        for parameter in parameters:
+            name = names[id(parameter)]
+            stages = holders.get(name, [0])
+            if len(stages) > 1:
+                raise ValueError(
+                    f"{name} is used by stages {', '.join(map(str, stages))} of a replica, and is "
+                    f"pushed by one: take fewer partitions"
+                )
+            keys = Range(vector, start, start + parameter.numel())
+            start = keys.stop
+            last = runs[-1] if runs else None
+            if last is not None and (last.keys.vector, last.stage) == (vector, stages[0]):
+                joined = Range(vector, last.keys.start, keys.stop)
+                runs[-1] = Run(joined, stages[0], (*last.names, name))
+            else:
+                runs.append(Run(keys, stages[0], (name,)))
+    return tuple(runs)
+
+
+def cut_at(runs: Sequence[Run], ranges: Sequence[Range]) -> list[Range]:
+    """The ranges, each of them cut where the stage changes."""
+    return [
+        Range(keys.vector, max(keys.start, run.keys.start), min(keys.stop, run.keys.stop))
+        for keys in ranges
+        for run in runs
+        if run.keys.vector == keys.vector
+        and max(keys.start, run.keys.start) < min(keys.stop, run.keys.stop)
+    ]
+
+
+def stage_at(runs: Sequence[Run], keys: Range) -> int:
+    """Whose keys these are, which lie in one run."""
+    return next(
+        run.stage
+        for run in runs
+        if run.keys.vector == keys.vector and run.keys.start <= keys.start < run.keys.stop
+    )

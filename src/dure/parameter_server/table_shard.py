@@ -1,0 +1,97 @@
+"""A shard of a table: rows instead of keys, and otherwise what every shard is (`shard`).
+
+A push is about all rows of the shard, and says the gradients of those that it has touched, which
+may be none: so clocks go on, and staleness, acknowledgements and copies are those of other shards.
+
+    pull of n rows     8 n bytes there, dim · itemsize · n back
+    push of n rows     (8 + dim · itemsize) n there
+    where the list of rows was sent before, 8 bytes stand for its 8 n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dure.parameter_server.digests import Lists
+from dure.parameter_server.keys import Range
+from dure.parameter_server.messages import Pull, Push, Step
+from dure.parameter_server.shard import Asks, Shard, Terms, shares_of
+from dure.parameter_server.tables import Rows, TableRows, joined
+
+
+class TableShard(Shard):
+    """The rows of `keys`, whose vector is the number of the table in `terms.tables`."""
+
+    def __init__(self, number: int, keys: Range, terms: Terms) -> None:
+        self._begin(number, keys, terms)
+        self.table = TableRows(terms.tables[keys.vector], keys.start, keys.stop)
+        self.lists = Lists()
+
+    def full(self, message: Asks) -> Asks | None:
+        if message.digest is None:
+            if message.rows is not None:
+                self.lists.keep(message.worker, message.rows)
+            return message
+        rows = self.lists.find(message.worker, message.digest)
+        return None if rows is None else msgspec.structs.replace(message, rows=rows, digest=None)
+
+    def _check_push(self, push: Push) -> None:
+        self._check(push.start, self.keys.stop)
+        if push.rows is None or push.gradient.shape != (len(push.rows), self.table.table.dim):
+            raise ValueError(
+                f"a push to shard {self.number} has rows of the table {self.table.table.name}, and "
+                f"a gradient of {self.table.table.dim} elements for each"
+            )
+        self.table.check(push.rows)
+
+    def _joint(self, pushes: Sequence[Push]) -> tuple[Tensor, Tensor | None]:
+        rows, gradient = joined([_rows(push) for push in pushes], shares_of(pushes))
+        return gradient, rows
+
+    def _move(self, step: Step) -> int:
+        assert step.rows is not None
+        with torch.no_grad():
+            self.table.push(step.rows, step.gradient, step.factor)
+        return self.keys.stop
+
+    def _read(self, pull: Pull) -> tuple[Tensor, Tensor | None]:
+        if pull.rows is None:
+            rows, values = self.table.changed
+            return values.clone(), rows.clone()
+        self.table.check(pull.rows)
+        return self.table.pull(pull.rows), None
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "table": self.table.state(),
+            "lists": self.lists.state(),
+            "keys": [self.keys.vector, self.keys.start, self.keys.stop],
+            "version": self.version,
+            "clock": self.clock.state(),
+        }
+
+    @classmethod
+    def of(cls, number: int, state: Mapping[str, Any], terms: Terms) -> TableShard:
+        shard = cls(number, Range(*state["keys"]), terms)
+        shard.version = state["version"]
+        shard.made = shard.version
+        shard.clock.restore(state["clock"])
+        shard.table.restore(state["table"])
+        shard.lists.restore(state["lists"])
+        return shard
+
+
+def shard_of(number: int, state: Mapping[str, Any], terms: Terms) -> Shard:
+    """A shard, of a table or of keys, from what its `state` gave."""
+    kind = TableShard if "table" in state else Shard
+    return kind.of(number, state, terms)
+
+
+def _rows(push: Push) -> Rows:
+    assert push.rows is not None
+    return Rows(push.rows, push.gradient)

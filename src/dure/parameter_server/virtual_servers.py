@@ -1,0 +1,97 @@
+"""The servers of a simulated run, and their manager, on a network with a virtual clock.
+
+What workers of all kinds have in common there: who they are is the learner's affair (`simulated`,
+`simulated_replicas`). Nobody dies, so nobody beats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dure.fleet.conditions import Conditions
+from dure.parameter_server.layout import Layout
+from dure.parameter_server.manager import Manager
+from dure.parameter_server.messages import MANAGER, Snapshot, server
+from dure.parameter_server.plan import Plan
+from dure.parameter_server.server import Server
+from dure.parameter_server.shard import Shard, Terms
+from dure.parameter_server.table_shard import TableShard
+from dure.parameter_server.virtual import Link, VirtualNetwork, Watch, unwatched
+from dure.record.meter import Meter
+
+_BYTES_PER_MBIT = 125_000.0
+
+
+class VirtualServers:
+    """They have the shards with these states, at the time `now`.
+
+    conditions: their links. watch: as `VirtualNetwork` has it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: Layout,
+        terms: Terms,
+        conditions: Conditions,
+        states: Sequence[Mapping[str, Any]],
+        now: float,
+        watch: Watch = unwatched,
+    ) -> None:
+        speed = conditions.server_mbit * _BYTES_PER_MBIT
+        # Nobody dies here: nobody has to say that it lives.
+        self.manager = Manager(
+            layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
+        )
+        self.network = VirtualNetwork(watch=watch)
+        self.network.now = now
+        self.network.add(MANAGER, self.manager)
+        self.servers = [
+            Server(number, layout, terms, beat=None, patience=math.inf)
+            for number in range(plan.servers)
+        ]
+        for one in self.servers:
+            self.network.add(one.name, one, Link(out=speed, into=speed))
+        for number, state in enumerate(states):
+            self._begin(number, state, now)
+
+    def _begin(self, number: int, state: Mapping[str, Any], now: float) -> None:
+        """The weights of the beginning are there before the run, and cost it nothing."""
+        placed = self.manager.layout.shards[number]
+        assert placed.owner is not None
+        snapshot = Snapshot(number, placed.epoch, state["version"], state)
+        self.servers[placed.owner].receive(MANAGER, snapshot, now)
+        if placed.replica is not None:
+            self.servers[placed.replica].receive(server(placed.owner), snapshot, now)
+            self.servers[placed.owner].copied(number)
+
+    def _shards(self) -> list[Shard]:
+        owners = [placed.owner for placed in self.manager.layout.shards]
+        return [
+            self.servers[owner].owned[number].shard
+            for number, owner in enumerate(owners)
+            if owner is not None
+        ]
+
+    def values(self) -> list[Tensor]:
+        """The weights, by shard of keys; they are the servers' own."""
+        return [shard.values for shard in self._shards() if not isinstance(shard, TableShard)]
+
+    def tables(self) -> list[TableShard]:
+        """The shards of tables, which come after those of keys."""
+        return [shard for shard in self._shards() if isinstance(shard, TableShard)]
+
+    def states(self) -> list[dict[str, Any]]:
+        """The shards with all that their optimizers remember."""
+        return [shard.state() for shard in self._shards()]
+
+    def count(self, meters: Sequence[Meter]) -> None:
+        """Tells meters, each by its node's name, what was sent and received since this was last
+        done."""
+        for meter in meters:
+            traffic = self.network.traffic(meter.name)
+            meter.exchanged(sent=traffic.sent, received=traffic.received)
