@@ -96,16 +96,22 @@ def test_gradients_are_averaged_on_a_gpu(overlap: Any, backend: Any) -> None:
 
 
 def test_the_default_is_refused_by_name_where_the_backend_carries_no_tensors_of_a_gpu() -> None:
-    def program(place: Place) -> str:
-        model = DistributedDataParallel(made().to(GPU), place.group)
-        try:
-            steps(model, sgd(model), [part(batch, place) for batch in batches(1)])
-        except ValueError as error:
-            return str(error)
-        return "nothing"
+    def program(place: Place) -> list[str]:
+        said = []
+        model = made().to(GPU)
+        for make in (
+            lambda: DistributedDataParallel(model, place.group),
+            lambda: ZeroRedundancy(model, sgd(model), process_group=place.group),
+        ):
+            try:
+                make()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+        return said
 
     for said in on_ranks(2, program, "dure"):
-        assert "carries no tensors of cuda:0" in said
+        assert all("carries no tensors of cuda:0" in line for line in said), said
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,31 +135,55 @@ def test_what_is_compressed_on_a_gpu_is_the_same_on_all_ranks(name: str, backend
     assert float(torch.dot(first - begun, expected - begun)) > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "algorithm"),
+    [("gloo", "native"), ("gloo", "ring"), ("dure", "ring"), ("dure", "one_shot")],
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_divides_a_model_on_a_gpu(stage: Any, backend: Any) -> None:
+@pytest.mark.parametrize("prefetch", [0, None])
+def test_zero_divides_a_model_on_a_gpu(
+    stage: Any, backend: Any, algorithm: Any, prefetch: int | None
+) -> None:
     adam = partial(torch.optim.AdamW, lr=0.01)
 
-    def program(place: Place) -> Any:
+    def program(place: Place) -> Tensor:
         model = made().to(GPU)
         optimizer = adam(model.parameters())
-        try:
-            zero = ZeroRedundancy(
-                model, optimizer, process_group=place.group, stage=stage, units=60
-            )
-            steps(model, optimizer, [part(batch, place) for batch in batches()])
-            weights = zero.state_dict(everywhere=True)
-        except ValueError as error:
-            return str(error)
+        zero = ZeroRedundancy(
+            model,
+            optimizer,
+            process_group=place.group,
+            stage=stage,
+            units=60,
+            algorithm=algorithm,
+            prefetch=prefetch,
+        )
+        steps(model, optimizer, [part(batch, place) for batch in batches()])
+        weights = zero.state_dict(everywhere=True)
         return torch.cat([one.cpu().reshape(-1) for one in weights.values()])
 
     expected = alone(lambda model: adam(model.parameters()))
     for found in on_ranks(2, program, backend):
-        if isinstance(found, str):
-            assert backend == "dure"
-            assert "cuda:0" in found
-        else:
-            assert float((found - expected).abs().max()) < 1e-9
+        assert float((found - expected).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize(("backend", "algorithm"), [("gloo", "native"), ("dure", "ring")])
+def test_zero_in_bfloat16_has_one_model_on_all_ranks(backend: Any, algorithm: Any) -> None:
+    def program(place: Place) -> Tensor:
+        model = made().to(GPU).float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = ZeroRedundancy(
+            model, optimizer, process_group=place.group, precision="bf16", algorithm=algorithm
+        )
+        shares = [part(batch, place) for batch in batches()]
+        steps(model, optimizer, [(inputs.float(), targets) for inputs, targets in shares])
+        weights = zero.state_dict(everywhere=True)
+        return torch.cat([one.cpu().double().reshape(-1) for one in weights.values()])
+
+    first, second = on_ranks(2, program, backend)
+    assert torch.equal(first, second)
+    expected = alone(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert float((first - expected).abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

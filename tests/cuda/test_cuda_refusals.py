@@ -26,19 +26,17 @@ OF_RANKS = [
     "diloco",
     "admm",
     "parameter-server",
+    "downpour",
     "hogwild",
 ]
 
 
 @pytest.mark.parametrize("name", OF_RANKS)
 def test_ranks_refuse_a_model_on_a_gpu(name: str) -> None:
+    strategy = parse_strategy(name)
+    world = dure.Processes(strategy.ranks or 2)
     with pytest.raises(ValueError, match=f"a model on {GPU}"):
-        dure.train(
-            small_task(model=there(network)),
-            parse_strategy(name),
-            dure.Processes(2),
-            dure.Stop(epochs=1),
-        )
+        dure.train(small_task(model=there(network)), strategy, world, dure.Stop(epochs=1))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +51,12 @@ def test_a_worker_on_the_cpu_refuses_it_too(strategy: Any, world: Any) -> None:
         dure.train(small_task(model=there(network)), strategy, world, dure.Stop(epochs=1))
 
 
-def test_a_simulated_parameter_server_refuses_it() -> None:
+@pytest.mark.parametrize("name", ["parameter-server", "downpour"])
+def test_simulated_servers_refuse_it(name: str) -> None:
     with pytest.raises(ValueError, match=f"the model is on {GPU}"):
         dure.train(
             small_task(model=there(network)),
-            parse_strategy("parameter-server"),
+            parse_strategy(name),
             dure.Simulated(),
             dure.Stop(epochs=1),
         )

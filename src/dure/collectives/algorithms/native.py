@@ -23,16 +23,22 @@ from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction, in_torch
 
 
-def _carried(tensor: Tensor, group: Group) -> Tensor:
-    """As the backends know it: bool as bytes.
+def check_carried(device: torch.device, group: Group) -> None:
+    """Raises ValueError unless the group's backend carries tensors of this device.
 
-    Raises ValueError for a tensor on a device of whose kind the backend carries none.
+    Alone nothing travels.
     """
-    if not (tensor.is_cpu or group.backend(tensor.device)):
+    if device.type != "cpu" and group.size > 1 and not group.backend(device):
         raise ValueError(
-            f"the group's backend carries no tensors of {tensor.device}: take another algorithm "
-            f"than native, by which they travel through the CPU's memory"
+            f"the group's backend carries no tensors of {device}: take another algorithm than "
+            f"native, by which they travel through the CPU's memory"
         )
+
+
+def _carried(tensor: Tensor, group: Group) -> Tensor:
+    """As the backends know it: bool as bytes. Raises ValueError as `check_carried` does."""
+    if not tensor.is_cpu:
+        check_carried(tensor.device, group)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 

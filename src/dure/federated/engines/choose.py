@@ -31,6 +31,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
+from dure.machine.devices import home_of
 from dure.tasks.flops import flops_per_step
 from dure.tensors.flat import trained_of
 
@@ -161,6 +162,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
     """Why many clients at once cannot be computed. model: the task's, which stays as it is."""
     try:
         model = seeded_model(task, 0) if model is None else another(model, task, 0)
+        task = task.on(home_of(model))
         program_of(task, model, examples_for(model, task)[0])
         sgd_of(optimizer_of(task, list(model.parameters())), trained_of(model))
     except CannotBatchError as reason:
