@@ -24,11 +24,11 @@ from dure.collectives.operation import SUM, Reduction, in_torch
 
 
 def check_carried(device: torch.device, group: Group) -> None:
-    """Raises ValueError unless the group's backend carries tensors of this device.
+    """Raises ValueError for a GPU whose tensors the group's backend does not carry.
 
     Alone nothing travels.
     """
-    if device.type != "cpu" and group.size > 1 and not group.backend(device):
+    if device.type == "cuda" and group.size > 1 and not group.backend(device):
         raise ValueError(
             f"the group's backend carries no tensors of {device}: take another algorithm than "
             f"native, by which they travel through the CPU's memory"
