@@ -529,7 +529,7 @@ def model_on(*devices: str) -> Any:
     """As much of a model as tells where its parameters are: a machine may have no GPU."""
     places = [torch.device(name) for name in devices]
     parameters = [SimpleNamespace(device=at, is_cuda=at.type == "cuda") for at in places]
-    return SimpleNamespace(parameters=lambda: parameters, buffers=lambda: [])
+    return SimpleNamespace(parameters=lambda: parameters, buffers=list)
 
 
 @pytest.mark.parametrize(
