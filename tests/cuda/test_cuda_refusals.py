@@ -53,7 +53,7 @@ def test_a_worker_on_the_cpu_refuses_it_too(strategy: Any, world: Any) -> None:
 
 @pytest.mark.parametrize("name", ["parameter-server", "downpour"])
 def test_simulated_servers_refuse_it(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the model is on {GPU}"):
+    with pytest.raises(ValueError, match=f"a model on {GPU}, and here the CPU computes"):
         dure.train(
             small_task(model=there(network)),
             parse_strategy(name),

@@ -539,6 +539,7 @@ def model_on(*devices: str) -> Any:
         (dure.DataParallel(8), dure.Processes(2), ["cpu", "cuda:1"], "a model on cuda:1"),
         (dure.DataParallel(8), dure.Threads(2, ("cpu",)), ["cuda:0"], "here the CPU computes"),
         (FedAvg(3), dure.Network(), ["cuda:0"], "here the CPU computes"),
+        (dure.ParameterServer(), dure.Simulated(), ["cuda:0"], "here the CPU computes"),
         (FedAvg(3), dure.Simulated(), ["cuda:0", "cpu"], "move all of it there"),
         (FedAvg(3), dure.Simulated(), ["cuda:0", "cuda:1"], "on cuda:0 and cuda:1"),
     ],

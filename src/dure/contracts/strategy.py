@@ -327,6 +327,9 @@ class Strategy:
     alone: ClassVar[bool] = False
     """Whether it is one worker, whatever the machine has."""
 
+    follows_model: ClassVar[bool] = False
+    """Whether simulated clients compute where the task's model is made, on a GPU too."""
+
     @property
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""

@@ -448,8 +448,7 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
     there = sorted({str(tensor.device) for tensor in tensors if tensor.is_cuda})
     if not there:
         return
-    # Simulated clients compute where the model is.
-    if world.kind == "clients" and not world.serves:
+    if world.kind == "clients" and not world.serves and strategy.follows_model:
         if any(str(tensor.device) != there[0] for tensor in tensors):
             raise ValueError(
                 f"the task's model function makes a model on {' and '.join(there)} that is not on "
@@ -460,7 +459,7 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
         raise ValueError(
             f"the task's model function makes a model on {there[0]}, and here the CPU computes: "
             f"let it make the model on the CPU. One GPU is used by single-worker with device=cuda, "
-            f"by worlds of threads, and by simulated clients"
+            f"by worlds of threads, and by simulated clients of federated systems"
         )
 
 
