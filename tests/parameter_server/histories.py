@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.fleet.virtual import Fate, Link, VirtualNetwork, arrives
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout, Owed
@@ -27,7 +28,6 @@ from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import Rows, Table, apart, rule_of
-from dure.parameter_server.virtual import Fate, Link, VirtualNetwork, arrives
 from dure.parameter_server.worker import WorkerSide
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

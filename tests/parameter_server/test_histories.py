@@ -14,8 +14,8 @@ from histories import SGD, History, Optimizer, careless, joint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dure.fleet.virtual import arrives
 from dure.parameter_server.messages import MANAGER, Message, Snapshot, server, worker
-from dure.parameter_server.virtual import arrives
 
 OPTIMIZERS: list[Optimizer] = [
     SGD,

@@ -16,7 +16,7 @@ from torch import nn
 
 import dure
 from dure.errors import WorkerFailedError
-from dure.parameter_server.virtual import HEADER
+from dure.fleet.virtual import HEADER
 from small import check_all, largest_difference, same_bits, small_task
 
 ADAM = partial(torch.optim.Adam, lr=0.01)

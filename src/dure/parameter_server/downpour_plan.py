@@ -11,13 +11,13 @@ from torch import nn
 from dure.contracts.lr_schedule import LRSchedule, factor_at
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.data.own_part import OwnPart, divide
 from dure.data.partition import Partition
 from dure.parameter_server.adagrad import DownpourAdagrad
 from dure.parameter_server.gradients import Gradients
 from dure.parameter_server.keys import Range
 from dure.parameter_server.local_step import LocalStep
 from dure.parameter_server.optimizer import Recipe
-from dure.parameter_server.own_data import OwnPart, divide
 from dure.parameter_server.plan import Plan, recipe_of
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.shard import Terms

@@ -17,6 +17,7 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
+from dure.fleet.virtual import Link
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
 from dure.parameter_server.gradients import Computed
@@ -25,7 +26,6 @@ from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import Plan, first_states
 from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.tables import Rows, TableRows, apart
-from dure.parameter_server.virtual import Link
 from dure.parameter_server.virtual_servers import VirtualServers
 from dure.parameter_server.worker import WorkerSide
 from dure.randomness.seeds import generators_state, restore_generators

@@ -21,12 +21,12 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
+from dure.fleet.virtual import Link
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import Computed
 from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import first_states
 from dure.parameter_server.replica import Replica
-from dure.parameter_server.virtual import Link
 from dure.parameter_server.virtual_servers import VirtualServers
 from dure.parameter_server.worker import WorkerSide
 from dure.randomness.seeds import generators_state, restore_generators

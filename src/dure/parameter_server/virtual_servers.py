@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dure.fleet.conditions import Conditions
+from dure.fleet.virtual import Link, VirtualNetwork, Watch, unwatched
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, Snapshot, server
@@ -20,7 +21,6 @@ from dure.parameter_server.plan import Plan
 from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
-from dure.parameter_server.virtual import Link, VirtualNetwork, Watch, unwatched
 from dure.record.meter import Meter
 
 _BYTES_PER_MBIT = 125_000.0

@@ -6,6 +6,7 @@ import time
 
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
+from dure.fleet.virtual import nbytes
 from dure.parameter_server.messages import (
     MANAGER,
     Envelope,
@@ -18,7 +19,6 @@ from dure.parameter_server.messages import (
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.said import Account, Over, Save, Tell
 from dure.parameter_server.server import Server
-from dure.parameter_server.virtual import nbytes
 
 
 def serve(server: Server, port: Port, place: Place) -> str:

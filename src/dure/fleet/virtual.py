@@ -1,4 +1,4 @@
-"""Workers, servers and the manager in one process, under a virtual clock.
+"""Nodes in one process that send each other messages, under a virtual clock.
 
     a message leaves                  when the sender's link is free: bytes / its speed later
     it arrives                        bytes / the receiver's speed after that, when its link is free
@@ -16,12 +16,15 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from torch import Tensor
 
-from dure.parameter_server.messages import Envelope, Message
+Message: TypeAlias = Any
+"""A struct of msgspec, whose tensors are its payload."""
+Envelope = tuple[str, Message]
+"""(to whom, what)."""
 
 HEADER = 64
 """Bytes that a message takes besides its tensors."""

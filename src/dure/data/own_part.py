@@ -1,7 +1,7 @@
-"""What each replica of Downpour SGD trains on: a part of the data of its own, over and over.
+"""What someone with data of its own trains on: a part of the data, over and over.
 
 The data are divided once (`dure.data.partition`); each pass over a part has an order of its own. So
-one replica alone has the batches of a single worker.
+one alone has the batches of a single worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dure.data.partition import Partition
 
 @dataclass(frozen=True)
 class OwnPart:
-    """A replica's examples."""
+    """Someone's examples."""
 
     indices: Tensor
     batches: Batches
@@ -30,17 +30,17 @@ class OwnPart:
 
 def divide(
     partition: Partition,
-    replicas: int,
+    owners: int,
     examples: Examples,
     batch_size: int | None,
     seed: int,
     joins: bool,
 ) -> Sequence[OwnPart]:
-    """The part of each replica, the same wherever it is asked for.
+    """The part of each owner, the same wherever it is asked for.
 
     batch_size: of a step; None is all of a part. joins: as in `batches_per_epoch`.
     """
-    parts = partition.divide(replicas, len(examples), examples.labels(), examples.keys, seed=seed)
+    parts = partition.divide(owners, len(examples), examples.labels(), examples.keys, seed=seed)
     return [
         OwnPart(part, Batches(len(part), batch_size, seed, number, joins))
         for number, part in enumerate(parts)

@@ -1,0 +1,106 @@
+"""Values of several clients as those of one batch, and gradients of one batch for each of them.
+
+Which dimension of a value counts examples is read off traces of two sizes: the one that has grown.
+A value that has none, such as a mask for all, has to be the same of all clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.program import crossing
+from dure.parallel.pipeline.trace import Value
+
+
+class Batching:
+    """Of clients' batches of these sizes, at all cuts."""
+
+    def __init__(self, cut: CutModel, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.single = len(sizes) == 1
+        if self.single:
+            return
+        total = sum(sizes)
+        self._into = _dims(cut, 0, sizes[0], total)
+        self._differentiable = [one.differentiable for one in _values(cut, 0, total)]
+        if cut.stages == 3:
+            self._out = _dims(cut, 1, sizes[0], total)
+            self._out_differentiable = [one.differentiable for one in _values(cut, 1, total)]
+
+    def together(self, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """What leaves the heads, as what leaves that of the joint batch."""
+        if self.single:
+            return list(values[0])
+        return [
+            _cat(each, dim) for each, dim in zip(zip(*values, strict=True), self._into, strict=True)
+        ]
+
+    def gradients_apart(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The gradients of what has left the heads, by client."""
+        if self.single:
+            return [list(gradients)]
+        dims = [dim for dim, there in zip(self._into, self._differentiable, strict=True) if there]
+        return self._split(gradients, dims)
+
+    def apart_again(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What leaves the server's part, by client."""
+        return [list(values)] if self.single else self._split(values, self._out)
+
+    def gradients_together(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The gradients of that."""
+        if self.single:
+            return list(gradients[0])
+        dims = [
+            dim for dim, there in zip(self._out, self._out_differentiable, strict=True) if there
+        ]
+        return [
+            torch.cat(list(each), dim) if dim is not None else torch.stack(list(each)).sum(dim=0)
+            for each, dim in zip(zip(*gradients, strict=True), dims, strict=True)
+        ]
+
+    def _split(self, values: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[Tensor]]:
+        parts = [
+            [value] * len(self.sizes) if dim is None else list(torch.split(value, self.sizes, dim))
+            for value, dim in zip(values, dims, strict=True)
+        ]
+        return [list(own) for own in zip(*parts, strict=True)] or [[] for _ in self.sizes]
+
+
+def _values(cut: CutModel, boundary: int, examples: int) -> list[Value]:
+    trace = cut.trace(examples, True)
+    nodes = crossing(trace, cut.homes(examples, True), cut.stages)[boundary]
+    return [trace.value(node) for node in nodes]
+
+
+def _dims(cut: CutModel, boundary: int, few: int, many: int) -> list[int | None]:
+    """The dimension of each value that counts examples; None where none does."""
+    found: list[int | None] = []
+    for one, other in zip(_values(cut, boundary, few), _values(cut, boundary, many), strict=True):
+        grown = [n for n, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
+        if len(grown) > 1 or (grown and other.shape[grown[0]] * few != one.shape[grown[0]] * many):
+            raise ValueError(
+                f"a value at the cut has the shape {list(one.shape)} for {few} examples and "
+                f"{list(other.shape)} for {many}: batches of several clients cannot be one batch"
+            )
+        if not grown and one.differentiable:
+            raise ValueError(
+                f"a value at the cut, of shape {list(one.shape)}, belongs to a whole batch, so "
+                f"batches of several clients cannot be one: cut the model elsewhere"
+            )
+        found.append(grown[0] if grown else None)
+    return found
+
+
+def _cat(values: Sequence[Tensor], dim: int | None) -> Tensor:
+    if dim is not None:
+        return torch.cat(list(values), dim)
+    if any(not torch.equal(values[0], other) for other in values[1:]):
+        raise ValueError(
+            "a value at the cut that no dimension of examples has differs between clients: their "
+            "batches cannot be one batch"
+        )
+    return values[0]

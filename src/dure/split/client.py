@@ -1,0 +1,238 @@
+"""A client: the head of the model, its data, and in the U-shape the end of the model as well.
+
+    Turn, and the head if it comes apart   ->  the values of the first batch
+    Gradients                              ->  backward, one step of the head's optimizer, and the
+                                               values of the next batch
+    after the last                         ->  Ended, and the head on to whoever has the next turn
+
+No I/O: messages in, messages out, `now` is an argument. It shares nothing with the server but
+messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from dure.data.examples import Examples
+from dure.parallel.pipeline.stage import Microbatch
+from dure.randomness.seeds import seed_generators
+from dure.split import messages
+from dure.split.busy import Busy
+from dure.split.messages import (
+    SERVER,
+    Ended,
+    Envelope,
+    Gradients,
+    Handed,
+    HeadGradients,
+    HeadSum,
+    Message,
+    OutputGradients,
+    Outputs,
+    Pass,
+    Smashed,
+    Turn,
+)
+from dure.split.sides import Party, copied, fresh
+from dure.tasks.loss_shares import CountedLoss, Share
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What clients and the server agree upon before they begin.
+
+    labels_stay: whether the model's end is with the client. hands: whether a client hands its head
+    to the next one itself. sums: whether heads make one step by the sum of their gradients.
+    returns: whether the head goes to the server at the end of a turn. forgets: whether what its
+    optimizer remembers ends with the turn. by_round: whether schedules count rounds.
+    """
+
+    labels_stay: bool
+    hands: bool = False
+    sums: bool = False
+    returns: bool = False
+    forgets: bool = False
+    by_round: bool = False
+
+
+class Client:
+    """Client `number`. at: gives the indices of its examples in a step of its own, counted from 0.
+
+    seconds: how long so many examples take in these stages, forward or backward.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        party: Party,
+        rules: Rules,
+        examples: Examples,
+        at: Callable[[int], Tensor],
+        losses: CountedLoss,
+        seed: int,
+        seconds: Callable[[int, Sequence[int], bool], float],
+    ) -> None:
+        self.number = number
+        self.name = messages.client(number)
+        self.party = party
+        self.rules = rules
+        self.examples = examples
+        self.at = at
+        self.losses = losses
+        self.seed = seed
+        self.seconds = seconds
+        self.taken = 0
+        """Steps that it has made in its life."""
+        self.busy = Busy()
+        self.end = 2 if rules.labels_stay else None
+        """The stage of the model's end, where that is here."""
+        self._turn: Turn | None = None
+        self._step = 0
+        self._early: Handed | None = None
+
+    # A node
+
+    @property
+    def wake(self) -> float:
+        return self.busy.wake
+
+    def tick(self, now: float) -> list[Envelope]:
+        return self.busy.tick(now)
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        """What it says to a message."""
+        if isinstance(message, Turn):
+            return self._begin(message, now)
+        if isinstance(message, Handed):
+            return self._handed(message, now)
+        if isinstance(message, Outputs):
+            return self._end_of_model(message, now)
+        if isinstance(message, Gradients):
+            return self._descend(message, now)
+        if isinstance(message, HeadSum):
+            return self._summed(message, now)
+        if isinstance(message, Pass):
+            return [(message.to, Handed(message.turn, copied(self.party.own)))]
+        raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+
+    # A turn
+
+    def _begin(self, turn: Turn, now: float) -> list[Envelope]:
+        self._turn, self._step = turn, 0
+        if turn.head is not None:
+            self.party.own = copied(turn.head)
+        if not turn.comes:
+            return self._go_on(0.0, now)
+        # The head may be here before the turn.
+        early, self._early = self._early, None
+        return [] if early is None else self._handed(early, now)
+
+    def _handed(self, message: Handed, now: float) -> list[Envelope]:
+        if self._turn is None or self._turn.number != message.turn:
+            self._early = message
+            return []
+        self.party.own = message.head
+        return self._go_on(0.0, now)
+
+    @property
+    def _place(self) -> int:
+        """The step on the way of all."""
+        assert self._turn is not None
+        return self._turn.first + self._step
+
+    def _ascend(self, now: float) -> list[Envelope]:
+        """The next batch, up to the cut."""
+        assert self._turn is not None
+        batch = self._batch()
+        values = self.party.forward(0, self._place, batch, [])
+        targets = None if self.rules.labels_stay else tree_flatten(batch.targets)[0]
+        indices = self.at(self.taken)
+        smashed = Smashed(
+            turn=self._turn.number,
+            step=self._step,
+            examples=batch.examples,
+            counted=self.losses.expected(indices),
+            values=tuple(values),
+            targets=targets,
+        )
+        seconds = self.seconds(batch.examples, [0], False)
+        return self.busy.work(seconds, [(SERVER, smashed)], now)
+
+    def _batch(self, share: float = 1.0) -> Microbatch:
+        """The examples of this step. share: theirs in the loss of the joint batch."""
+        indices = self.at(self.taken)
+        if self.examples.draws:
+            seed_generators(self.seed, "read", self.taken, self.number, everything=True)
+        inputs, targets = self.examples.batch(indices)
+        return Microbatch(len(indices), Share(share, 1.0), lambda: (inputs, targets))
+
+    def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:
+        """The end of the model, with the loss, and back to the second cut."""
+        assert self.end is not None
+        assert self._turn is not None
+        batch = self._batch(outputs.share)
+        self.party.forward(self.end, self._place, batch, outputs.values)
+        gradients = self.party.backward(self.end, [])
+        loss, counted = self.party.loss(self.end)
+        said = OutputGradients(
+            turn=self._turn.number,
+            step=self._step,
+            values=tuple(gradients),
+            missed=self.party.missed(self.end, batch.examples),
+            loss=loss / outputs.share if outputs.share else 0.0,
+            counted=counted,
+        )
+        seconds = self.seconds(batch.examples, [self.end], False)
+        seconds += self.seconds(batch.examples, [self.end], True)
+        return self.busy.work(seconds, [(SERVER, said)], now)
+
+    def _descend(self, message: Gradients, now: float) -> list[Envelope]:
+        """Back to the examples."""
+        assert self._turn is not None
+        examples = self.party.examples(0)
+        self.party.backward(0, message.values)
+        gradients = self.party.gradients(message.missed)
+        seconds = self.seconds(examples, [0], True)
+        if self.rules.sums:
+            said = HeadGradients(self._turn.number, self._step, gradients)
+            return self.busy.work(seconds, [(SERVER, said)], now)
+        self.party.update(gradients, self._rate)
+        return self._next(seconds, now)
+
+    def _summed(self, message: HeadSum, now: float) -> list[Envelope]:
+        self.party.update(message.values, self._rate)
+        return self._next(0.0, now)
+
+    @property
+    def _rate(self) -> int:
+        """The step of the schedule."""
+        assert self._turn is not None
+        return self._turn.number if self.rules.by_round else self._place
+
+    def _next(self, seconds: float, now: float) -> list[Envelope]:
+        assert self._turn is not None
+        if self._step < self._turn.steps:
+            self.taken += 1
+        self._step += 1
+        return self._go_on(seconds, now)
+
+    def _go_on(self, seconds: float, now: float) -> list[Envelope]:
+        """The next batch, or the end of the turn; a client without a batch waits for the others."""
+        assert self._turn is not None
+        self.busy.work(seconds, [], now)
+        if self._step < self._turn.steps:
+            return self._ascend(now)
+        return self._finish(now) if self._step >= self._turn.until else []
+
+    def _finish(self, now: float) -> list[Envelope]:
+        assert self._turn is not None
+        if self.rules.forgets:
+            self.party.own = fresh(self.party.own)
+        head = copied(self.party.own) if self.rules.returns else None
+        ended = Ended(self._turn.number, head)
+        self._turn = None
+        return self.busy.work(0.0, [(SERVER, ended)], now)

@@ -1,0 +1,160 @@
+"""Where a model is cut, and whether it can be.
+
+    at = ("layer3",)             the head ends before this module computes
+    at = ("2",)                  the head has the first two layers that have weights
+    at = ("1", "3")              the server has the layers between; the end is with the client
+
+Any model can be cut that a pipeline can cut (`dure.parallel.pipeline`): skip connections over the
+cut travel, and are counted. What would need the other side's tensors is refused by name: weights
+that both sides use, and examples that the server's part reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.parallel.divisible import check_parameter_wise
+from dure.parallel.pipeline.balance import costs_of
+from dure.parallel.pipeline.cut import CutModel, named_starts
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import program
+from dure.parallel.pipeline.proof import prove_cut
+from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.tensors.buffers import Buffers
+
+
+def check_at(at: Sequence[str]) -> None:
+    """Raises ValueError for anything but one or two places."""
+    if len(at) not in (1, 2):
+        raise ValueError(
+            f"cut names {len(at)} places, but a model is cut once, or twice where its end stays "
+            f"with the client: give a module's name or a number of layers, or two of them"
+        )
+
+
+def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> CutModel:
+    """The model cut there, for batches of so many examples.
+
+    Raises ValueError for places that the model does not have, and for one that cannot be cut there.
+    """
+    check_at(at)
+    train, _ = examples_for(model, task)
+    cut = CutModel(model, partial(_sample, train), stages=len(at) + 1, examples=examples)
+    cut.decide(starts_of(cut.reference, at))
+    _check_apart(cut)
+    return cut
+
+
+def starts_of(trace: Trace, at: Sequence[str]) -> list[int]:
+    """The operations before which the model is cut."""
+    starts = [
+        _after_layers(trace, int(place)) if place.isdigit() else named_starts(trace, [place])[0]
+        for place in at
+    ]
+    if len(starts) == 2 and starts[0] >= starts[1]:
+        raise ValueError(
+            f"the second cut, at {at[1]}, does not lie behind the first, at {at[0]}: the server "
+            f"would have nothing"
+        )
+    return starts
+
+
+def _after_layers(trace: Trace, count: int) -> int:
+    """Where the layer begins that comes after so many layers that have weights."""
+    if count < 1:
+        raise ValueError(f"the model cannot be cut after {count} layers: the head has one at least")
+    layers: list[str] = []
+    for place, node in enumerate(trace.moving):
+        weights = any(source in trace.names for source in trace.attributes(node))
+        owner = owner_of(node)
+        if weights and owner not in layers:
+            layers.append(owner)
+            if len(layers) == count + 1:
+                return place
+    raise ValueError(
+        f"the model cannot be cut after {count} layers: it has {len(layers)} that have weights"
+    )
+
+
+def _check_apart(cut: CutModel) -> None:
+    """Raises ValueError where a side would need what the other has."""
+    for name, stages in cut.holders.items():
+        server = [stage for stage in stages if stage == 1]
+        if server and len(stages) > 1:
+            raise ValueError(
+                f"{name} is used on both sides of the cut, and each side has weights of its own: "
+                f"cut the model elsewhere"
+            )
+    homes = cut.homes(cut.examples, True)
+    stream = Stream(0, carried=False)
+    if program(cut.reference, homes, stages=cut.stages, stage=1, stream=stream).inputs:
+        raise ValueError(
+            "the server's part reads the examples themselves, which stay with the client: cut the "
+            "model behind all that reads them, or give values on as outputs of the head"
+        )
+    if cut.changed:
+        raise ValueError(
+            f"{cut.changed[0]} changes in a forward pass (as by max_norm), and clients would go "
+            f"apart: leave that out"
+        )
+
+
+def check_optimizer(task: Task, model: nn.Module) -> None:
+    """Raises ValueError for an optimizer that looks at the weights of both sides at once."""
+    check_parameter_wise(task.optimizer(list(model.parameters())))
+
+
+def shares_of(cut: CutModel) -> list[float]:
+    """The share of each stage in the operations of the model, as estimated."""
+    inputs = leaves_of(cut.inputs(cut.examples, True))
+    costs = costs_of(cut.reference, "estimated", inputs).own
+    bounds = [0, *cut.starts, len(costs)]
+    total = sum(costs) or 1.0
+    return [sum(costs[bounds[n] : bounds[n + 1]]) / total for n in range(cut.stages)]
+
+
+def prove(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Proof | None:
+    """Runs the parts one after another beside the undivided model.
+
+    Raises ValueError where the two differ. The model stays as it is.
+    """
+    cut = cut_at(task, another(model, task, 0), at, examples)
+    started = time.perf_counter()
+    twin = another(model, task, 0)
+    # A task may give one and the same model, of which there is no copy.
+    if twin is cut.model or twin is model:
+        return None
+    train, _ = examples_for(model, task)
+    prove_cut(
+        cut,
+        twin,
+        others=_sample(train, examples, backwards=True),
+        evaluation=0,
+        parts_gradients=False,
+        recompute=False,
+    )
+    what = "the parts compute what the undivided model computes"
+    return Proof(what, time.perf_counter() - started)
+
+
+def _sample(examples: Examples, count: int, backwards: bool = False) -> object:
+    """Inputs of so many examples; no generator is advanced."""
+    before = generators_state()
+    indices = torch.arange(count) % len(examples)
+    inputs, _ = examples.batch(len(examples) - 1 - indices if backwards else indices)
+    restore_generators(before)
+    return inputs
+
+
+def has_buffers(model: nn.Module) -> bool:
+    """Whether forward passes may change more than gradients do."""
+    return bool(len(Buffers(model)))

@@ -1,0 +1,120 @@
+"""Split learning in turn: clients train one after another, each with the head of the one before.
+
+    turn of client k     head and its optimizer come from client k-1, or from the server
+                         E passes over its own data, each step with the server
+                         on to client k+1
+
+What comes of it is SGD on the data of the clients, in that order. Handed over peer to peer or
+through the server, the bits are the same.
+
+    bytes of a turn, beside those at the cut     what the head trains, and its optimizer's state:
+                                                 b |head| for SGD, 3 b |head| and 4 bytes a tensor
+                                                 for Adam; twice through the server
+
+Source: Gupta and Raskar 2018, "Distributed Learning of Deep Neural Network over Multiple Agents".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dure.contracts.task import Task
+from dure.split.client import Rules
+from dure.split.messages import Ended, Envelope, Own, Pass, Smashed, Turn, client
+from dure.split.orders import Amounts, Order
+from dure.split.sides import Party, copied
+from dure.split.strategy import Split
+
+
+class InTurn(Order):
+    """One client after another. hands: whether they hand the head on among themselves."""
+
+    def __init__(self, amounts: Amounts, head: Own, tail: Party, hands: bool) -> None:
+        super().__init__(amounts, head, tail)
+        self.hands = hands
+        self.holder: int | None = None
+        """Who has the newest head."""
+        self._at = 0
+        self._first = 0
+        self._waiting: Smashed | None = None
+
+    def begin(self, round: int) -> list[Envelope]:
+        self.round, self._at, self.over = round, 0, False
+        return self._turn()
+
+    def _turn(self) -> list[Envelope]:
+        """The next client's turn, who gets the head from whoever has it."""
+        while self._at < self.amounts.clients and not self.amounts.steps[self._at]:
+            self._at += 1
+        if self._at == self.amounts.clients:
+            self.over = True
+            return []
+        number = self.round * self.amounts.clients + self._at
+        self._first = self.done
+        steps = self.amounts.steps[self._at]
+        comes = self.hands and self.holder not in (None, self._at)
+        head = None if comes or self.holder == self._at else copied(self.head)
+        said: list[Envelope] = [
+            (client(self._at), Turn(number, self.done, steps, steps, head, comes))
+        ]
+        if comes:
+            assert self.holder is not None
+            said.append((client(self.holder), Pass(number, client(self._at))))
+        return said
+
+    def came(self, sender: str, message: Smashed) -> None:
+        if sender != client(self._at) or self.over:
+            raise ValueError(f"{sender} sends values, and it is not its turn")
+        self._waiting = message
+
+    def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
+        if self._waiting is None:
+            return None
+        smashed, self._waiting = self._waiting, None
+        self.done = self._first + smashed.step + 1
+        return [client(self._at)], [smashed], self.done - 1
+
+    def ended(self, sender: str, message: Ended) -> list[Envelope]:
+        self.holder = self._at
+        if message.head is not None:
+            self.head = message.head
+        self._at += 1
+        return self._turn()
+
+    def newest(self, held: Sequence[Own]) -> Own:
+        return self.head if self.holder is None else held[self.holder]
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "holder": self.holder}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self.holder = state["holder"]
+
+
+@dataclass(frozen=True)
+class SplitLearning(Split):
+    """Clients train one after another, each with the head of the one before.
+
+    Args:
+        handover: who hands the head on: the clients themselves (peer), or the server (server).
+    """
+
+    handover: str = "peer"
+
+    name: ClassVar[str] = "split"
+    title: ClassVar[str] = "split"
+
+    def check(self, task: Task, workers: int | None) -> None:
+        super().check(task, workers)
+        if self.handover not in ("peer", "server"):
+            raise ValueError(f"handover is {self.handover!r}, but it is peer or server")
+
+    def rules(self) -> Rules:
+        hands = self.handover == "peer"
+        return Rules(labels_stay=self.labels_stay, hands=hands, returns=not hands)
+
+    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+        return InTurn(amounts, head, tail(0), hands=self.handover == "peer")

@@ -1,0 +1,100 @@
+"""Parallel split learning: the batches of all clients are one batch of the server's.
+
+    step    every client that has a batch left sends its values
+            the server puts them one after another, makes one step, and sends back gradients
+            the heads' gradients are added up at the server, and every head makes the same step
+
+so heads stay alike, and K clients train one model on the joint batch, as data parallel does. Batch
+norm in the head has the statistics of a client's own batch, and its running statistics are those of
+the first client.
+
+    bytes of a step, beside those at the cut     2 b |head| K
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dure.split.client import Rules
+from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
+from dure.split.orders import Amounts, Order
+from dure.split.sides import Party, copied
+from dure.split.strategy import Split
+
+
+class Joint(Order):
+    """All clients at once."""
+
+    def __init__(self, amounts: Amounts, head: Own, tail: Party) -> None:
+        super().__init__(amounts, head, tail)
+        self._first = 0
+        self._step = 0
+        self._waiting: dict[str, Smashed] = {}
+        self._together: Sequence[str] = ()
+        self._begun = False
+        """Whether the clients have the head."""
+        self._left = 0
+
+    def begin(self, round: int) -> list[Envelope]:
+        self.round, self._first, self._step, self.over = round, self.done, 0, False
+        number = round * self.amounts.clients
+        until = max(self.amounts.steps)
+        said: list[Envelope] = []
+        for one, steps in enumerate(self.amounts.steps):
+            head = None if self._begun else copied(self.head)
+            said.append((client(one), Turn(number + one, self.done, steps, until, head)))
+        self._begun = True
+        self._left = self.amounts.clients
+        return said
+
+    def _active(self) -> list[str]:
+        """Who has a batch in this step."""
+        return [client(n) for n, steps in enumerate(self.amounts.steps) if steps > self._step]
+
+    def came(self, sender: str, message: Smashed) -> None:
+        if sender in self._waiting or message.step != self._step or sender not in self._active():
+            raise ValueError(f"{sender} sends values of step {message.step}, at {self._step}")
+        self._waiting[sender] = message
+
+    def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
+        clients = self._active()
+        if not clients or len(self._waiting) < len(clients):
+            return None
+        smashed = [self._waiting[one] for one in clients]
+        self._waiting.clear()
+        self._together = clients
+        self._step += 1
+        self.done += 1
+        return clients, smashed, self.done - 1
+
+    @property
+    def together(self) -> Sequence[str]:
+        return self._together
+
+    def ended(self, sender: str, message: Ended) -> list[Envelope]:
+        self._left -= 1
+        self.over = not self._left
+        return []
+
+    def newest(self, held: Sequence[Own]) -> Own:
+        return held[0]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._begun = True
+
+
+@dataclass(frozen=True)
+class ParallelSplit(Split):
+    """Clients train at the same time: their values are one batch, and their heads make one step."""
+
+    name: ClassVar[str] = "parallel-split"
+    title: ClassVar[str] = "parallel split"
+
+    def rules(self) -> Rules:
+        return Rules(labels_stay=self.labels_stay, sums=True)
+
+    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+        return Joint(amounts, head, tail(0))

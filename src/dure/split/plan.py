@@ -1,0 +1,33 @@
+"""What a run of split learning is to be, before anybody lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dure.data.partition import Partition
+from dure.split.client import Rules
+from dure.split.messages import Own
+from dure.split.orders import Amounts, Order
+from dure.split.sides import Party
+
+MakeOrder = Callable[[Amounts, Own, Callable[[int], Party], int], Order]
+"""order(amounts, head, tail, seed): who trains when; tail(number) makes a tail."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """clients, at, local_epochs, batch_size, partition: as in `SplitLearning`."""
+
+    clients: int
+    at: tuple[str, ...]
+    local_epochs: int
+    batch_size: int | None
+    partition: Partition
+    rules: Rules
+    order: MakeOrder
+
+    @property
+    def client_stages(self) -> list[int]:
+        """The stages of the model that a client has."""
+        return [0, 2] if self.rules.labels_stay else [0]

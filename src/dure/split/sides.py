@@ -1,0 +1,262 @@
+"""A side of the cut at work: the stages of the model that one party has, and their optimizer.
+
+    forward    what was received  ->  what leaves        (`dure.parallel.pipeline.stage`)
+    backward   the gradients of what left  ->  those of what was received, and of the weights
+    update     one step of the task's optimizer on the weights of the side
+
+What a side has learned is an `Own`. Where many clients live in one process they share the modules
+of one model: before a client computes, its own tensors take the place of those that are there
+(`take`), which moves no data. The optimizer moves them by way of parameters of its own: what a
+client's backward pass has kept of the modules counts as unchanged, whoever computes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.contracts.lr_schedule import Rates
+from dure.contracts.task import Task
+from dure.parallel.pipeline.apart import now
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import Program
+from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.split.messages import Own
+from dure.tasks.loss_shares import Computed, CountedLoss, Share
+
+Loss = Callable[[Any, Any, int, Share], Computed]
+"""loss(outputs, targets, examples, share), as the last stage of a pipeline has it."""
+
+
+class Side:
+    """The stages `numbers` of a cut model, and an optimizer of what they train.
+
+    examples: in a batch, as many as there mostly are.
+    """
+
+    def __init__(
+        self, cut: CutModel, numbers: Sequence[int], task: Task, stream: Stream, loss: Loss
+    ) -> None:
+        self.cut = cut
+        self.numbers = list(numbers)
+        self.stream = stream
+        self._loss = loss
+        mine = {name for number in numbers for name in cut.names[number]}
+        self.parameters = {
+            name: parameter
+            for name, parameter in cut.model.named_parameters()
+            if name in mine and parameter.requires_grad and name in cut.learned
+        }
+        self.moved = {
+            name: nn.Parameter(parameter.data) for name, parameter in self.parameters.items()
+        }
+        """The same tensors, as the optimizer has them."""
+        self.written = self._written()
+        self.optimizer = self._made(task)
+        self.rates = Rates(self.optimizer, task.lr_schedule)
+
+    def _made(self, task: Task) -> Optimizer:
+        """The task's optimizer, of the parameters of this side alone."""
+        # It is made of all parameters, for a user's function may group them by their places.
+        optimizer = task.optimizer(list(self.cut.model.parameters()))
+        moved = {id(one): self.moved[name] for name, one in self.parameters.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [moved[id(one)] for one in group["params"] if id(one) in moved]
+        # Some optimizers make their state when they are made.
+        for parameter, kept in list(optimizer.state.items()):
+            del optimizer.state[parameter]
+            if id(parameter) in moved:
+                optimizer.state[moved[id(parameter)]] = kept
+        return optimizer
+
+    def _written(self) -> list[str]:
+        """The buffers that forward passes of this side change."""
+        written: set[str] = set()
+        for number in self.numbers:
+            written.update(self.program(number, self.cut.examples).written)
+        return sorted(written)
+
+    def program(self, number: int, examples: int) -> Program:
+        """The program of a stage for so many examples."""
+        return self.cut.program(number, examples, training=True, stream=self.stream, later=now)
+
+    def stage(self, number: int) -> Stage:
+        """A stage, which remembers what its backward passes need. Each party has its own."""
+        return Stage(
+            number,
+            last=number == self.cut.stages - 1,
+            program_for=lambda examples: self.program(number, examples),
+            structure_for=lambda examples: self.cut.structure(examples, True),
+            loss=self._loss,
+            stream=self.stream,
+            remaining=None,
+        )
+
+    # What it has learned
+
+    def buffers(self) -> list[Tensor]:
+        """Those that forward passes change."""
+        return [self.cut.model.get_buffer(name) for name in self.written]
+
+    def own(self) -> Own:
+        """What it has learned, as copies."""
+        return Own(
+            weights=tuple(one.detach().clone() for one in self.parameters.values()),
+            buffers=tuple(one.clone() for one in self.buffers()),
+            optimizer=tuple(
+                _copied(self.optimizer.state.get(one, {})) for one in self.moved.values()
+            ),
+        )
+
+    def take(self, own: Own) -> None:
+        """These tensors are its weights and buffers from now on, and are changed in place."""
+        for parameters in (self.parameters, self.moved):
+            for parameter, weight in zip(parameters.values(), own.weights, strict=True):
+                parameter.data = weight
+        for buffer, value in zip(self.buffers(), own.buffers, strict=True):
+            buffer.data = value
+        self.optimizer.state.clear()
+        for parameter, kept in zip(self.moved.values(), own.optimizer, strict=True):
+            if kept:
+                self.optimizer.state[parameter] = kept
+
+    def keep(self) -> Own:
+        """What `take` is given to come back to this: no copies."""
+        return Own(
+            weights=tuple(one.data for one in self.parameters.values()),
+            buffers=tuple(one.data for one in self.buffers()),
+            optimizer=tuple(self.optimizer.state.get(one, {}) for one in self.moved.values()),
+        )
+
+    # Learning
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Those of the weights by name, which are taken away."""
+        found = {name: one.grad for name, one in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return found
+
+    def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
+        """One step of the optimizer; step: that of the schedule."""
+        for parameter, gradient in zip(self.moved.values(), gradients, strict=True):
+            parameter.grad = gradient
+        self.rates.at(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Party:
+    """Someone who has a side: its own weights, and what its steps under way need.
+
+    Several parties may share a side, as the clients of a simulation do. number: of the party, by
+    which it draws.
+    """
+
+    def __init__(self, side: Side, own: Own, number: int) -> None:
+        self.side = side
+        self.own = own
+        self.number = number
+        self._stages = {stage: side.stage(stage) for stage in side.numbers}
+        self._batches: dict[int, Microbatch] = {}
+        self._gradients: dict[str, Tensor] = {}
+
+    def forward(
+        self, stage: int, step: int, batch: Microbatch, received: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What leaves a stage. step: from which draws follow."""
+        self.side.take(self.own)
+        one = self._stages[stage]
+        one.begin(step)
+        self._batches[stage] = batch
+        with torch.enable_grad():
+            return one.forward(self.number, batch, received)
+
+    def loss(self, stage: int) -> tuple[float, float]:
+        """What the last stage has added to the loss of its batch, and what that counts."""
+        one = self._stages[stage]
+        return one.losses[self.number], one.counts[self.number]
+
+    def examples(self, stage: int) -> int:
+        """Of the batch that a stage has gone forward with, and not yet backward."""
+        return self._batches[stage].examples
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a batch has gone forward, and not yet backward."""
+        return bool(self._batches)
+
+    def missed(self, stage: int, examples: int) -> int:
+        """Which of the values that the last stage has received got no gradient, as bits.
+
+        To be asked behind its backward pass of so many examples.
+        """
+        program = self.side.program(stage, examples)
+        count = sum(value.differentiable for value in program.received)
+        reached = self._stages[stage].reached
+        return sum(1 << place for place in range(count) if place not in reached)
+
+    def backward(self, stage: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of what the stage has received; those of weights are kept here."""
+        self.side.take(self.own)
+        found = self._stages[stage].backward(self.number, self._batches.pop(stage), gradients)
+        # Others compute with the same modules before this party's next stage does.
+        for name, gradient in self.side.gradients().items():
+            if gradient is not None:
+                before = self._gradients.get(name)
+                self._gradients[name] = gradient if before is None else before + gradient
+        return found
+
+    def gradients(self, missed: int) -> tuple[Tensor | None, ...]:
+        """Those of the weights, since this was asked last; None of one that got none.
+
+        missed: which of the values that the last stage has received got no gradient, as bits: no
+        way leads from the loss to the weights before them alone.
+        """
+        found, self._gradients = self._gradients, {}
+        for name in self.side.cut.without_gradient(missed) if missed else ():
+            found.pop(name, None)
+        return tuple(found.get(name) for name in self.side.parameters)
+
+    def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
+        """One step of the optimizer, at a step of the schedule."""
+        self.side.take(self.own)
+        self.side.update(gradients, step)
+        self.own = self.side.keep()
+
+
+def copied(own: Own) -> Own:
+    """The same in tensors of its own."""
+    return Own(
+        weights=tuple(one.clone() for one in own.weights),
+        buffers=tuple(one.clone() for one in own.buffers),
+        optimizer=tuple(map(_copied, own.optimizer)),
+    )
+
+
+def fresh(own: Own) -> Own:
+    """The same, with an optimizer that remembers nothing."""
+    return Own(own.weights, own.buffers, tuple({} for _ in own.optimizer))
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+    }
+
+
+def weighed(losses: CountedLoss) -> Loss:
+    """The mean loss of a batch, times its share in that of the joint batch."""
+
+    def loss(outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
+        found = losses.mean(outputs, targets, examples)
+        if share.counted is None or share.counted == share.of:
+            return found
+        return Computed(found.loss * (share.counted / share.of), found.counted)
+
+    return loss

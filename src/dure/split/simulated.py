@@ -1,0 +1,239 @@
+"""Split learning under a virtual clock: the learner.
+
+The server and the clients are the state machines that a network drives, and what they compute is
+computed; only the time is made up. A device that trains n examples of the whole model in a second
+takes, for so many examples of a part with the share s of the model's operations,
+
+    s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
+
+and the server takes none. All clients of this process share the modules of one model; each has
+tensors of its own (`dure.split.sides`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.task import Task
+from dure.data.own_part import divide
+from dure.fleet.conditions import Conditions
+from dure.fleet.virtual import Link, VirtualNetwork
+from dure.parallel.pipeline.draws import Stream
+from dure.randomness.seeds import derive, generators_state, restore_generators
+from dure.record.meter import Meter
+from dure.split.batching import Batching
+from dure.split.client import Client
+from dure.split.cutting import cut_at, shares_of
+from dure.split.messages import SERVER, Own, client
+from dure.split.orders import Amounts
+from dure.split.plan import Plan
+from dure.split.server import Server
+from dure.split.sides import Party, Side, weighed
+from dure.tasks.batch_norm import needs_two
+from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import CountedLoss, mean_over
+from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+
+_BYTES_PER_MBIT = 125_000.0
+
+
+class SimulatedLearner(Learner):
+    """The server and all clients of a run, in one process."""
+
+    unit = "round"
+    where = "server"
+
+    def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
+        self.task = task
+        self.plan = plan
+        self.seed = seed
+        self.group = place.group
+        self.conditions = place.conditions or Conditions()
+        self.model = place.model(task, seed).train()
+        self.train, self.test = examples_for(self.model, task)
+        joins = needs_two(self.model, self.train)
+        self.parts = divide(plan.partition, plan.clients, self.train, plan.batch_size, seed, joins)
+        largest = max(part.batches.batch_size for part in self.parts)
+        self.cut = cut_at(task, self.model, plan.at, largest)
+        self.flops = flops_per_step(self.model, self.train, largest)
+        self.shares = shares_of(self.cut)
+        losses = CountedLoss(task.loss, self.train)
+        # Every operation draws from a seed of its own: neither side tells the other what it drew.
+        stream = Stream(derive(seed, "split"), carried=False)
+        drawn = stream.drawing(weighed(losses), -1)
+        self.heads = Side(self.cut, plan.client_stages, task, stream, drawn)
+        self.tails = Side(self.cut, [1], task, stream, drawn)
+        _, targets = self.train.batch(self.parts[0].at(0))
+        amounts = Amounts(
+            steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
+            examples=[len(part.indices) for part in self.parts],
+        )
+        head, tail = self.heads.own(), self.tails.own()
+        self.order = plan.order(amounts, head, lambda number: Party(self.tails, tail, number), seed)
+        self.server = Server(
+            self.order,
+            lru_cache(maxsize=64)(self._batching),
+            None if plan.rules.labels_stay else tree_flatten(targets)[1],
+        )
+        self.clients = [
+            Client(
+                number,
+                Party(self.heads, head, number),
+                plan.rules,
+                self.train,
+                part.at,
+                losses,
+                seed,
+                partial(self._seconds, number),
+            )
+            for number, part in enumerate(self.parts)
+        ]
+        self.meters_ = [Meter(SERVER, is_worker=False)]
+        self.meters_ += [Meter(client(number)) for number in range(plan.clients)]
+        self.units_per_epoch = 1
+        self.round = 0
+        self.now = 0.0
+        self.smashed = 0
+        self._begin()
+
+    def _batching(self, sizes: tuple[int, ...]) -> Batching:
+        return Batching(self.cut, sizes)
+
+    def _begin(self) -> None:
+        self.network = VirtualNetwork()
+        self.network.now = self.now
+        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
+        self.network.add(SERVER, self.server, Link(out=speed, into=speed))
+        for one in self.clients:
+            device = self.conditions.devices.of(one.number, self.seed)
+            self.network.add(one.name, one, Link(out=device.up, into=device.down))
+
+    def _seconds(self, number: int, examples: int, stages: Sequence[int], back: bool) -> float:
+        """How long a client takes for so many examples in these stages."""
+        device = self.conditions.devices.of(number, self.seed)
+        share = sum(self.shares[stage] for stage in stages)
+        return (2 if back else 1) / 3 * share * examples / device.examples_per_second
+
+    def flops_per_step(self) -> float:
+        return self.flops
+
+    # The run
+
+    def advance(self, wish: int) -> Progress:
+        """One round: every client trains its local epochs."""
+        before = generators_state()
+        self.network.send(SERVER, self.server.begin(self.round, self.now))
+        over = self.network.run(self._over, math.inf)
+        restore_generators(before)
+        assert over, "nobody waits for anybody for ever"
+        self.round += 1
+        self.now = self.network.now
+        self._count()
+        steps, self.server.losses = self.server.losses, []
+        samples, self.server.samples = self.server.samples, 0
+        counted = sum(count for _, count in steps)
+        return Progress(
+            loss=mean_over(sum(loss * count for loss, count in steps), counted),
+            samples=samples,
+            wish=wish,
+            numbers={"virtual_seconds": self.now},
+        )
+
+    def _over(self) -> bool:
+        return self.order.over
+
+    def _count(self) -> None:
+        """Takes over what was sent, received and computed since the last round."""
+        for meter in self.meters_:
+            traffic = self.network.traffic(meter.name)
+            meter.exchanged(sent=traffic.sent, received=traffic.received)
+        for meter, one in zip(self.meters_[1:], self.clients, strict=True):
+            meter.counters.compute_seconds += one.busy.computed
+            one.busy.computed = 0.0
+
+    # What is kept
+
+    def _load(self) -> None:
+        """The newest head and tail into the model."""
+        self.heads.take(self.order.newest([one.party.own for one in self.clients]))
+        self.tails.take(self.order.tails[0].own)
+
+    def evaluate(self) -> dict[str, float]:
+        self._load()
+        return evaluate(self.task, self.model, self.test, self.group, self.round)
+
+    def weights(self) -> dict[str, Tensor]:
+        self._load()
+        return dict(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        self._load()
+        return {
+            "version": 1,
+            "round": self.round,
+            "now": self.now,
+            "order": self.order.state(),
+            "head": written(self.order.head),
+            "heads": [written(one.party.own) for one in self.clients],
+            "tails": [written(one.own) for one in self.order.tails],
+            "taken": [one.taken for one in self.clients],
+            "buffers": passing_buffers(self.model),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.round = state["round"]
+        self.now = state["now"]
+        self.order.restore(state["order"])
+        self.order.head = read(state["head"])
+        for one, head, taken in zip(self.clients, state["heads"], state["taken"], strict=True):
+            one.party.own = read(head)
+            one.taken = taken
+        for tail, own in zip(self.order.tails, state["tails"], strict=True):
+            tail.own = read(own)
+        self._begin()
+
+    def meters(self) -> Sequence[Meter]:
+        return self.meters_
+
+    def facts(self) -> dict[str, Any]:
+        """Where the model was cut, and how much of it each side has."""
+        values, gradients = self.cut.message_bytes(0, self.cut.examples)
+        return {
+            "split": {
+                "at": list(self.plan.at),
+                "shares": self.shares,
+                "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
+                "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
+                "smashed_bytes": values,
+                "gradient_bytes": gradients,
+                "examples": self.cut.examples,
+            }
+        }
+
+
+def written(own: Own) -> dict[str, Any]:
+    """As a tree for checkpoints."""
+    return {
+        "weights": [one.clone() for one in own.weights],
+        "buffers": [one.clone() for one in own.buffers],
+        "optimizer": [dict(one) for one in own.optimizer],
+    }
+
+
+def read(tree: Mapping[str, Any]) -> Own:
+    """The inverse of `written`."""
+    return Own(
+        weights=tuple(one.clone() for one in tree["weights"]),
+        buffers=tuple(one.clone() for one in tree["buffers"]),
+        optimizer=tuple(dict(one) for one in tree["optimizer"]),
+    )

@@ -1,0 +1,174 @@
+"""SplitFed: clients train at the same time, and what they have learned is averaged.
+
+    a round   every client gets the head, and trains on its own data, each step with the server
+              head <- sum of n_k/n · head of client k
+    v1        the server has a copy of the tail for each client, and averages them likewise; a round
+              is FedAvg's, of the whole model
+    v2        the server has one tail, which makes one step for each client's batch, in the round's
+              order of clients, a random one
+
+Optimizers begin anew in every round, as those of FedAvg's clients do; v2's tail goes on with its
+own. Schedules count rounds.
+
+Source: Thapa et al. 2022, "SplitFed: When Federated Learning Meets Split Learning", AAAI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.contracts.task import Task
+from dure.randomness.seeds import generator
+from dure.split.client import Rules
+from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
+from dure.split.orders import Amounts, Order
+from dure.split.sides import Party, copied, fresh
+from dure.split.strategy import Split
+
+
+class Averaged(Order):
+    """copies: a tail for each client (v1), which are averaged; else one for all (v2)."""
+
+    def __init__(
+        self, amounts: Amounts, head: Own, tails: Sequence[Party], seed: int, copies: bool
+    ) -> None:
+        super().__init__(amounts, head, tails[0])
+        self.tails = list(tails)
+        self.seed = seed
+        self.copies = copies
+        self._waiting: dict[str, Smashed] = {}
+        self._heads: dict[str, Own] = {}
+        self._first = 0
+        self._step = 0
+        self._turns: list[int] = []
+        """The clients in the order of this round."""
+        self._position = 0
+
+    def begin(self, round: int) -> list[Envelope]:
+        self.round, self._first, self._step, self.over = round, self.done, 0, False
+        draws = generator(self.seed, "order of clients", round)
+        self._turns = torch.randperm(self.amounts.clients, generator=draws).tolist()
+        self._heads.clear()
+        if self.copies:
+            for tail in self.tails:
+                tail.own = fresh(copied(self.tails[0].own))
+        steps = self.amounts.steps
+        return [
+            (client(one), Turn(round, self._first, steps[one], steps[one], copied(self.head)))
+            for one in range(self.amounts.clients)
+        ]
+
+    def came(self, sender: str, message: Smashed) -> None:
+        if sender in self._waiting or sender in self._heads:
+            raise ValueError(f"{sender} sends values, and has had no answer to those before")
+        self._waiting[sender] = message
+
+    def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
+        sender = next(iter(self._waiting), None) if self.copies else self._next_of_all()
+        if sender is None:
+            return None
+        smashed = self._waiting.pop(sender)
+        return [sender], [smashed], self._first + smashed.step
+
+    def _next_of_all(self) -> str | None:
+        """Who is next in the round's order, once the values are there and the tail is free."""
+        if self.tails[0].under_way:
+            return None
+        while True:
+            left = [one for one in self._turns if self.amounts.steps[one] > self._step]
+            if not left:
+                return None
+            if self._position == len(left):
+                self._step, self._position = self._step + 1, 0
+                continue
+            name = client(left[self._position])
+            if name not in self._waiting:
+                return None
+            self._position += 1
+            return name
+
+    def tail(self, clients: Sequence[str]) -> Party:
+        if not self.copies:
+            return self.tails[0]
+        return self.tails[self.everyone.index(clients[0])]
+
+    def rate(self, at: int) -> int:
+        return self.round
+
+    def ended(self, sender: str, message: Ended) -> list[Envelope]:
+        assert message.head is not None
+        self._heads[sender] = message.head
+        if len(self._heads) == self.amounts.clients:
+            self._average()
+            self.done += max(self.amounts.steps)
+            self._position = 0
+            self.over = True
+        return []
+
+    def _average(self) -> None:
+        heads = [self._heads[name] for name in self.everyone]
+        self.head = mean(heads, self.amounts.examples)
+        if self.copies:
+            own = mean([tail.own for tail in self.tails], self.amounts.examples)
+            for tail in self.tails:
+                tail.own = copied(own)
+
+
+def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
+    """The weighted mean of weights and buffers, without what optimizers remember.
+
+    Buffers that count, such as batches seen, are those of the first.
+    """
+    return Own(
+        weights=_means([one.weights for one in owns], weights),
+        buffers=_means([one.buffers for one in owns], weights),
+        optimizer=tuple({} for _ in owns[0].optimizer),
+    )
+
+
+def _means(tensors: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> tuple[Tensor, ...]:
+    total = sum(weights)
+    found = []
+    for each in zip(*tensors, strict=True):
+        if not each[0].is_floating_point():
+            found.append(each[0].clone())
+            continue
+        sums = torch.zeros_like(each[0], dtype=torch.float64)
+        for tensor, weight in zip(each, weights, strict=True):
+            sums.add_(tensor, alpha=weight / total)
+        found.append(sums.to(each[0].dtype))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class SplitFed(Split):
+    """Clients train at the same time, and their heads are averaged after every round.
+
+    Args:
+        version: 1 has a tail for each client, which are averaged too; 2 has one tail for all.
+    """
+
+    version: int = 1
+
+    name: ClassVar[str] = "split-fed"
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"SplitFed v{self.version}"
+
+    def check(self, task: Task, workers: int | None) -> None:
+        super().check(task, workers)
+        if self.version not in (1, 2):
+            raise ValueError(f"version is {self.version}, but SplitFed has the versions 1 and 2")
+
+    def rules(self) -> Rules:
+        return Rules(self.labels_stay, returns=True, forgets=True, by_round=True)
+
+    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+        tails = [tail(number) for number in range(self.clients if self.version == 1 else 1)]
+        return Averaged(amounts, head, tails, seed, copies=self.version == 1)

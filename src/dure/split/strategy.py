@@ -1,0 +1,155 @@
+"""What all systems of split learning have in common: their fields, and whether they fit.
+
+    one cut      a = head(x)  ->  a, y at the server: loss, backward  ->  dL/da  ->  backward
+    two cuts     a = head(x)  ->  h = middle(a)  ->  the loss at the client  ->  dL/dh  ->  dL/da:
+                 the server never sees a label (the U-shape)
+
+    bytes of a step    one cut: values and targets up, gradients down
+                       two cuts: values and gradients up, values and gradients down
+
+A subclass says who trains when (`order`), and by which rules.
+
+Sources: Gupta and Raskar 2018, "Distributed Learning of Deep Neural Network over Multiple Agents";
+Vepakomma et al. 2018, "Split Learning for Health".
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World, examples_for
+from dure.contracts.task import Task
+from dure.data import partition
+from dure.data.batches import check_batch_size
+from dure.data.partition import IID, Description, Partition, describe
+from dure.fleet.conditions import Conditions
+from dure.settings import parse_fields
+from dure.split.client import Rules
+from dure.split.cutting import check_at, check_optimizer, prove
+from dure.split.messages import Own
+from dure.split.orders import Amounts, Order
+from dure.split.plan import Plan
+from dure.split.sides import Party
+from dure.split.simulated import SimulatedLearner
+from dure.tasks.batch_norm import check_own_batches
+from dure.tasks.loss_shares import CountedLoss
+from dure.tensors.flat import check_apart
+
+
+@dataclass(frozen=True)
+class Split(Strategy):
+    """A model that is divided between clients, who have the data, and a server.
+
+    Args:
+        cut: where: a module's name or a number of layers; two of them leave the end of the model,
+            and the labels, with the client.
+        clients: K.
+        local_epochs: E, passes of a client over its data in a round.
+        batch_size: B, of a client's step; None is all of its data.
+        partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5 or
+            quantity-skew:1.
+    """
+
+    cut: tuple[str, ...] = ("1",)
+    clients: int = 10
+    local_epochs: int = 1
+    batch_size: int | None = 10
+    partition: Partition = field(default_factory=IID)
+
+    kind: ClassVar[Kind] = "clients"
+    unit: ClassVar[str] = "round"
+    title: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"partition": partition.parse})
+
+    @abstractmethod
+    def rules(self) -> Rules:
+        """What clients and the server agree upon."""
+
+    @abstractmethod
+    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+        """Who trains when."""
+
+    @property
+    def label(self) -> str:
+        shape = ", labels stay" if self.labels_stay else ""
+        return f"{self.title} at {' and '.join(self.cut)}{shape}"
+
+    @property
+    def labels_stay(self) -> bool:
+        """Whether the end of the model is with the client."""
+        return len(self.cut) == 2
+
+    @property
+    def plan(self) -> Plan:
+        """As learners take it."""
+        return Plan(
+            clients=self.clients,
+            at=self.cut,
+            local_epochs=self.local_epochs,
+            batch_size=self.batch_size,
+            partition=self.partition,
+            rules=self.rules(),
+            order=self.order,
+        )
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_at(self.cut)
+        check_batch_size(self.batch_size)
+        for name in ("clients", "local_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
+        labels = task.train.labels()
+        self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
+
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for clients over a network."""
+        if world.serves:
+            raise ValueError("split learning is simulated: leave the network out")
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a model or an optimizer that cannot be divided so."""
+        check_apart(model)
+        check_optimizer(task, model)
+        together = None if self.batch_size is None else self.batch_size * self.clients
+        check_own_batches(task, model, together, self.clients)
+        train, _ = examples_for(model, task)
+        if self.labels_stay and self.rules().sums and CountedLoss(task.loss, train).is_late:
+            raise ValueError(
+                "the loss tells what it counts only when it is computed, and clients with the end "
+                "of the model have to know their shares before: cut once, or train in turn"
+            )
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Runs the parts and the undivided model side by side, on one batch."""
+        self.check_model(task, model, workers)
+        return prove(task, model, self.cut, self._examples(task))
+
+    def _examples(self, task: Task) -> int:
+        own = max(1, len(task.train) // self.clients)
+        return own if self.batch_size is None else min(self.batch_size, own)
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        """Raises ValueError for conditions that the clients of split learning do not have."""
+        ideal = Conditions()
+        for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
+            if getattr(conditions, name) != getattr(ideal, name):
+                raise ValueError(
+                    f"split learning is simulated without {name.replace('_', ' ')}: leave it out"
+                )
+
+    def division(self, task: Task, seed: int) -> Description | None:
+        labels = task.train.labels()
+        parts = self.partition.divide(
+            self.clients, len(task.train), labels, task.train.keys, seed=seed
+        )
+        return describe(self.partition, parts, labels, task.train.classes)
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return SimulatedLearner(task, place, seed, self.plan)
