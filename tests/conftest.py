@@ -56,6 +56,10 @@ SLOW = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOW.isdisjoint(item.path.parts))
+    if not torch.cuda.device_count():
+        for item in items:
+            if item.get_closest_marker("needs_cuda"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ from dure.collectives import Group
 from dure.contracts.strategy import Place
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any]) -> list[Any]:
-    """What `program` returns on every rank, in order of rank; gloo carries its bytes."""
+def on_ranks(
+    ranks: int, program: Callable[[Place], Any], backend: Literal["gloo", "dure"] = "gloo"
+) -> list[Any]:
+    """What `program` returns on every rank, in order of rank; `backend` carries its bytes."""
 
     def gathered(place: Place) -> list[Any]:
         return [
             pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
         ]
 
-    result: list[Any] = dure.Processes(ranks, deadline=20, backend="gloo").run(
+    result: list[Any] = dure.Processes(ranks, deadline=20, backend=backend).run(
         gathered, lambda event: None
     )
     return result

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_reduce
+from dure.collectives.algorithms.native import check_carried
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
 
@@ -83,3 +84,25 @@ def test_groups_over_one_process_group_keep_one_order() -> None:
 def test_a_group_says_what_carries_its_bytes() -> None:
     assert Group().backend(torch.device("cpu")) == ""
     assert on_ranks(2, lambda place: place.group.backend(torch.device("cpu"))) == ["gloo", "gloo"]
+
+
+def test_where_tensors_of_a_device_travel_follows_from_what_the_backend_carries() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+
+    def program(place: Place) -> list[str]:
+        found = [place.group._carried_on(devices).type for devices in ({cpu}, {gpu}, {cpu, gpu})]
+        try:
+            check_carried(gpu, place.group)
+            found.append("carried")
+        except ValueError as error:
+            found.append(str(error))
+        check_carried(cpu, place.group)
+        check_carried(gpu, place.group.alone())
+        return found
+
+    # gloo reaches into a GPU's memory in collectives; dure's own is for the CPU.
+    (found, _) = on_ranks(2, program, backend="gloo")
+    assert found == ["cpu", "cuda", "cpu", "carried"]
+    (found, _) = on_ranks(2, program, backend="dure")
+    assert found[:3] == ["cpu", "cpu", "cpu"]
+    assert "carries no tensors of cuda:0" in found[3]

@@ -106,7 +106,7 @@ def test_loaders_are_counted_from_0() -> None:
         train(small_task(), -1)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no CUDA device here")
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("data", [examples(), Noisy()])
 def test_all_cores_feed_one_gpu(data: Any) -> None:
     task = small_task(train=data, test=None)

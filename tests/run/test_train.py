@@ -7,6 +7,8 @@ import os
 import random
 import signal
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from dure.errors import LossNotFiniteError, RunFolderError, WorkerFailedError
 from dure.federated.algorithms.fed_avg import FedAvg
 from dure.parallel.local.single import SingleWorker
 from dure.record.checkpoint import read_checkpoint, unpack_checkpoint
+from dure.run.train import _check_devices
 from small import network, same_bits, small_task, weights_of
 
 FILES = {
@@ -520,3 +523,43 @@ def test_draws_from_numpy_in_a_loss_follow_from_the_seed():
         dure.train(small_task(loss=loss), SingleWorker(8), stop=Stop(steps=4)) for _ in range(2)
     )
     assert same_bits(first, second)
+
+
+def model_on(*devices: str) -> Any:
+    """As much of a model as tells where its parameters are: a machine may have no GPU."""
+    places = [torch.device(name) for name in devices]
+    parameters = [SimpleNamespace(device=at, is_cuda=at.type == "cuda") for at in places]
+    return SimpleNamespace(parameters=lambda: parameters, buffers=list)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "devices", "complaint"),
+    [
+        (SingleWorker(8), dure.Processes(1), ["cuda:0"], "a model on cuda:0, and here the CPU"),
+        (dure.DataParallel(8), dure.Processes(2), ["cpu", "cuda:1"], "a model on cuda:1"),
+        (dure.DataParallel(8), dure.Threads(2, ("cpu",)), ["cuda:0"], "here the CPU computes"),
+        (FedAvg(3), dure.Network(), ["cuda:0"], "here the CPU computes"),
+        (dure.ParameterServer(), dure.Simulated(), ["cuda:0"], "here the CPU computes"),
+        (FedAvg(3), dure.Simulated(), ["cuda:0", "cpu"], "move all of it there"),
+        (FedAvg(3), dure.Simulated(), ["cuda:0", "cuda:1"], "on cuda:0 and cuda:1"),
+    ],
+)
+def test_a_model_on_a_gpu_is_refused_where_nothing_computes_there(
+    strategy: Any, world: Any, devices: list[str], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        _check_devices(strategy, world, model_on(*devices))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "devices"),
+    [
+        (SingleWorker(8), dure.Processes(1), ["cpu", "cpu"]),
+        (SingleWorker(8, device="cuda"), dure.Processes(1), ["cuda:0"]),
+        (FedAvg(3), dure.Simulated(), ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_a_model_is_taken_where_something_computes(
+    strategy: Any, world: Any, devices: list[str]
+) -> None:
+    _check_devices(strategy, world, model_on(*devices))

@@ -38,7 +38,7 @@ def test_without_gpus_there_is_a_thread_a_core() -> None:
         dure.Threads(2, ("cuda:0",))
 
 
-@pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+@pytest.mark.needs_cuda
 def test_gpus_are_taken_in_turn_where_there_are() -> None:
     count = torch.cuda.device_count()
     assert dure.Threads(count + 1).devices == (
@@ -88,7 +88,7 @@ def test_systems_say_in_which_worlds_they_live(strategy: Any, world: Any, compla
         dure.train(small_task(), strategy, world, dure.Stop(steps=1))
 
 
-@pytest.mark.skipif(not CUDA, reason="there is no CUDA device here")
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize(
     "strategy", [dure.DataParallel(8), dure.LayersPerCore(8, 2), dure.Hogwild(8)]
 )

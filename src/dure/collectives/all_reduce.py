@@ -84,7 +84,7 @@ def all_reduce(
     Raises ValueError, before anything travels, for an unknown algorithm or operation, and for an
     operation that the dtype does not have; PeerLostError if a rank is lost while others wait.
     """
-    if algorithm in ("native", "auto") and op == "sum" and not async_op:
+    if algorithm in ("native", "auto") and op == "sum" and not async_op and tensor.is_cpu:
         # dure's own backend checks the tensor itself, so the short way may be taken at once.
         carrier = own_transport(group)
         if carrier is not None:

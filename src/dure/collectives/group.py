@@ -469,8 +469,7 @@ class Group:
         if self.size == 1:
             return [values]
         self.settle()
-        # Where NCCL is the only backend, the numbers have to lie on a GPU.
-        device = "cpu" if self.backend(torch.device("cpu")) else "cuda"
+        device = self._carried_on({torch.device("cpu")})
         mine = torch.tensor(values, dtype=torch.float64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         with self.during(operation):
@@ -489,8 +488,12 @@ class Group:
         if self.size == 1 or not tensors:
             return
         self.settle()
+        travels = self._carried_on({tensor.device for tensor in tensors})
         message = torch.cat(
-            [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+            [
+                tensor.detach().contiguous().view(-1).view(torch.uint8).to(travels)
+                for tensor in tensors
+            ]
         )
         with self.during("broadcast of buffers"):
             dist.broadcast(message, self._global[root], group=self.process_group)
@@ -507,9 +510,18 @@ class Group:
                 message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
             )
             start += tensor.nbytes
+            arrived = arrived.to(tensor.device)
             # An expanded tensor cannot be written, and never changes.
             if not torch.equal(arrived, tensor):
                 tensor.copy_(arrived)
+
+    def _carried_on(self, devices: set[torch.device]) -> torch.device:
+        """Where tensors of these devices travel as one message: their own device if they can."""
+        (first, *others) = devices
+        if not others and self.backend(first):
+            return first
+        # Where NCCL is the only backend, it is a GPU.
+        return torch.device("cpu" if self.backend(torch.device("cpu")) else "cuda")
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
         """Rank 0's `content` on every rank. Bookkeeping, not counted by the meter."""

@@ -334,6 +334,9 @@ class Strategy:
     alone: ClassVar[bool] = False
     """Whether it is one worker, whatever the machine has."""
 
+    follows_model: ClassVar[bool] = False
+    """Whether simulated clients compute where the task's model is made, on a GPU too."""
+
     @property
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""
@@ -349,6 +352,11 @@ class Strategy:
         """How many ranks the fields ask for; None where any number will do."""
         # As many as the default world starts.
         return 1 if self.alone else None
+
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        """The devices that its fields name, as `World.computes_on`; none where they name none."""
+        return ()
 
     @classmethod
     def dwellings(cls) -> tuple[Kind, ...]:
@@ -416,9 +424,14 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     """A fresh model under the run's seed: the same weights on every rank and for every strategy."""
     # The factory draws under the run's seed; the caller's generators go on as if it had not.
     before = generators_state()
-    seed_generators(seed, "model", everything=True)
+    used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     try:
+        seed_generators(seed, "model", everything=True)
         model = task.model()
+        # The first factory that uses CUDA in a process has drawn there before it could be seeded.
+        if torch.cuda.is_initialized() and not used_cuda:  # type: ignore[no-untyped-call]
+            seed_generators(seed, "model", everything=True)
+            model = task.model()
     finally:
         restore_generators(before)
     if not isinstance(model, nn.Module):

@@ -8,7 +8,7 @@ under the run's seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.data.examples import Examples, NoExamples, as_examples
+from dure.machine.devices import on_device
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
 """loss(outputs, targets) gives the mean over the batch, a scalar tensor, or a pair (sum, count).
@@ -121,6 +122,11 @@ class Task:
         train = NoExamples() if self.train is None else as_examples(self.train)
         object.__setattr__(self, "train", train)
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
+
+    def on(self, device: torch.device) -> Task:
+        """The task for a model on `device`: tensors that its loss holds are there as well."""
+        loss = on_device(self.loss, device)
+        return self if loss is self.loss else replace(self, loss=loss)
 
     @cached_property
     def measures(self) -> Mapping[str, Metric]:

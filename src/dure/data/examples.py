@@ -34,7 +34,8 @@ class Examples:
 
     `draws` tells whether reading an example may draw random numbers, as transforms do.
 
-    Raises ValueError if the lengths differ, there is no example, or keys are none.
+    Raises ValueError if the lengths differ, there is no example, keys are none, or the tensors are
+    not in the CPU's memory.
     """
 
     def __init__(
@@ -49,6 +50,12 @@ class Examples:
             raise ValueError("examples need tensors as inputs and targets: (inputs, targets)")
         if any(leaf.ndim == 0 for leaf in leaves):
             raise ValueError("examples need tensors of shape (n, ...), but one is a single number")
+        away = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), None)
+        if away is not None:
+            raise ValueError(
+                f"examples lie in the CPU's memory, and these are on {away}: call cpu() on them; "
+                f"each batch goes to where the model is"
+            )
         self.keys = keys_of(keys) if keys is not None else None
         lengths = {len(leaf) for leaf in leaves}
         if self.keys is not None:

@@ -36,6 +36,7 @@ from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import liars
+from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.tasks.batch_norm import needs_two
@@ -83,6 +84,7 @@ def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
     assert place.conditions is not None
     # The clients first: the carrier asks them who they are as soon as the server begins.
     model = place.model(task, seed)
+    task = task.on(home_of(model))
     clients = clients_half(strategy, task, model, place.conditions, seed)
     place.ending.callback(clients.close)
     carrier = place.carrier(clients, seed)

@@ -88,6 +88,7 @@ class Federated(Strategy):
     title: ClassVar[str]
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
+    follows_model: ClassVar[bool] = True
     # Before, what the server and its clients keep was one state.
     oldest_checkpoint: ClassVar[int] = 2
     sends_partial_work: ClassVar[bool] = False

@@ -5,11 +5,13 @@ Names are torch's: "cpu", "cuda", "cuda:1". What a user names is looked for befo
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def device_of(name: str) -> torch.device:
@@ -49,6 +51,34 @@ def to_device(tree: Any, device: torch.device) -> Any:
 def to_cpu(tree: Any) -> Any:
     """The inverse of `to_device`, for what is written to a disk."""
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Where a model computes: the device of its first parameter, or the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def on_device(function: Any, device: torch.device) -> Any:
+    """A function whose own tensors, such as the class weights of a loss, are on `device`.
+
+    They are those of a module, and the arguments of a `functools.partial`. It is a copy where they
+    are elsewhere, and else the function itself.
+    """
+    if isinstance(function, nn.Module):
+        own = [*function.parameters(), *function.buffers()]
+        return function if _are_there(own, device) else copy.deepcopy(function).to(device)
+    if isinstance(function, partial):
+        inner = on_device(function.func, device)
+        given = (function.args, function.keywords)
+        if inner is function.func and _are_there(tree_leaves(given), device):
+            return function
+        args, keywords = to_device(given, device)
+        return partial(inner, *args, **keywords)
+    return function
+
+
+def _are_there(leaves: Any, device: torch.device) -> bool:
+    return all(leaf.device == device for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:

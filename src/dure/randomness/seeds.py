@@ -55,12 +55,16 @@ _OWN = _Own()
 
 
 def seed_generators(seed: int, purpose: str, *position: int, everything: bool = False) -> None:
-    """Seeds torch's global generator, from which dropout draws, by `derive`.
+    """Seeds torch's global generators, from which dropout draws, by `derive`.
 
-    everything: seeds those of numpy and random too, for users' code that draws from them.
+    They are the CPU's and, in a process that uses CUDA, those of its devices. everything: seeds
+    those of numpy and random too, for users' code that draws from them.
     """
     own = derive(seed, purpose, *position)
     torch.default_generator.manual_seed(own)
+    # A process that computes on the CPU leaves CUDA alone.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(own)
     if everything:
         numpy.random.seed(own % 2**32)
         random.seed(own)
@@ -69,13 +73,16 @@ def seed_generators(seed: int, purpose: str, *position: int, everything: bool = 
 def generators_state() -> dict[str, Any]:
     """The state of the global generators of torch, numpy and random.
 
-    For data pipelines that draw from them.
+    For data pipelines that draw from them. torch's are the CPU's and, in a process that uses CUDA,
+    those of its devices.
     """
     numpy_state = numpy.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]
+    on_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.get_rng_state(),
+        **({"cuda": torch.cuda.get_rng_state_all()} if on_devices else {}),
         # As tensors and numbers, which checkpoints can hold; numpy's own state is a dict of arrays.
         "numpy": {
             "key": torch.from_numpy(inner["key"].astype(numpy.int64)),
@@ -88,8 +95,14 @@ def generators_state() -> dict[str, Any]:
 
 
 def restore_generators(state: Mapping[str, Any]) -> None:
-    """The inverse of `generators_state`."""
+    """The inverse of `generators_state`.
+
+    Generators of CUDA devices that the state lacks, or this process does, stay as they are.
+    """
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device, own in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(own, device)
     stored = state["numpy"]
     numpy.random.set_state(
         {

@@ -17,6 +17,7 @@ from dure.contracts.task import Task
 from dure.data.batches import batches_per_epoch, check_batch_size
 from dure.errors import RunFolderError
 from dure.machine.compiler import left_out
+from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generator
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
@@ -108,6 +109,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int) -> None:
+    device = home_of(model)
+    task = task.on(device)
     train, _ = examples_for(model, task)
     size = min(batch_size, len(train))
     # One example that is left joins the batch before it, where the model cannot train on it alone.
@@ -118,7 +121,7 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
         order = torch.randperm(len(train), generator=generator(seed, "personal", epoch))
         for step in range(batches):
             end = len(train) if step == batches - 1 else (step + 1) * size
-            inputs, targets = train.batch(order[step * size : end])
+            inputs, targets = to_device(train.batch(order[step * size : end]), device)
             optimizer.zero_grad()
             loss = task.loss(model(inputs), targets)
             torch.autograd.backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
@@ -129,4 +132,4 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
 
 def _measured(task: Task, model: nn.Module) -> dict[str, float]:
     _, test = examples_for(model, task)
-    return evaluate(task, model, test, Group(), 0)
+    return evaluate(task.on(home_of(model)), model, test, Group(), 0)

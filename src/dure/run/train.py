@@ -382,6 +382,7 @@ def prepare(
         model = seeded_model(task, seed)
     if stop.target:
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
+    _check_devices(strategy, world, model)
     proofs = _checked_model(task, strategy, world, model, check)
     parameters = _checked_parameters(task, model)
     if world.leads and has_data:
@@ -439,6 +440,27 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
                 f"the target {name!r} is not measured; there is "
                 f"{', '.join(sorted(shown)) or 'no test data'}"
             )
+
+
+def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
+    """Raises ValueError for a model on a GPU that would be trained elsewhere, or on several."""
+    tensors = [*model.parameters(), *model.buffers()]
+    there = sorted({str(tensor.device) for tensor in tensors if tensor.is_cuda})
+    if not there:
+        return
+    if world.kind == "clients" and not world.serves and strategy.follows_model:
+        if any(str(tensor.device) != there[0] for tensor in tensors):
+            raise ValueError(
+                f"the task's model function makes a model on {' and '.join(there)} that is not on "
+                f"one device as a whole: move all of it there"
+            )
+        return
+    if not any(name.startswith("cuda") for name in strategy.computes_on or world.computes_on):
+        raise ValueError(
+            f"the task's model function makes a model on {there[0]}, and here the CPU computes: "
+            f"let it make the model on the CPU. One GPU is used by single-worker with device=cuda, "
+            f"by worlds of threads, and by simulated clients of federated systems"
+        )
 
 
 def _checked_model(

@@ -22,6 +22,7 @@ from dure.federated.client.clients import Clients
 from dure.federated.halves import layout, one_client
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
+from dure.machine.devices import home_of, to_cpu, to_device
 from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
@@ -100,9 +101,10 @@ class Training:
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
         self.model = seeded_model(self.task, welcome.seed)
+        self.device = home_of(self.model)
         self.clients: Clients = one_client(
             strategy,
-            self.task,
+            self.task.on(self.device),
             self.model,
             Conditions(engine=ENGINE),
             welcome.seed,
@@ -142,9 +144,10 @@ class Training:
         model = copy.deepcopy(self.model)
         optimizer = self.task.optimizer(trained_of(model))
         own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
-        inputs, targets = examples_for(model, self.task)[0].batch(own)
+        examples = examples_for(model, self.task)[0]
+        inputs, targets = to_device(examples.batch(own), self.device)
         started = time.perf_counter()
-        loss = self.task.loss(model(inputs), targets)
+        loss = self.task.on(self.device).loss(model(inputs), targets)
         torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
         optimizer.step()
         return time.perf_counter() - started
@@ -157,7 +160,7 @@ class Training:
                 raise NotWantedError
 
         self.clients.look = look
-        weights, buffers, extra = self.layout.apart(tensors)
+        weights, buffers, extra = self.layout.apart(to_device(dict(tensors), self.device))
         assignment = Assignment(
             ticket=train.ticket,
             client=self.client,
@@ -174,7 +177,7 @@ class Training:
         seconds = time.perf_counter() - started
         named: dict[str, Tensor] = {}
         if update.failure is None:
-            named = self.layout.named(update.delta, update.buffers, update.extra)
+            named = to_cpu(self.layout.named(update.delta, update.buffers, update.extra))
         reserve = Reserve(
             ticket=train.ticket,
             bytes=size_of(forms_of(named)) if named else 0,
@@ -186,10 +189,10 @@ class Training:
             failure=update.failure,
             seconds=seconds,
         )
-        return Answered(reserve, named, self.clients.keeps(train.ticket))
+        return Answered(reserve, named, to_cpu(self.clients.keeps(train.ticket)))
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
-        weights, buffers, _ = self.layout.apart(tensors)
+        weights, buffers, _ = self.layout.apart(to_device(dict(tensors), self.device))
         with torch.no_grad():
             measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))
         failure = measured.failures.get(self.client, "")
@@ -211,4 +214,4 @@ class Training:
 
     def remember(self, memory: Sequence[Tensor] | None) -> None:
         if memory is not None:
-            self.clients.memories[self.client] = list(memory)
+            self.clients.memories[self.client] = to_device(list(memory), self.device)

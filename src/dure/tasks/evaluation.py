@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.devices import to_device
+from dure.machine.devices import home_of, to_device
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 
@@ -45,15 +46,19 @@ def evaluate(
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
     measurement = Measurement(task, examples=len(examples), share=len(share))
-    # A model without parameters computes on the CPU.
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = home_of(model)
     with in_mode(model, training=False):
         # With more ranks than examples some have an empty share, of which torch.split makes one
         # piece.
         for indices in torch.split(share, task.eval_batch_size):
             if len(indices):
                 inputs, targets = to_device(examples.batch(indices), device)
-                measurement.add(model(inputs), targets, len(indices))
+                outputs = model(inputs)
+                # A model of stages on several devices ends on another one than it begins.
+                ends = next(
+                    (x.device for x in tree_leaves(outputs) if isinstance(x, Tensor)), device
+                )
+                measurement.add(outputs, to_device(targets, ends), len(indices))
         # The first share is the largest: no rank has more batches than rank 0.
         most = -(-len(shares[0]) // task.eval_batch_size)
         mine = -(-len(share) // task.eval_batch_size)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples, Examples
+from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.known_losses import IGNORED, name_of, reduction_of, torch_loss
 
@@ -85,10 +86,11 @@ def _returns_pair(task: Task, model: nn.Module) -> bool:
     """Whether the loss of two examples is a pair; False where that cannot be found out."""
     before = generators_state()
     try:
-        inputs, targets = _first(examples_for(model, task)[0], 2)
+        device = home_of(model)
+        inputs, targets = to_device(_first(examples_for(model, task)[0], 2), device)
         # In evaluation mode nothing draws, and batch norm takes what it gets.
         with torch.no_grad():
-            return isinstance(task.loss(model.eval()(inputs), targets), tuple)
+            return isinstance(task.on(device).loss(model.eval()(inputs), targets), tuple)
     except Exception:
         # What is wrong is said where it is learned from.
         return False

@@ -23,8 +23,22 @@ from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction, in_torch
 
 
-def _carried(tensor: Tensor) -> Tensor:
-    """As the backends know it: bool as bytes."""
+def check_carried(device: torch.device, group: Group) -> None:
+    """Raises ValueError for a GPU whose tensors the group's backend does not carry.
+
+    Alone nothing travels.
+    """
+    if device.type == "cuda" and group.size > 1 and not group.backend(device):
+        raise ValueError(
+            f"the group's backend carries no tensors of {device}: take another algorithm than "
+            f"native, by which they travel through the CPU's memory"
+        )
+
+
+def _carried(tensor: Tensor, group: Group) -> Tensor:
+    """As the backends know it: bool as bytes. Raises ValueError as `check_carried` does."""
+    if not tensor.is_cpu:
+        check_carried(tensor.device, group)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
@@ -33,7 +47,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
     # A backend that divides on the way saves a pass over the tensor.
     averages = reduction.op == "avg" and group.transport.averages(flat.device)
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
-    dist.all_reduce(_carried(flat), operation, group=group.process_group)
+    dist.all_reduce(_carried(flat, group), operation, group=group.process_group)
     if not averages:
         reduction.finish(flat)
     _count_all_reduce(flat, group)
@@ -60,7 +74,7 @@ def prepare_all_reduce(
     if not group.transport.begins_reductions:
         return prepare_at_once(flat, group, reduction)
     operation = dist.ReduceOp.AVG if reduction.op == "avg" else in_torch(reduction, flat.dtype)
-    begin = group.transport.prepare_all_reduce(_carried(flat), operation)
+    begin = group.transport.prepare_all_reduce(_carried(flat, group), operation)
 
     def begun() -> Callable[[], float]:
         end = begin()
@@ -93,7 +107,9 @@ def _count_all_reduce(flat: Tensor, group: Group) -> None:
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
     """The reduction over all ranks, in place on `root`; the others may be left with anything."""
     operation = in_torch(reduction, flat.dtype)
-    dist.reduce(_carried(flat), group.global_rank(root), operation, group=group.process_group)
+    dist.reduce(
+        _carried(flat, group), group.global_rank(root), operation, group=group.process_group
+    )
     if group.rank == root:
         reduction.finish(flat)
         group.meter.received((group.size - 1) * flat.nbytes)
@@ -103,7 +119,7 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
 
 def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
     """The root's tensor into every rank's, in place."""
-    dist.broadcast(_carried(flat), group.global_rank(root), group=group.process_group)
+    dist.broadcast(_carried(flat, group), group.global_rank(root), group=group.process_group)
     _count(
         group,
         flat,
@@ -115,8 +131,8 @@ def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
 
 def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
     """Everybody's tensor into the root's `parts`, in order of rank."""
-    into = [_carried(part) for part in parts] if parts is not None else None
-    dist.gather(_carried(tensor), into, group.global_rank(root), group=group.process_group)
+    into = [_carried(part, group) for part in parts] if parts is not None else None
+    dist.gather(_carried(tensor, group), into, group.global_rank(root), group=group.process_group)
     if group.rank == root:
         group.meter.received((group.size - 1) * tensor.nbytes)
     else:
@@ -125,8 +141,10 @@ def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int =
 
 def scatter(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
     """The root's `parts`, in order of rank, into everybody's tensor."""
-    source = [_carried(part) for part in parts] if parts is not None else None
-    dist.scatter(_carried(tensor), source, group.global_rank(root), group=group.process_group)
+    source = [_carried(part, group) for part in parts] if parts is not None else None
+    dist.scatter(
+        _carried(tensor, group), source, group.global_rank(root), group=group.process_group
+    )
     _count(
         group,
         tensor,
@@ -151,13 +169,17 @@ def all_gather(chunks: list[Tensor], group: Group) -> None:
     longest = max(map(Tensor.numel, chunks))
     if all(chunk.numel() == longest for chunk in chunks):
         dist.all_gather(
-            [_carried(chunk) for chunk in chunks], _carried(mine), group=group.process_group
+            [_carried(chunk, group) for chunk in chunks],
+            _carried(mine, group),
+            group=group.process_group,
         )
     else:
         padded = mine.new_zeros(group.size, longest)
         padded[group.rank, : mine.numel()] = mine
         dist.all_gather(
-            list(_carried(padded)), _carried(padded[group.rank]), group=group.process_group
+            list(_carried(padded, group)),
+            _carried(padded[group.rank], group),
+            group=group.process_group,
         )
         for chunk, row in zip(chunks, padded, strict=True):
             chunk.copy_(row[: chunk.numel()])
@@ -183,7 +205,7 @@ def reduce_scatter(
     whole = torch.empty_like(padded[0])
     operation = in_torch(reduction, mine.dtype)
     dist.reduce_scatter(
-        _carried(whole), list(_carried(padded)), operation, group=group.process_group
+        _carried(whole, group), list(_carried(padded, group)), operation, group=group.process_group
     )
     into.copy_(whole[: into.numel()])
     reduction.finish(into)
@@ -194,7 +216,9 @@ def reduce_scatter(
 
 def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
     """Part j of the flat `source` to rank j; part j of `target` from rank j."""
-    dist.all_to_all_single(_carried(target), _carried(source), group=group.process_group)
+    dist.all_to_all_single(
+        _carried(target, group), _carried(source, group), group=group.process_group
+    )
     part = source[: source.numel() // group.size]
     for _ in range(group.size - 1):
         _meter(group, part, part)

@@ -47,6 +47,7 @@ from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.algorithm import Own
+from dure.machine.devices import home_of, to_device
 from dure.protocol.messages import Measured
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
@@ -198,8 +199,11 @@ class Personal:
 
     def _added(self, task: Task, examples: Examples, indices: Tensor) -> Measurement:
         measurement = Measurement(task, examples=len(indices), share=len(indices))
+        device = home_of(self.model)
         for part in torch.split(indices, task.eval_batch_size):
             inputs, targets = examples.batch(part)
+            if device.type != "cpu":
+                inputs, targets = to_device((inputs, targets), device)
             measurement.add(self.model(inputs), targets, len(part))
         return measurement
 

@@ -31,6 +31,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
+from dure.machine.devices import home_of
 from dure.tasks.flops import flops_per_step
 from dure.tensors.flat import trained_of
 
@@ -150,7 +151,8 @@ def _check_name(wanted: str) -> None:
     where = WAYS[wanted].where
     if where == "processes" and not forks_here():
         raise ValueError(
-            f"the engine {wanted} needs forked processes, which a GPU or this system does not allow"
+            f"the engine {wanted} needs forked processes, which a GPU or this system does not "
+            f"allow: take loop, batched or auto, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
         )
     if where == "ray" and find_spec("ray") is None:
         raise ValueError(f'the engine {wanted} needs the extra: pip install "dure[ray]"')
@@ -160,6 +162,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
     """Why many clients at once cannot be computed. model: the task's, which stays as it is."""
     try:
         model = seeded_model(task, 0) if model is None else another(model, task, 0)
+        task = task.on(home_of(model))
         program_of(task, model, examples_for(model, task)[0])
         sgd_of(optimizer_of(task, list(model.parameters())), trained_of(model))
     except CannotBatchError as reason:
@@ -207,6 +210,11 @@ class _Made:
         """The engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
+        if self.loop.device.type != "cpu":
+            raise ValueError(
+                f"the engine {inner.name}-ray computes on CPUs, and the model is on "
+                f"{self.loop.device}: take loop, batched or auto"
+            )
         return RayEngine(
             task=self.setting.task,
             model=self.setting.model,

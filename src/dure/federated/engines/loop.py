@@ -29,7 +29,7 @@ from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.engines.plan import batches
-from dure.machine.devices import to_device
+from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
@@ -73,7 +73,7 @@ class LoopEngine(Engine):
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
-        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.device = home_of(model)
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
             task, self.parameters
         )

@@ -20,6 +20,7 @@ from dure.errors import DureError
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.loop import check_frozen, failed
 from dure.federated.engines.optimizers import optimizer_of
+from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import Buffers
@@ -71,6 +72,7 @@ class MetaEngine(Engine):
         self.alpha = alpha
         self.hessian_free = hessian_free
         self.losses = CountedLoss(task.loss, examples)
+        self.device = home_of(model)
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
@@ -182,6 +184,8 @@ class MetaEngine(Engine):
     def _gradient(self, indices: Tensor) -> tuple[Found, list[Tensor]]:
         """(loss, gradient) of a batch at the weights as they are, flat."""
         inputs, targets = self.examples.batch(indices)
+        if self.device.type != "cpu":
+            inputs, targets = to_device((inputs, targets), self.device)
         loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         # materialize_grads: zeros for parameters that the loss does not reach.
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)

@@ -35,6 +35,7 @@ from dure.federated.server.pacing import Pacing
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
+from dure.machine.devices import home_of, to_cpu, to_device
 from dure.protocol.carrier import Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
@@ -335,7 +336,7 @@ class Server(Learner):
         of = 0
         with in_mode(self.model, training=False):
             for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-                inputs, targets = examples.batch(part)
+                inputs, targets = to_device(examples.batch(part), home_of(self.model))
                 some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
                 turned += some
                 of += among
@@ -353,7 +354,8 @@ class Server(Learner):
 
     def weights(self) -> dict[str, Tensor]:
         self._load_global()
-        return dict(self.model.state_dict())
+        weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))
+        return weights
 
     def state(self) -> dict[str, Any]:
         """The server's, and the carrier's in a part of its own."""
@@ -381,6 +383,8 @@ class Server(Learner):
                 f"the checkpoint was written by a dure whose federations have state version "
                 f"{version}, and this one reads version {VERSION}: resume it with that one"
             )
+        # Where the model is, there all tensors of a federation are.
+        state = to_device(dict(state), home_of(self.model))
         server = state["server"]
         written = server["coordinator"]["model"]["weights"]
         # Where nothing is frozen, such a state is the same.

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.group import Group
@@ -72,7 +73,8 @@ class DistributedDataParallel(nn.Module):
     alike. Sparse gradients arrive dense. Gradients are views of memory that the next step writes
     again; long ones may be autograd's own tensors.
 
-    Raises ValueError for arguments that do not fit, if the ranks' modules differ, and after a
+    Raises ValueError for arguments that do not fit, for "native" over a backend that carries no
+    tensors of the module's device, if the ranks' modules differ, and after a
     backward pass if their weights do (`dure.parallel.alike`). A
     `backward(create_graph=True)` raises RuntimeError.
     """
@@ -108,6 +110,9 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.group = watched(process_group)
         self.find_unused_parameters = find_unused_parameters
+        if all_reduce == "native":
+            for device in {one.device for one in module.parameters() if one.requires_grad}:
+                check_carried(device, self.group)
         everything = [*module.parameters(), *module.buffers()]
         check_weights_stay(module, self.group.size)
         check_alike(everything, self.group)

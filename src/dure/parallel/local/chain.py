@@ -24,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.contracts.strategy import another, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.machine.devices import home_of, to_device
 from dure.parallel.local import parts
-from dure.randomness.seeds import generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode
 
 WORK_OF_AN_ELEMENT = 10
@@ -52,13 +53,14 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     whole = another(model, task, 0)
     chain = another(model, task, 0)
     layers = layers_of(chain)
-    inputs, _ = examples_for(whole, task)[0].batch(torch.arange(min(2, len(task.train))))
+    some = torch.arange(min(2, len(task.train)))
+    inputs, _ = to_device(examples_for(whole, task)[0].batch(some), home_of(whole))
     before = generators_state()
     try:
         # From one seed both draw the same dropout. Layers may write into inputs: each has a copy.
-        torch.manual_seed(0)
+        seed_generators(0, "chain")
         expected = whole.train()(copied(inputs))
-        torch.manual_seed(0)
+        seed_generators(0, "chain")
         chain.train()
         found = run(layers, copied(inputs))
         same = all(
@@ -105,7 +107,7 @@ def run(layers: Iterable[nn.Module], inputs: Any) -> Any:
 @torch.no_grad()
 def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float]:
     """Floating-point operations of each layer for an example, forward."""
-    hidden, _ = examples.batch(torch.tensor([0]))
+    hidden = _first(examples, 1, layers)
     costs = []
     for layer in layers:
         # In evaluation mode nothing draws, and no running statistics change.
@@ -119,7 +121,7 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
 @torch.no_grad()
 def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
     """Which layers write into what they are given, in evaluation or as they say of themselves."""
-    hidden = copied(examples.batch(torch.tensor([0]))[0])
+    hidden = copied(_first(examples, 1, layers))
     found = []
     for layer in layers:
         # torch counts in `_version` how often a tensor was written to.
@@ -136,7 +138,8 @@ def measured_costs(
     layers: Sequence[nn.Module], examples: Examples, size: int, repeats: int = 3
 ) -> list[float]:
     """Seconds of each layer for `size` examples, forward and backward: the best of `repeats`."""
-    hidden, _ = examples.batch(torch.arange(min(size, len(examples))))
+    hidden = _first(examples, size, layers)
+    device = home_of(nn.ModuleList(layers))
     costs = []
     for layer in layers:
         # the best of several, for others may use the cores meanwhile
@@ -149,12 +152,21 @@ def measured_costs(
                 ends = _tensors(outputs)
                 ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
                 parts.backward(outputs, ones)
+                if device.type == "cuda":
+                    # Its work was only queued.
+                    torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
         # Measuring leaves no gradients.
         layer.zero_grad(set_to_none=True)
         hidden = parts.detached(outputs)
         costs.append(min(seconds))
     return costs
+
+
+def _first(examples: Examples, count: int, layers: Sequence[nn.Module]) -> Any:
+    """The inputs of the first examples, where the layers are."""
+    inputs, _ = examples.batch(torch.arange(min(count, len(examples))))
+    return to_device(inputs, home_of(nn.ModuleList(layers)))
 
 
 def copied(tree: Any) -> Any:

@@ -62,6 +62,7 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import CountedLoss
 
 Value = TypeVar("Value")
 
@@ -201,6 +202,9 @@ class PipelineLearner(SingleLearner):
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: LayersPerCore) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
+        # The last stage has the outputs, and computes the loss.
+        self.task = task.on(place.devices[-1])
+        self.losses = CountedLoss(self.task.loss, self.train_examples)
         self.where = "master"
         self.microbatches = strategy.microbatches
         layers = layers_of(self.model)

@@ -28,7 +28,7 @@ from dure.data.batches import Batches, check_batch_size
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
-from dure.randomness.seeds import derive, seed_generators
+from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
@@ -66,6 +66,10 @@ class SingleWorker(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
+
+    @property
+    def computes_on(self) -> tuple[str, ...]:
+        return (self.device,)
 
     @property
     def label(self) -> str:
@@ -118,10 +122,10 @@ class SingleLearner(Learner):
         device: torch.device | None = None,
         loaders: int = 0,
     ) -> None:
-        self.task = task
         self.group = place.group
         self.seed = seed
         self.device = place.devices[0] if device is None else device
+        self.task = task = task.on(self.device)
         self.model = place.model(task, seed).to(self.device).train()
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
@@ -156,9 +160,6 @@ class SingleLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
-        if self.device.type == "cuda":
-            # `seed_generators` seeds the CPU's generator alone.
-            torch.cuda.manual_seed_all(derive(self.seed, "step", self.step, self.group.rank))
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
         started = time.perf_counter()

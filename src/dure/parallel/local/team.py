@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -99,9 +99,9 @@ class Team:
         """
         asked = list(range(len(self)) if workers is None else workers)
         # as the caller has it now
-        mixed = _mixed_precision(self.devices[0].type)
+        shorter = _autocast_dtype(self.devices[0].type)
         for worker in asked:
-            self._inboxes[worker].put((work, mixed))
+            self._inboxes[worker].put((work, shorter))
         outcomes: dict[int, _Outcome] = {}
         # All are waited for, also after a failure: no worker of this call is at work when it
         # returns.
@@ -148,15 +148,16 @@ class Team:
         self,
         worker: int,
         work: Callable[[int], Any],
-        mixed: Callable[[], AbstractContextManager[Any]],
+        shorter: torch.dtype | None,
     ) -> _Outcome:
+        device = self.devices[worker]
         start = time.perf_counter()
         try:
-            with mixed():
+            with nullcontext() if shorter is None else torch.autocast(device.type, shorter):
                 value = work(worker)
-            if self.devices[worker].type == "cuda":
+            if device.type == "cuda":
                 # else `Done.end` would tell when the work was queued
-                torch.cuda.synchronize(self.devices[worker])
+                torch.cuda.synchronize(device)
         except BaseException as error:
             return _Outcome(worker, None, error)
         return _Outcome(worker, Done(value, start, time.perf_counter()), None)
@@ -208,9 +209,6 @@ def team_at(place: Place, flops: float, name: str = "worker") -> Team:
     return team
 
 
-def _mixed_precision(kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The caller's autocast, which is a thread's own, for the workers."""
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype)
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    """The caller's autocast, which is a thread's own, for the workers; None where there is none."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
 from dure.parallel.alike import Alike
@@ -75,7 +76,8 @@ class ZeroRedundancy:
             Compiled code, and views of parameters that were made before a step, do not wait: call
             `settle` before they read, and before the process group is destroyed. Ranks must send
             the same in every step: what they send is no longer compared.
-        algorithm: "native" is the backend's own; "ring" and "one_shot" go over sends.
+        algorithm: "native" is the backend's own, which has to carry tensors of the model's device;
+            "ring" and "one_shot" go over sends, and from any device.
         in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share
             a host and the backend is dure, so that no unit is copied; False gathers copies there
             too.
@@ -111,6 +113,8 @@ class ZeroRedundancy:
             optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
         )
         self.device = check_model(model, self.optimizer)
+        if algorithm == "native":
+            check_carried(self.device, self.group)
         check_element_wise(self.optimizer)
         check_weights_stay(model, self.group.size)
         # `prefetch_of` is collective: either all ranks ask, or none does.

@@ -235,8 +235,10 @@ class Wire:
                 self.group.meter.received(chunk.nbytes)
 
     def all_reduce(self, tensor: Tensor) -> Handle[None]:
-        """The sum over all ranks, in place."""
-        return self._send("all-reduce", lambda: native.all_reduce(tensor, self.group), tensor)
+        """The sum over all ranks, in place; by a ring where the backend does not carry it."""
+        carried = tensor.is_cpu or self.group.backend(tensor.device)
+        rule = native.all_reduce if carried else ring.all_reduce
+        return self._send("all-reduce", lambda: rule(tensor, self.group), tensor)
 
     def _send(self, name: str, work: Callable[[], None], tensor: Tensor) -> Handle[None]:
         # Nothing travels, and no rank may expect a message.

@@ -1,0 +1,178 @@
+"""Tensors of a GPU in every collective: the numbers of the CPU, or one line that says no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from on_gpu import BACKENDS, GPU, on_ranks
+from torch import Tensor
+
+from dure.collectives import (
+    ALGORITHMS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from dure.contracts.strategy import Place
+
+pytestmark = pytest.mark.needs_cuda
+
+OTHERS = [name for name in ALGORITHMS if name != "native"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+def numbers(rank: int, dtype: torch.dtype, n: int = 13) -> Tensor:
+    """Small integers, whose sums are exact in every dtype, and below 2."""
+    generator = torch.Generator().manual_seed(rank)
+    whole = torch.randint(0, 2 if dtype == torch.bool else 9, (n,), generator=generator)
+    return whole.to(dtype)
+
+
+def told(tensor: Tensor | None) -> Any:
+    """A tensor as numbers, and whether it is on the GPU."""
+    if tensor is None:
+        return None
+    return tensor.device.type, tensor.cpu().tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_all_reduce_sums_on_the_gpu_as_on_the_cpu(ranks: int, backend: Any) -> None:
+    def program(place: Place) -> list[Any]:
+        found = []
+        for algorithm in OTHERS:
+            for dtype in DTYPES:
+                mine = numbers(place.group.rank, dtype)
+                found.append(told(all_reduce(mine.clone().to(GPU), place.group, algorithm)))
+                found.append(told(all_reduce(mine.clone(), place.group, algorithm)))
+        return found
+
+    for found in on_ranks(ranks, program, backend):
+        for there, here in zip(found[::2], found[1::2], strict=True):
+            assert there == ("cuda", here[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_carries_tensors_of_the_gpu(backend: Any) -> None:
+    calls: list[Callable[[Tensor, Any], Tensor | None]] = [
+        lambda one, group: all_gather(one, group),
+        lambda one, group: reduce_scatter(one, group),
+        lambda one, group: broadcast(one, group, root=1),
+        lambda one, group: broadcast(one, group, algorithm="linear"),
+        lambda one, group: reduce(one, group, root=1) if group.rank == 1 else reduce(one, group, 1),
+        lambda one, group: gather(one, group),
+        lambda one, group: scatter(
+            one, torch.stack([one + 1, one + 2, one + 3]) if group.rank == 0 else None, group
+        ),
+        lambda one, group: all_to_all(one[:12], group),
+        lambda one, group: all_reduce(one, group, async_op=True).wait(),
+        lambda one, group: all_reduce(one, group, op="avg"),
+    ]
+
+    def program(place: Place) -> list[Any]:
+        found = []
+        for number, call in enumerate(calls):
+            mine = numbers(place.group.rank, torch.float64)
+            there = told(call(mine.clone().to(GPU), place.group))
+            here = told(call(mine.clone(), place.group))
+            # Whatever a reduction leaves on others than its root is nobody's affair.
+            if number == 4 and place.group.rank != 1:
+                there = here = ("cuda", [])
+            found.append((there, here))
+        return found
+
+    for found in on_ranks(3, program, backend):
+        for there, here in found:
+            if here is None:
+                assert there is None
+            else:
+                # Not the same bits: a GPU divides by a number in another way.
+                assert there == ("cuda", pytest.approx(here[1], rel=1e-15))
+
+
+def test_dures_own_backend_refuses_them_by_name_where_it_alone_would_carry_them() -> None:
+    def program(place: Place) -> list[str]:
+        said = []
+        one = numbers(place.group.rank, torch.float64).to(GPU)
+        native = [
+            lambda: all_reduce(one, place.group, "native"),
+            lambda: all_reduce(one, place.group.process_group, "native"),
+            lambda: broadcast(one, place.group, algorithm="native"),
+            lambda: all_gather(one, place.group, "native"),
+            lambda: reduce_scatter(one, place.group, "native"),
+            lambda: reduce(one, place.group, algorithm="native"),
+            lambda: all_to_all(one[:12], place.group, "native"),
+        ]
+        for call in native:
+            try:
+                call()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    for said in on_ranks(2, program, "dure"):
+        assert all("carries no tensors of cuda:0" in line for line in said), said
+
+
+NATIVE: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
+    "all-reduce": lambda one, group: all_reduce(one, group, "native"),
+    "average": lambda one, group: all_reduce(one, group, "native", op="avg"),
+    "broadcast": lambda one, group: broadcast(one, group, algorithm="native"),
+    "all-gather": lambda one, group: all_gather(one, group, "native"),
+    "reduce-scatter": lambda one, group: reduce_scatter(one, group, "native"),
+    "gather": lambda one, group: gather(one, group, algorithm="native"),
+    "all-to-all": lambda one, group: all_to_all(one[:12], group, "native"),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_gloos_own_collectives_are_right_on_a_gpu(name: str) -> None:
+    def program(place: Place) -> tuple[Any, Any]:
+        mine = numbers(place.group.rank, torch.float64)
+        return told(NATIVE[name](mine.clone().to(GPU), place.group)), told(
+            NATIVE[name](mine, place.group)
+        )
+
+    for there, here in on_ranks(2, program, "gloo"):
+        assert there == (None if here is None else ("cuda", here[1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_messages_of_a_group_pass_through_the_cpu(backend: Any) -> None:
+    def program(place: Place) -> list[Any]:
+        group = place.group
+        other = 1 - group.rank
+        mine = torch.full((5,), float(group.rank + 1), device=GPU)
+        into = torch.zeros(5, device=GPU)
+        group.exchange(mine, other, into, other)
+        later = torch.zeros(5, device=GPU)
+        group.begin_transfer("a message", [(mine, other)], [(later, other)])()
+        values = torch.full((3,), float(group.rank), device=GPU)
+        group.broadcast_values([values, later])
+        return [into.tolist(), later.tolist(), values.tolist()]
+
+    for rank, found in enumerate(on_ranks(2, program, backend)):
+        theirs = [float(2 - rank)] * 5
+        assert found == [theirs, [2.0] * 5, [0.0] * 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_of_both_memories_are_broadcast_in_one_message(backend: Any) -> None:
+    def program(place: Place) -> list[Any]:
+        rank = float(place.group.rank)
+        here = torch.full((3,), rank)
+        there = torch.full((2, 2), rank + 5, dtype=torch.float64, device=GPU).t()
+        place.group.broadcast_values([here, there], root=1)
+        return [told(here), told(there)]
+
+    for found in on_ranks(2, program, backend):
+        assert found == [("cpu", [1.0] * 3), ("cuda", [[6.0] * 2] * 2)]

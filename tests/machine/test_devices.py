@@ -1,0 +1,80 @@
+"""What a loss holds goes to where the model is; what is written to a disk comes back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dure
+from dure.machine.devices import home_of, on_device, to_cpu, to_device
+from small import examples, network, small_task
+
+CPU = torch.device("cpu")
+AWAY = torch.device("meta")
+"""A device that every machine has, and that is not the CPU."""
+
+WEIGHT = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+
+
+def test_a_model_is_where_its_first_parameter_is() -> None:
+    assert home_of(network()) == CPU
+    assert home_of(nn.Sequential(nn.Flatten(), nn.Linear(2, 2, device=AWAY))) == AWAY
+    assert home_of(nn.Flatten()) == CPU
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.MSELoss(),
+        partial(F.cross_entropy, ignore_index=1),
+        lambda outputs, targets: F.mse_loss(outputs, targets),
+    ],
+)
+def test_a_function_without_tensors_stays_what_it_is(loss: object) -> None:
+    assert on_device(loss, AWAY) is loss
+
+
+def test_a_modules_tensors_go_along_and_the_users_own_stays() -> None:
+    loss = nn.CrossEntropyLoss(weight=WEIGHT)
+    moved = on_device(loss, AWAY)
+    assert isinstance(moved, nn.CrossEntropyLoss)
+    assert moved.weight is not None
+    assert moved.weight.device == AWAY
+    assert loss.weight is WEIGHT
+    assert on_device(loss, CPU) is loss
+
+
+def test_the_arguments_of_a_partial_go_along() -> None:
+    inner = nn.CrossEntropyLoss(weight=WEIGHT)
+    moved = on_device(partial(partial(inner, WEIGHT), target={"at": WEIGHT}), AWAY)
+    assert moved.func.weight.device == AWAY
+    assert moved.args[0].device == AWAY
+    assert moved.keywords["target"]["at"].device == AWAY
+    assert inner.weight is WEIGHT
+
+
+def test_a_task_is_itself_where_nothing_has_to_move() -> None:
+    task = small_task(loss=partial(F.cross_entropy, weight=WEIGHT))
+    assert task.on(CPU) is task
+    there = task.on(AWAY)
+    assert there.loss.keywords["weight"].device == AWAY  # type: ignore[attr-defined]
+    assert there.train is task.train
+    assert small_task().on(AWAY).loss is F.cross_entropy
+
+
+def test_trees_go_to_a_device_and_back() -> None:
+    tree = {"a": [torch.ones(2), 3], "b": "text"}
+    assert to_device(tree, AWAY)["a"][0].device == AWAY
+    assert to_device(tree, CPU)["a"][0] is tree["a"][0]
+    assert to_cpu(tree)["a"][1:] == [3]
+
+
+def test_examples_lie_in_the_cpus_memory() -> None:
+    data = examples()
+    with pytest.raises(ValueError, match="these are on meta: call cpu"):
+        dure.Examples(data.inputs.to(AWAY), data.targets)
