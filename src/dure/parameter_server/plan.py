@@ -207,6 +207,22 @@ def states_of_keys(
     ]
 
 
+def in_words(
+    shards: Sequence[Range],
+    vectors: Sequence[Tensor],
+    table_shards: Sequence[Range] = (),
+    tables: Sequence[Table] = (),
+) -> list[str]:
+    """What each shard holds, for errors."""
+    dtypes = [str(vector.dtype).removeprefix("torch.") for vector in vectors]
+    names = [f"the {dtypes[keys.vector]} keys {keys.start} to {keys.stop - 1}" for keys in shards]
+    names += [
+        f"rows {keys.start} to {keys.stop - 1} of {tables[keys.vector].name}"
+        for keys in table_shards
+    ]
+    return names
+
+
 def recipe_of(task: Task, model: nn.Module) -> Recipe:
     """How servers make the task's optimizer. Raises ValueError where they cannot."""
     vectors = list(by_dtype(dense_of(model)).values())

@@ -22,7 +22,7 @@ from dure.parameter_server.embeddings import load_with_tables, reading, weights_
 from dure.parameter_server.holding import Standing
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
-from dure.parameter_server.plan import Plan, first_states
+from dure.parameter_server.plan import Plan, first_states, in_words
 from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import meet, name_of, pipeline_of
 from dure.parameter_server.processes.port import Port
@@ -136,7 +136,10 @@ class ProcessesLearner(Learner):
         self.worker_meters = {number: Meter(worker(number)) for number in plan.workers}
         self.server_meters = [Meter(server(n), is_worker=False) for n in range(plan.servers)]
         self.manager = Manager(layout, plan.servers, plan.staleness, PATIENCE, plan.replicas)
-        self.leader = Leader(plan, self.manager, portions, self._holds(), port, place.deadline)
+        holds = in_words(
+            self.shards, self.computing.flat.buffers, self.table_shards, self.terms.tables
+        )
+        self.leader = Leader(plan, self.manager, portions, holds, port, place.deadline)
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
         self._before: dict[str, Counters] = {}
@@ -147,21 +150,6 @@ class ProcessesLearner(Learner):
         self._states: Sequence[Mapping[str, Any]] = first_states(
             self.shards, self.computing, self.terms, self.table_shards
         )
-
-    def _holds(self) -> list[str]:
-        """What each shard holds, in words."""
-        vectors = self.computing.flat.buffers
-        dtypes = [str(vector.dtype).removeprefix("torch.") for vector in vectors]
-        return [
-            *(
-                f"the {dtypes[keys.vector]} keys {keys.start} to {keys.stop - 1}"
-                for keys in self.shards
-            ),
-            *(
-                f"rows {keys.start} to {keys.stop - 1} of {self.terms.tables[keys.vector].name}"
-                for keys in self.table_shards
-            ),
-        ]
 
     def flops_per_step(self) -> float:
         return flops_per_step(

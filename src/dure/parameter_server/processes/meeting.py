@@ -77,7 +77,7 @@ def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
 def _most(plan: Plan, model: nn.Module) -> int:
     """Bytes that a frame may have: those of a whole shard, for a copy or a checkpoint."""
     # What an optimizer remembers is a few times the weights.
-    weights = 8 * sum(parameter.nbytes for parameter in model.parameters())
+    weights = 8 * sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
     # A table has the numbers of its rows besides, and the lists of them that workers have sent.
     rows = sum(len(keys) for keys in plan.table_shards(model))
     return weights + ROW * rows * (1 + LISTS * len(plan.workers)) + SLACK

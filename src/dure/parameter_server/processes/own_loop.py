@@ -47,7 +47,7 @@ from dure.parameter_server.holding import Standing
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server
 from dure.parameter_server.optimizer import Recipe
-from dure.parameter_server.plan import Plan, check_model, states_of_keys
+from dure.parameter_server.plan import Plan, check_model, in_words, states_of_keys
 from dure.parameter_server.processes.meeting import meet, ranks_of
 from dure.parameter_server.processes.own_leader import OwnLeader
 from dure.parameter_server.processes.own_worker import Worker
@@ -130,7 +130,7 @@ def join(
     check_alike(everything, group)
     _check_same(plan, terms.recipe, group)
     group.broadcast_values(everything, counted=False)
-    port = meet(group, plan, sum(one.nbytes for one in everything))
+    port = meet(group, plan, model)
     if group.rank > servers:
         return _work(plan, terms, model, group.rank - 1 - servers, port, deadline)
     if group.rank == 0:
@@ -255,7 +255,8 @@ def _lead(plan: Plan, terms: Terms, model: nn.Module, port: Port, deadline: floa
     manager = Manager(
         plan.layout(model), plan.servers, plan.staleness, patience, plan.replicas, inherits=False
     )
-    leader = OwnLeader(plan, manager, plan.all_portions(model), port, deadline)
+    holds = in_words(shards, flat.buffers)
+    leader = OwnLeader(plan, manager, plan.all_portions(model), holds, port, deadline)
     try:
         standing = Standing(dict.fromkeys(plan.workers, 0), [() for _ in plan.groups])
         leader.start(states_of_keys(shards, flat.buffers, terms), standing, {})
