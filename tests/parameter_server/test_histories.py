@@ -269,7 +269,7 @@ def test_the_same_history_comes_twice() -> None:
     who=st.sampled_from(["server 0", "server 1", "server 2", "worker 1"]),
     how=st.sampled_from([math.inf, 20.0, 9.0, 3.0]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_over_streams_nothing_need_be_said_again_by_the_clock(
     seed: int, staleness: int | None, rows: int, who: str, how: float
 ) -> None:

@@ -185,7 +185,7 @@ class Port:
             # Memory that the other does not see.
             message = msgspec.structs.replace(message, into=None)
         frame = self._encoder.encode(message, self.memory.place_of if shared else None)
-        payload = _payload(message)
+        payload = payload_of(message)
         self.sent += payload
         if not line.leaving:
             self._unsent.append(line)
@@ -283,7 +283,7 @@ class Port:
     def _take(self, sender: str, frame: Came) -> None:
         """A frame has come. Raises FrameError if it is none of this job."""
         said = self._decoder.decode(frame.header, frame.data)
-        self.received += _payload(said)
+        self.received += payload_of(said)
         self._heard.append((sender, _landed(said) if isinstance(said, Shipped) else said))
 
     # Connections
@@ -392,7 +392,7 @@ def _landed(said: Shipped) -> messages.Snapshot:
         raise FrameError(f"it is no snapshot: {error}") from error
 
 
-def _payload(message: Said) -> int:
+def payload_of(message: Said) -> int:
     """Bytes of weights, gradients and rows of tables in a message, wherever they lie."""
     if isinstance(message, messages.Push):
         return message.gradient.nbytes + _nbytes(message.rows, message.digest)

@@ -6,7 +6,6 @@ import time
 
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
-from dure.fleet.virtual import nbytes
 from dure.parameter_server.messages import (
     MANAGER,
     Envelope,
@@ -16,7 +15,7 @@ from dure.parameter_server.messages import (
     Snapshot,
     Values,
 )
-from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.port import Gone, Port, payload_of
 from dure.parameter_server.processes.said import Account, Lost, Over, Save, Tell
 from dure.parameter_server.server import Server
 
@@ -59,14 +58,14 @@ def _answer(server: Server, sender: str, message: Message, port: Port, place: Pl
     began = time.perf_counter()
     counters = place.group.meter.counters
     if isinstance(message, Push | Replicate):
-        counters.bytes_received += nbytes(message)
+        counters.bytes_received += payload_of(message)
     # Each by itself: what is said takes the weights as they are at this moment.
     for to, answer in server.receive(sender, message, time.monotonic()):
         if not port.say(to, answer):
             server.cut(to)
         # What the leader reads is measuring, and is not counted.
         if isinstance(answer, Values | Replicate) and to != MANAGER:
-            place.group.meter.sent(nbytes(answer))
+            place.group.meter.sent(payload_of(answer))
     if sender != MANAGER:
         what = type(message).__name__.lower()
         clock = getattr(message, "clock", None) or 0
