@@ -4,6 +4,7 @@ session."""
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from dure.worlds.processes.fork_server import server
-from process_tree import descendants
+from process_tree import descendants, has_children
 from two_hosts import TwoHosts, two_hosts
 
 # How long an example takes is the machine's business. Every run draws others, so half of the usual
@@ -27,7 +28,12 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # so does a shell start what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# What runs leave on their machine is not to be left on this one.
+# What runs leave on their machine is not to be left on this one: their temporary files neither. A
+# worker of the tests has the folder of the process that has started it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where they always are
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="dure-tests-")
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 os.environ["DURE_STATE_HOME"] = tempfile.mkdtemp(prefix="dure-state-")
 atexit.register(shutil.rmtree, os.environ["DURE_STATE_HOME"], ignore_errors=True)
 server.preload("pytest", "hypothesis")  # which ranks import that play a function of a test module
@@ -50,6 +56,13 @@ SLOW = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOW.isdisjoint(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all that they import are there until the end: the collector of garbage
+    # need not look at them again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,16 +91,19 @@ def one_thread() -> None:
 def no_process_is_left() -> Iterator[None]:
     """Fails a test that leaves a rank running; the fork server itself may stay."""
     yield
-    allowed = {server.pid} if server.pid is not None else set()
     until = time.monotonic() + 5
-    while (left := _ranks_left(allowed)) and time.monotonic() < until:
+    while (left := _ranks_left()) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left, f"processes left behind: {left}"
 
 
-def _ranks_left(allowed: set[int]) -> set[int]:
-    forked = {pid for root in allowed for pid in descendants(root)}
-    return forked & descendants(os.getpid())
+def _ranks_left() -> set[int]:
+    """What the fork server has forked and still lives, with all below it."""
+    # All processes of the machine are looked through only where there is one to be found: after
+    # each of thousands of tests it would take as long as many of them.
+    if server.pid is None or not has_children(server.pid):
+        return set()
+    return descendants(server.pid)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,6 +29,15 @@ def descendants(of: int) -> set[int]:
     return found
 
 
+def has_children(pid: int) -> bool:
+    """Whether a process of one thread has children, living or zombies; also where nobody knows."""
+    tasks = Path(f"/proc/{pid}/task/{pid}")
+    try:
+        return (tasks / "children").read_text() != ""
+    except OSError:  # the process is gone, or the kernel was built without these files
+        return tasks.exists()
+
+
 def end_family(process: subprocess.Popen[Any]) -> None:
     """Kills the process and all below it; some of them may be ending by themselves in this
     moment."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dure.cli.main import main
 from dure.data.heart import FILES
+from scripts import run_here
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEAST_ACCURACY = {
@@ -34,21 +32,6 @@ WITH_A_SERVER = 56
 """Lines of an example that starts a server and its clients besides."""
 
 
-def run(folder: Path, *command: str) -> str:
-    # One thread: ranks of a loaded machine wait long for the threads of the others.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def made_up_patients(folder: Path) -> Path:
     """Files as of the four hospitals: the ill are older, and their hearts beat more slowly."""
     folder.mkdir()
@@ -64,7 +47,7 @@ def made_up_patients(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_short_and_runs(script, tmp_path):
+def test_an_example_is_short_and_runs(script, tmp_path, monkeypatch):
     text = script.read_text()
     assert len(text.splitlines()) < (WITH_A_SERVER if "dure.join" in text else SHORT)
     assert text.startswith('"""')
@@ -72,7 +55,8 @@ def test_an_example_is_short_and_runs(script, tmp_path):
     if script.stem == "four_hospitals":
         arguments = [str(made_up_patients(tmp_path / "heart"))]
     (tmp_path / "here").mkdir()
-    said = run(tmp_path / "here", str(script), *arguments)
+    monkeypatch.chdir(tmp_path / "here")
+    said = run_here(script, *arguments)
     assert list((tmp_path / "here").iterdir()) == []
     numbers = [float(number) for number in re.findall(r"\b[01]\.\d+", said)]
     if script.stem in ("data_parallel", "model_parallel", "zero"):

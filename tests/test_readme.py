@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from dure.cli.main import main
+from scripts import run_here
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ["README.md", "docs/index.md", "docs/getting-started.md", "docs/federated.md"]
+PAGES = ["docs/index.md", "docs/getting-started.md", "docs/federated.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -35,17 +36,32 @@ def write_task_files(page: str, folder: Path) -> list[str]:
     return scripts
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run_as_scripts(page: str, tmp_path: Path) -> None:
-    scripts = write_task_files(page, tmp_path)
-    assert scripts
-    for number, script in enumerate(scripts):
-        file = tmp_path / f"script_{number}.py"
+def write_scripts(page: str, folder: Path) -> list[Path]:
+    """Its task files, and what is returned: a file for each other block."""
+    files = []
+    for number, script in enumerate(write_task_files(page, folder)):
+        file = folder / f"script_{number}.py"
         file.write_text(script)
+        files.append(file)
+    assert files
+    return files
+
+
+def test_python_blocks_of_the_readme_run_as_programs(tmp_path: Path) -> None:
+    for file in write_scripts("README.md", tmp_path):
         done = subprocess.run(
             [sys.executable, file.name], cwd=tmp_path, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run_as_scripts(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in write_scripts(page, tmp_path):
+        run_here(file)
 
 
 def test_shell_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

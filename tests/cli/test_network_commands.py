@@ -81,13 +81,32 @@ def joins(
     url: str, *flags: str, stop_after: float | None = None, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, list[str]]:
     """Exit status, and the lines of standard error. stop_after: seconds until it is told to end."""
-    timer = threading.Timer(stop_after or SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    try:
+    with ended_after(stop_after or SECONDS):
         status = main(["join", url, "digits", *flags])
-    finally:
-        timer.cancel()
     return status, capsys.readouterr().err.splitlines()
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Tells the command of the block to end, so many seconds after it has begun to listen to that:
+    before, this process would end."""
+    before = signal.getsignal(signal.SIGTERM)
+    over = threading.Event()
+
+    def tell() -> None:
+        while signal.getsignal(signal.SIGTERM) == before:
+            if over.wait(0.01):
+                return
+        if not over.wait(seconds):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 @contextlib.contextmanager
@@ -203,13 +222,9 @@ def test_who_interrupts_a_server_that_waits_hears_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    timer = threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    try:
+    with ended_after(3):
         command = ["serve", "digits", "fed-avg", "--clients", "2", "--port", "0", "--out", str(run)]
         assert main(command) == 130
-    finally:
-        timer.cancel()
     said = capsys.readouterr().err.splitlines()
     assert f"  invite a client: dure clients invite {run}" in said
     assert said[-2:] == [

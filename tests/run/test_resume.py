@@ -57,7 +57,7 @@ def task(examples: int = 96) -> dure.Task:
 '''
 
 SYSTEMS = {
-    "single-worker": ["single-worker", "--batch-size", "16", "--steps", "120"],
+    "single-worker": ["single-worker", "--batch-size", "16", "--steps", "50"],
     "threads": [
         "data-parallel",
         "--world",
@@ -67,9 +67,9 @@ SYSTEMS = {
         "--batch-size",
         "16",
         "--steps",
-        "120",
+        "50",
     ],
-    "admm": ["admm", "--workers", "2", "--batch-size", "16", "--rounds", "40"],
+    "admm": ["admm", "--workers", "2", "--batch-size", "16", "--rounds", "16"],
     "fed-avg": [
         "fed-avg",
         "--clients",
@@ -79,7 +79,7 @@ SYSTEMS = {
         "--batch-size",
         "8",
         "--rounds",
-        "40",
+        "16",
     ],
 }
 
@@ -92,7 +92,7 @@ def task_file(tmp_path: Path) -> Path:
 
 
 def command(task_file: Path, system: str, out: Path) -> list[str]:
-    every = ["--checkpoint-every", "7", "--evaluate-every", "10"]
+    every = ["--checkpoint-every", "3", "--evaluate-every", "5"]
     return ["train", f"{task_file}:task", *SYSTEMS[system], "--out", str(out), *every]
 
 
@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
         [sys.executable, "-m", "dure", *command(task_file, system, broken)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PAUSE": "0.03"},
+        env={**os.environ, "PAUSE": "0.06"},
     )
     until = time.monotonic() + 60
     while not list(broken.glob("checkpoint/[0-9]*")) and time.monotonic() < until:

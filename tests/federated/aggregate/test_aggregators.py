@@ -58,7 +58,7 @@ def all_of(*lists):
 
 
 @all_of(SYMMETRIC, FOLDING, NOT_EQUIVARIANT, [clip(2.0, Mean())])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(DIMENSIONS, SEEDS, st.sampled_from([normal, tied]), st.permutations(range(M)))
 def test_the_order_of_updates_does_not_matter(rule, d, seed, matrix, permutation):
     values = matrix(M, d, seed)
@@ -66,7 +66,7 @@ def test_the_order_of_updates_does_not_matter(rule, d, seed, matrix, permutation
 
 
 @all_of(SYMMETRIC, FOLDING, DRAWING)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(DIMENSIONS, SEEDS, st.floats(-100, 100))
 def test_updates_that_are_moved_move_the_result(rule, d, seed, size):
     values, move = normal(M, d, seed), size * normal(1, d, seed + 1)[0]
@@ -74,7 +74,7 @@ def test_updates_that_are_moved_move_the_result(rule, d, seed, size):
 
 
 @all_of(SYMMETRIC, FOLDING, DRAWING)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(DIMENSIONS, SEEDS, st.integers(-60, 60))
 def test_updates_that_are_scaled_scale_the_result(rule, d, seed, power):
     values, scale = normal(M, d, seed), 2.0**power
@@ -85,7 +85,7 @@ def test_updates_that_are_scaled_scale_the_result(rule, d, seed, power):
 
 
 @all_of(SYMMETRIC, FOLDING, DRAWING)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(DIMENSIONS, SEEDS)
 def test_equal_updates_give_that_update(rule, d, seed):
     value = normal(1, d, seed)
@@ -112,7 +112,7 @@ def test_the_mean_hangs_on_who_weighs_what_and_not_on_the_order(
 
 
 @all_of(SYMMETRIC, DRAWING, NOT_EQUIVARIANT)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(DIMENSIONS, SEEDS, st.integers(1, 60))
 def test_the_size_of_blocks_does_not_matter(rule, d, seed, numbers):
     values = normal(M, d, seed)

@@ -205,7 +205,7 @@ def test_with_unlike_clients_and_many_local_steps_only_scaffold_arrives(
 ) -> None:
     task, best = quadratics()
     run = train(
-        strategy(clients=None, partition="natural-key", local_steps=20, batch_size=None), 200, task
+        strategy(clients=None, partition="natural-key", local_steps=20, batch_size=None), 60, task
     )
     assert (abs(float(run.model.at.detach()) - best) < 1e-6) == arrives
 
@@ -647,7 +647,7 @@ def test_own_models_are_worth_more_where_clients_are_unlike() -> None:
         ),
     ):
         run = dure.train(
-            data, strategy, dure.Simulated(engine="loop"), dure.Stop(rounds=4), evaluate_every=4
+            data, strategy, dure.Simulated(engine="loop"), dure.Stop(rounds=2), evaluate_every=2
         )
         measured = run.history.evaluations[-1].metrics
         assert (measured["personal_accuracy"] or 0) > (measured["client_accuracy"] or 0), (

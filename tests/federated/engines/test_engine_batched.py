@@ -59,6 +59,7 @@ def close(
     return bool(max(off) <= 1e-12 * largest)
 
 
+@settings(max_examples=25)
 @given(CLIENTS, st.none() | st.integers(1, 6), FAMILY, st.integers(0, 5), st.integers(1, 6))
 def test_it_is_the_loop_for_any_sizes_steps_and_optimizers(
     clients, batch_size, optimizer, first, cohort
@@ -69,6 +70,7 @@ def test_it_is_the_loop_for_any_sizes_steps_and_optimizers(
     assert close(small_task(n=60, optimizer=optimizer), made, jobs, batch_size)
 
 
+@settings(max_examples=25)
 @given(CLIENTS, FAMILY, st.sampled_from([0.0, 0.3]), st.booleans(), st.booleans(), st.booleans())
 def test_it_is_the_loop_with_mu_anchors_and_corrections(
     clients, optimizer, mu, anchored, corrected, shared
@@ -102,6 +104,7 @@ UNEQUAL = [
 ]
 
 
+@settings(max_examples=25)
 @given(CLIENTS, st.none() | st.integers(1, 4), FAMILY, st.sampled_from(UNEQUAL))
 def test_it_is_the_loop_for_losses_that_count_unequally(clients, batch_size, optimizer, loss):
     settings = {"optimizer": optimizer, "loss": loss}
@@ -146,7 +149,7 @@ def convolutional(draw):
     return nn.Sequential(*chain, nn.Flatten(), nn.Linear(channels * h * w, 3)).double()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     convolutional(),
     st.lists(st.integers(1, 7), min_size=1, max_size=3),

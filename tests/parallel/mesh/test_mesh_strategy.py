@@ -35,7 +35,7 @@ for module in (sys.modules[__name__], loops):
 SYMBOLS = 23
 CONTEXT = 8
 BATCH = 16
-STEPS = 10
+STEPS = 6
 
 
 def network(dropout: float = 0.0) -> Transformer:
@@ -236,7 +236,7 @@ def test_a_checkpoint_loads_onto_any_other_mesh():
     def program(place: Place) -> list[Any]:
         found = []
         for first, second in PAIRS:
-            before = trained(place, first, 5)
+            before = trained(place, first, STEPS // 2)
             weights, state = saved(before, place)
             after = ParallelLearner(
                 task(), place, 1, second
@@ -244,7 +244,7 @@ def test_a_checkpoint_loads_onto_any_other_mesh():
             after.seed = 0
             after.batches = before.batches
             after.restore(weights, state)
-            go_on(after, STEPS - 5)
+            go_on(after, STEPS - STEPS // 2)
             found.append(after.weights())
         return found
 

@@ -87,11 +87,14 @@ def choices(ranks: int) -> list[tuple[dict[str, Any], Any]]:
 
 @pytest.mark.parametrize(
     ("ranks", "ahead"),
-    [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)],
-    ids=["1", "2", "3", "4", "2, receives begun ahead", "3, receives begun ahead"],
+    [(1, False), (2, False), (3, False), (4, False), (3, True)],
+    ids=["1", "2", "3", "4", "3, receives begun ahead"],
 )
-def test_ten_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None:
-    """ahead: as if no message could lie with its receiver until that asks for it."""
+def test_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None:
+    """An epoch, whose last batch has one example, and a step of the next.
+
+    ahead: as if no message could lie with its receiver until that asks for it.
+    """
 
     def program(place: Place) -> list[float]:
         holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()
@@ -101,7 +104,7 @@ def test_ten_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> 
                     place,
                     small_task(model=Deep, optimizer=optimizer),
                     pipeline(place, **options),
-                    steps=10,
+                    steps=6,
                 )
                 for options, optimizer in choices(ranks)
             ]

@@ -470,10 +470,17 @@ def of_other_things(outputs: Any, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "step"),
-    [(without_a_gradient, 1), (from_the_fifth_on, 5), (of_whole_numbers, 1), (of_other_things, 1)],
+    ("loss", "step", "schedule"),
+    [
+        (without_a_gradient, 1, "1f1b"),
+        (from_the_fifth_on, 5, "1f1b"),
+        (of_whole_numbers, 1, "1f1b"),
+        (of_other_things, 1, "1f1b"),
+        # Here gradients of weights come later than those of values.
+        (without_a_gradient, 1, "zero-bubble-v"),
+        (from_the_fifth_on, 5, "zero-bubble-v"),
+    ],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-v"])
 def test_a_loss_without_a_gradient_is_an_error(loss: Any, step: int, schedule: str) -> None:
     with pytest.raises(
         dure.errors.WorkerFailedError,

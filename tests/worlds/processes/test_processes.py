@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import dure
 from dure.collectives import all_reduce
 from dure.contracts.strategy import Place
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
-from dure.worlds.processes.fork_server import server
+from dure.worlds.processes import world
+from dure.worlds.processes.fork_server import ForkServer, server
 from process_tree import descendants
 from small import same_bits, small_task
 
@@ -206,10 +207,21 @@ def test_the_world_can_be_used_again_after_a_failure_and_many_times() -> None:
     assert server.pid == pid
 
 
-def test_the_fork_server_is_started_anew_when_it_was_killed() -> None:
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """A fork server for one test: that of all tests has loaded what they have imported, and another
+    in its place would have to do so again."""
+    own = ForkServer()
+    monkeypatch.setattr(own, "_for_ranks", lambda name: False)
+    monkeypatch.setattr(world, "server", own)
+    yield own
+    own.stop()
+
+
+def test_the_fork_server_is_started_anew_when_it_was_killed(own_server: ForkServer) -> None:
     run(2, lambda place: None)
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGKILL)
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGKILL)
     time.sleep(0.1)
     assert run(2, lambda place: place.group.size) == 2
 
@@ -228,9 +240,8 @@ def test_ranks_find_imported_what_their_parent_has_imported() -> None:
     assert run(2, at_its_start) == ["dure.averaging.local_sgd", "pytest"]
 
 
-def test_a_fork_server_imports_at_its_start_what_it_begins_with() -> None:
-    server.stop()
-    server.begins_with("tabnanny", "nowhere_to_be_found")
+def test_a_fork_server_imports_at_its_start_what_it_begins_with(own_server: ForkServer) -> None:
+    own_server.begins_with("tabnanny", "nowhere_to_be_found")
     assert run(2, lambda place: "tabnanny" in sys.modules)
 
 
@@ -290,7 +301,6 @@ def test_what_cannot_travel_is_told_before_anything_starts() -> None:
 
 
 def test_a_question_interrupted_by_ctrl_c_leaves_no_answer_behind() -> None:
-    server.stop()
     script = """
 import os, signal, threading, time
 import dure

@@ -268,12 +268,13 @@ def live(place: Path, until: int) -> None:
 
 def test_a_client_that_is_killed_finds_one_round_or_the_next(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    last = -1
     for _ in range(3):
         child = context.Process(target=live, args=(tmp_path, 1_000_000))
         child.start()
         assert child.pid is not None
-        while not list(tmp_path.glob("memory-*")):
+        # Until it is in a later round than the first, however long that takes on a busy machine.
+        while not [path for path in tmp_path.glob("model-*") if "model-0-" not in path.name]:
+            assert child.is_alive()
             time.sleep(0.001)
         time.sleep(0.05)
         os.kill(child.pid, signal.SIGKILL)
@@ -282,14 +283,12 @@ def test_a_client_that_is_killed_finds_one_round_or_the_next(tmp_path: Path) -> 
             found = known(state)
             assert found.model is not None
             newest = found.model[0]
-            settled = max(found.confirmations, default=-1)
-            assert settled <= newest <= settled + 1 or newest == 0
-            assert found.memory == (None if settled < 0 else settled % 3)
+            settled = max(found.confirmations)
+            assert settled <= newest <= settled + 1
+            assert found.memory == settled % 3
             assert set(found.pending) <= {newest}
             assert set(found.updates) <= set(found.pending)
-            last = max(last, settled)
             state.forget()
-    assert last >= 0
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:

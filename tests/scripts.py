@@ -1,0 +1,37 @@
+"""Scripts as a user runs them, without the seconds that a new interpreter needs to load torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+
+def run_here(script: Path, *arguments: str) -> str:
+    """Runs it as `__main__` of this process, in the current folder; what it has printed."""
+    said = io.StringIO()
+    with (
+        _modules_beside(script),
+        mock.patch.object(sys, "argv", [str(script), *arguments]),
+        contextlib.redirect_stdout(said),
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    return said.getvalue()
+
+
+@contextmanager
+def _modules_beside(script: Path) -> Iterator[None]:
+    """What lies in the script's folder can be imported, and is forgotten afterwards: another script
+    may have modules of the same names."""
+    before = set(sys.modules)
+    with mock.patch.object(sys, "path", [str(script.parent), *sys.path]):
+        yield
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and Path(file).parent == script.parent:
+            del sys.modules[name]
