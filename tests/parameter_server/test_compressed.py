@@ -279,13 +279,10 @@ def test_the_servers_have_all_gradients_but_for_what_workers_have_not_sent(
     assert torch.allclose(moved, history.weighted - unsent, rtol=0, atol=1e-12)
 
 
-@given(codec=st.sampled_from(REMEMBERING), seed=st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
-def test_a_worker_sees_its_own_pushes_as_the_servers_have_them(
-    codec: Compression, seed: int
-) -> None:
+@pytest.mark.parametrize("codec", REMEMBERING)
+def test_a_worker_sees_its_own_pushes_as_the_servers_have_them(codec: Compression) -> None:
     fields: dict[str, Any] = {"groups": ((0,),), "staleness": None, "compression": codec}
-    late = History(fate=careless(Random(seed), delay=3.0), **fields).run()
+    late = History(fate=careless(Random(3)), **fields).run()
     assert torch.allclose(late.weights, History(**fields).run().weights, rtol=0, atol=1e-12)
 
 

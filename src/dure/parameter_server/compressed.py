@@ -16,7 +16,7 @@ lost; it is kept where the worker is, and dies with it.
 
     bytes of a push     of the codec's message, for each shard (`dure.collectives.compression`)
 
-A shard is a bucket of tensors. One that lies in two shards is cut: between rows of its first
+A shard is a bucket of tensors. A tensor that lies in two shards is cut: between rows of its first
 dimension, which are the columns of 1-bit SGD, and within a row if need be.
 
 Source: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression

@@ -237,8 +237,8 @@ def check_compression(compression: Compression) -> None:
         compression.codec(Bucket([torch.empty(1)]))
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"compression is {compression}, which encodes no push of a single worker; take none or "
-            f"another, such as top-k:0.01 ({error or 'it has no codec'})"
+            f"compression is {compression}, which encodes no push of a single worker, since only "
+            f"ranks together can make its messages: take another, such as top-k:0.01, or none"
         ) from error
 
 
