@@ -190,6 +190,11 @@ SYSTEMS: dict[str, System] = {
         "PerFedAvg",
         "a global model that is good after a step on a client's own data",
     ),
+    "vertical-split": System(
+        "dure.split.vertical",
+        "VerticalSplit",
+        "parties have different features of the same people, activations are joined",
+    ),
 }
 """Strategies by name."""
 
