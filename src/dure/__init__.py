@@ -76,7 +76,10 @@ if TYPE_CHECKING:
     from dure.run.serve import serve as serve
     from dure.run.train import resume as resume
     from dure.run.train import train as train
+    from dure.split.in_turn import SplitLearning as SplitLearning
+    from dure.split.parallel import ParallelSplit as ParallelSplit
     from dure.split.parties.model import VerticalModel as VerticalModel
+    from dure.split.split_fed import SplitFed as SplitFed
     from dure.split.vertical import VerticalSplit as VerticalSplit
     from dure.tasks.builtin import load_task as load_task
     from dure.worlds.network.world import Network as Network

@@ -128,6 +128,26 @@ SYSTEMS: dict[str, System] = {
         "Hogwild",
         "threads or processes update the same weights without locks",
     ),
+    "split": System(
+        "dure.split.in_turn",
+        "SplitLearning",
+        "clients have the head of the model, a server its tail; clients train in turn",
+    ),
+    "parallel-split": System(
+        "dure.split.parallel",
+        "ParallelSplit",
+        "split learning in which all clients' batches are one batch of the server's",
+    ),
+    "split-fed": System(
+        "dure.split.split_fed",
+        "SplitFed",
+        "split learning at the same time, heads (and tails) are averaged every round",
+    ),
+    "vertical-split": System(
+        "dure.split.vertical",
+        "VerticalSplit",
+        "parties have different features of the same people, activations are joined",
+    ),
     "fed-sgd": System(
         "dure.federated.algorithms.fed_sgd",
         "FedSGD",
@@ -189,11 +209,6 @@ SYSTEMS: dict[str, System] = {
         "dure.federated.algorithms.per_fed_avg",
         "PerFedAvg",
         "a global model that is good after a step on a client's own data",
-    ),
-    "vertical-split": System(
-        "dure.split.vertical",
-        "VerticalSplit",
-        "parties have different features of the same people, activations are joined",
     ),
 }
 """Strategies by name."""

@@ -186,6 +186,11 @@ class Party:
         """Of the batch that a stage has gone forward with, and not yet backward."""
         return self._batches[stage].examples
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a batch has gone forward, and not yet backward."""
+        return bool(self._batches)
+
     def missed(self, stage: int, examples: int) -> int:
         """Which of the values that the last stage has received got no gradient, as bits.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dure.data.examples import Examples
+from dure.data.keys import owners_of
 from dure.randomness.seeds import generator
 from dure.split.messages import SERVER
 from dure.split.parties.messages import party
@@ -60,7 +61,7 @@ def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
         if column.is_floating_point() and not bool((column == column.round()).all()):
             raise ValueError(f"column {id_column} has fractions: ids are whole numbers")
         ids: Sequence[Any] = column.long().tolist()
-        where = f"column {id_column}"
+        where = f"the numbers of column {id_column}"
     elif examples.keys is not None:
         ids, where = examples.keys, "the keys of the task"
     else:
@@ -68,10 +69,11 @@ def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
             "nothing names the people who are to be aligned: give the task keys, one for each "
             "person, or say with id_column which column of the inputs has their ids"
         )
-    if len(set(ids)) < len(ids):
+    people = len(owners_of(ids))
+    if people < len(ids):
         raise ValueError(
-            f"{where} names {len(set(ids))} people, and there are {len(ids)} examples: to be "
-            f"aligned, each needs an id of its own"
+            f"{where} name {people} people, and there are {len(ids)} examples: to be aligned, each "
+            f"needs an id of its own"
         )
     return ids
 
