@@ -14,8 +14,8 @@ until the result is the u-coordinate of a point of the curve: about half of all 
 its twist, and X25519 keeps to either, so without this everybody would see a bit of each id's hash.
 Points are sorted by their bytes, so that they do not tell in which order ids were kept. The order
 of I is one that the holder's secret gives. A point of small order, which no id has and of which
-every power is zero, is refused by the name of its sender. Who sends first, and in how many messages, does not
-matter.
+every power is zero, is refused by the name of its sender. Who sends first, and in how many
+messages, does not matter.
 
 What it gives, where all keep to the protocol (semi-honest) and the Diffie-Hellman problem is hard
 on Curve25519: nobody's ids can be read or guessed from what travels, without a secret. The holder

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from typing import Literal
 
@@ -199,7 +200,9 @@ def divide(
         )
     _check_plain(model)
     if any(is_lazy(one) for one in model.parameters()):
-        raise ValueError("the model has parameters without a shape yet: say how large its layers are")
+        raise ValueError(
+            "the model has parameters without a shape yet: say how large its layers are"
+        )
     if isinstance(model, VerticalModel):
         division = _by_parts(model, features)
     else:
@@ -266,7 +269,7 @@ def _by_columns(
 
 
 def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
-    """The layer that weighs all columns, and those behind it. Raises ValueError for other models."""
+    """The layer that weighs all columns, and those behind it. Raises ValueError for others."""
     layers: list[nn.Module] = [model]
     if type(model) is LogisticRegression:
         layers = [model.linear]
@@ -304,7 +307,7 @@ def activations_of(division: Division, inputs: Tensor) -> list[Tensor]:
 def equal_parts(columns: int, parties: int) -> list[Columns]:
     """Columns side by side, as equally many for each party as there can be."""
     bounds = [number * columns // parties for number in range(parties + 1)]
-    return [tuple(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
 
 def _check_plain(module: nn.Module) -> None:

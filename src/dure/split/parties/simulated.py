@@ -13,7 +13,7 @@ own part of the model, its own columns, and its own optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
