@@ -16,6 +16,7 @@ import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import Place, seeded_model
 from dure.data.batches import Batches
+from dure.data.heart import FILES
 from dure.errors import LossNotFiniteError
 from dure.fleet.virtual import VirtualNetwork
 from dure.split.alignment import message_bytes
@@ -147,6 +148,31 @@ def test_batch_norm_has_the_statistics_of_the_batch() -> None:
         return dure.VerticalModel(heads, tail, "sum", FEATURES[2]).double()
 
     task = task_of(model, n=40)
+    assert largest_difference(vertical(task), alone(task)) < 1e-12
+
+
+def test_two_hospitals_with_half_of_the_features_train_the_task_heart(tmp_path: Path) -> None:
+    lines = "63,1,1,145,233,1,2,150,0,2.3,3,0,6,0\n44,0,4,?,0,0,1,127,0,0,?,?,?,2\n"
+    for file in FILES:
+        (tmp_path / file).write_text(lines * 5)
+    task = dure.load_task("heart", data=tmp_path)
+    features = ("0-2,6,7,9-12,22-24", "3-5,8,13-21,25-28")
+    for own in ((), features):
+        assert largest_difference(vertical(task, features=own), alone(task)) < 1e-6  # in float32
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Examples that are others in every reading."""
+
+    def __len__(self) -> int:
+        return 41
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(6, dtype=torch.float64), index % 3
+
+
+def test_transforms_are_of_a_person_and_not_of_a_party() -> None:
+    task = task_of(partial(parted, 3), train=Noisy(), test=None)
     assert largest_difference(vertical(task), alone(task)) < 1e-12
 
 

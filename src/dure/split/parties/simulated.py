@@ -185,9 +185,7 @@ class PartiesLearner(Learner):
             return lambda people, step: own.index_select(0, people)
 
         def read(people: Tensor, step: int) -> Tensor:
-            # The same draws for all: transforms are of a person, not of a party.
-            seed_generators(self.seed, "read", step, everything=True)
-            inputs, _ = self.train.batch(rows[people])
+            inputs, _ = self._read(rows[people], step)
             return select(inputs, columns).contiguous()
 
         return read
@@ -196,8 +194,12 @@ class PartiesLearner(Learner):
         rows = self.rows[self.parties][people]
         if type(self.train) is Examples:
             return tree_map(lambda leaf: leaf.index_select(0, rows), self.train.targets)
-        seed_generators(self.seed, "read", step, everything=True)
-        return self.train.batch(rows)[1]
+        return self._read(rows, step)[1]
+
+    def _read(self, rows: Tensor, step: int) -> tuple[Any, Any]:
+        """Examples of a dataset, whose transforms draw what they draw for one worker."""
+        seed_generators(self.seed, "step", step, 0, everything=True)
+        return self.train.batch(rows)
 
     # The run
 
