@@ -212,7 +212,8 @@ def test_what_travels_is_activations_and_their_gradients(
             assert not torch.isin(one.values, inputs).any()
 
 
-def test_a_step_takes_as_long_as_the_slowest_party(tmp_path: Path) -> None:
+@pytest.mark.parametrize("label_party", [None, 0, 1])
+def test_a_step_takes_as_long_as_the_slowest_party(label_party: int | None, tmp_path: Path) -> None:
     # Device 1 computes a tenth as fast. Heads alike, and no tail: each head is half of the model.
     devices = tmp_path / "devices.csv"
     devices.write_text("client,examples_per_second,down_mbit,up_mbit\n0,80,1e9,1e9\n1,8,1e9,1e9\n")
@@ -222,10 +223,65 @@ def test_a_step_takes_as_long_as_the_slowest_party(tmp_path: Path) -> None:
         return dure.VerticalModel(heads, nn.Identity(), "sum", FEATURES[2]).double()
 
     conditions = {"devices": f"file:{devices}"}
-    run = vertical(task_of(model), dure.Stop(steps=4), conditions=conditions)
+    run = vertical(
+        task_of(model), dure.Stop(steps=4), conditions=conditions, label_party=label_party
+    )
     assert run.summary["numbers"]["virtual_seconds"] == pytest.approx(4 * 0.5 * 8 / 8)
     seconds = {one["name"]: one["compute_seconds"] for one in run.summary["per_worker"]}
-    assert seconds == pytest.approx({"server": 0.0, "party 0": 0.2, "party 1": 2.0})
+    assert seconds.pop("server", 0.0) == 0.0
+    assert seconds == pytest.approx({"party 0": 0.2, "party 1": 2.0})
+
+
+def learner(task: dure.Task, **fields: Any) -> PartiesLearner:
+    plan = dure.VerticalSplit(**{"batch_size": BATCH, **fields}).plan
+    # Devices that take no time: what is said is said at once.
+    conditions = dure.Simulated(devices="equal:inf:inf:inf")
+    return PartiesLearner(task, Place(Group(), conditions=conditions), 0, plan)
+
+
+def test_the_order_of_arrival_changes_no_bit() -> None:
+    task = task_of(partial(parted, 3, "sum"))
+    models: list[dict[str, Tensor]] = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        one = learner(task)
+        for _ in range(3):
+            said = dict(one.holder.begin(0.0))
+            answers = [one.members[n].receive("server", said[f"party {n}"], 0.0) for n in range(3)]
+            back: list[Any] = []
+            for n in order:
+                ((_, activations),) = answers[n]
+                back += one.holder.receive(f"party {n}", activations, 0.0)
+            gradients = dict(back)
+            for n in order:
+                one.members[n].receive("server", gradients[f"party {n}"], 0.0)
+        models.append({name: value.clone() for name, value in one.weights().items()})
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> None:
+    one = learner(task_of())
+    holder, member = one.holder, one.members[1]
+    values = torch.zeros(BATCH, WIDTH, dtype=torch.float64)
+    for sender, message, said in [
+        ("party 1", Activations(0, values[:7], True), r"party 1 sends .* \[7, 4\], and the batch"),
+        ("party 1", Activations(3, values, True), "party 1 sends activations of step 4"),
+        ("party 2", Activations(0, values, True), "server is told Activations by party 2"),
+        ("party 1", Step(0), "server is told Step by party 1"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            holder.receive(sender, message, 0.0)
+    holder.receive("party 1", Activations(0, values, True), 0.0)
+    with pytest.raises(ValueError, match="party 1 sends activations of step 1"):
+        holder.receive("party 1", Activations(0, values, True), 0.0)
+    with pytest.raises(ValueError, match="party 1 is sent gradients of step 1"):
+        member.receive("server", ActivationGradients(0, values), 0.0)
+    with pytest.raises(ValueError, match="party 1 is told Step by party 0"):
+        member.receive("party 0", Step(0), 0.0)
+    with pytest.raises(ValueError, match="party 1 is told to begin step 3"):
+        member.receive("server", Step(2), 0.0)
+    member.receive("server", Step(0), 0.0)
+    with pytest.raises(ValueError, match=r"gradients of shape \[7, 4\] for activations of shape"):
+        member.receive("server", ActivationGradients(0, values[:7]), 0.0)
 
 
 def known_to_all(strategy: dure.VerticalSplit, task: dure.Task, parties: int) -> set[int]:
@@ -246,9 +302,9 @@ def test_aligned_parties_train_on_the_people_whom_all_know(label_party: int | No
     facts = run.summary["facts"][0]["vertical"]
     assert (facts["people"], facts["known"]) == (len(common), 48)
     # In the order for all, it is one worker with the people whom all know.
-    with_rows = PartiesLearner(task, Place(Group()), 0, strategy.plan)
-    order = with_rows.rows[0]
-    assert all(torch.equal(order, rows) for n, rows in with_rows.rows.items() if n < 4)
+    rows = learner(task, **fields).rows
+    order = rows[0]
+    assert all(torch.equal(order, own) for own in rows.values())
     assert set(order.tolist()) == common
     assert order.tolist() != sorted(order.tolist())
     inputs, targets = train.batch(order)
