@@ -234,10 +234,12 @@ def test_nobody_who_is_with_all_is_an_error() -> None:
 
 def test_messages_that_are_late_or_come_twice_change_nothing() -> None:
     def fate(sender: str, to: str, message: Any, now: float) -> Sequence[float]:
+        said.append(message)
         late = float(int(now * 7 + len(to) + nbytes(message)) % 3)
         # What is to be raised is raised again; the answer is the same.
         return (late, late + 1.5) if isinstance(message, Twice) else (late,)
 
+    said: list[Any] = []
     ids = [list(range(9)), list(range(3, 12))]
     holder, (party,) = everybody(ids, most=2)
     network = VirtualNetwork(fate)
@@ -250,3 +252,7 @@ def test_messages_that_are_late_or_come_twice_change_nothing() -> None:
     assert party.rows is not None
     assert [ids[0][row] for row in holder.rows] == [ids[1][row] for row in party.rows]
     assert {ids[0][row] for row in holder.rows} == set(range(3, 9))
+    # It is found once, and told once.
+    assert sum(isinstance(message, Common) for message in said) == 1
+    late = next(message for message in said if isinstance(message, Twice))
+    assert holder.receive("party 1", late, 0.0) == []

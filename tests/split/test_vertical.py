@@ -74,6 +74,28 @@ def test_it_has_the_trajectory_of_the_undivided_model(parties: int, join: str) -
             assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
+class Eager(torch.optim.Optimizer):
+    """Makes its state when it is made: a rate for each element."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        for group in self.param_groups:
+            for one in group["params"]:
+                rates = torch.linspace(0.01, 0.1, one.numel(), dtype=one.dtype)
+                self.state[one]["rates"] = rates.reshape(one.shape)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one -= self.state[one]["rates"] * one.grad
+
+
+def test_state_that_an_optimizer_makes_at_once_is_divided_too() -> None:
+    task = task_of(partial(parted, 3), optimizer=Eager)
+    assert largest_difference(vertical(task), alone(task)) < 1e-12
+
+
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAM, ADAGRAD])
 def test_a_model_that_begins_with_a_linear_layer_is_divided_by_columns(optimizer: Any) -> None:
     task = small_task(optimizer=optimizer)  # 6-12-8-3
@@ -110,14 +132,18 @@ def test_gradients_are_those_of_the_undivided_model() -> None:
 
 
 class Ignores(nn.Module):
-    """A tail that does not look at what the last party sends."""
+    """A tail that looks at what the last party sends in its first batches only."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: int) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, 3)
+        self.batches = batches
 
     def forward(self, joined: Tensor) -> Tensor:
         scores: Tensor = self.layer(joined[:, :WIDTH])
+        if self.training:
+            self.batches -= 1
+            return scores + joined[:, WIDTH:] if self.batches >= 0 else scores
         return scores
 
 
@@ -127,18 +153,27 @@ def test_weights_without_a_gradient_stay_as_they_are() -> None:
         model.heads[0].requires_grad_(False)
         return model
 
-    def unseen() -> nn.Module:
-        heads = [nn.Linear(3, WIDTH), nn.Linear(3, 2)]
-        return dure.VerticalModel(heads, Ignores(), "concat", FEATURES[2]).double()
+    def unseen(batches: int) -> nn.Module:
+        heads = [nn.Linear(3, WIDTH), nn.Linear(3, 3)]
+        return dure.VerticalModel(heads, Ignores(batches), "concat", FEATURES[2]).double()
 
     # Momentum and decay would move a weight whose gradient is 0, but not one that has none.
-    for model, silent in ((frozen, 0), (unseen, None)):
+    for model in (frozen, partial(unseen, 0), partial(unseen, 3)):
         task = task_of(model, optimizer=MOMENTUM)
         run = vertical(task)
         assert largest_difference(run, alone(task)) < 1e-12
-        received = {one["name"]: one["bytes_received"] for one in run.summary["per_worker"]}
-        if silent is not None:  # nobody sends gradients that a head does not want
-            assert received[f"party {silent}"] == 0
+        if model is frozen:  # nobody sends gradients that a head does not want
+            received = {one["name"]: one["bytes_received"] for one in run.summary["per_worker"]}
+            assert received["party 0"] == 0
+
+
+def test_a_tail_may_compute_in_place() -> None:
+    def model() -> nn.Module:
+        tail = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 3))
+        return dure.VerticalModel([nn.Linear(6, WIDTH)], tail, "sum", FEATURES[1]).double()
+
+    task = task_of(model)
+    assert largest_difference(vertical(task), alone(task)) < 1e-12
 
 
 def test_batch_norm_has_the_statistics_of_the_batch() -> None:
