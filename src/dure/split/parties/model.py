@@ -256,14 +256,18 @@ def _by_columns(
             f"the model weighs {linear.in_features} columns, and features name "
             f"{len(named)}: give each column to one party"
         )
+    whole = linear.weight
+    assert isinstance(whole, nn.Parameter)
     heads: list[Part] = []
     for columns in own:
-        weight = linear.weight[:, list(columns)].detach().clone()
+        weight = nn.Parameter(
+            whole[:, list(columns)].detach().clone(), requires_grad=whole.requires_grad
+        )
         head = nn.Linear(len(columns), linear.out_features, bias=False, device="meta")
-        head.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
-        heads.append(Part(head, [Piece(head.weight, linear.weight, columns)]))
+        head.weight = weight
+        heads.append(Part(head, [Piece(weight, whole, columns)]))
     rest = Part.whole(_Rest(linear.bias, layers))
-    if any(piece.there is linear.weight for piece in rest.pieces):
+    if any(piece.there is whole for piece in rest.pieces):
         raise ValueError("the first layer's weight is used again behind it: give each its own")
     return Division(heads, rest, "sum", own)
 

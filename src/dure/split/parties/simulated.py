@@ -70,8 +70,7 @@ class PartiesLearner(Learner):
         # The holder's first: it is the one that tells the facts.
         self.meters_.sort(key=lambda meter: meter.name != plan.holder)
         self.network = VirtualNetwork()
-        everybody = range(self.parties + 1)
-        self.rows = {number: torch.arange(len(self.train)) for number in everybody}
+        self.rows = {n: torch.arange(len(self.train)) for n in range(self.parties + 1)}
         """The row in the task's data of each person that all parties know, by whose data it is."""
         if plan.align:
             self._align()
@@ -112,6 +111,7 @@ class PartiesLearner(Learner):
             )
             for number, head in enumerate(self.heads)
         ]
+        self.everybody: list[Holder | Party] = [self.holder, *self.members]
         self.first: Holder | LabelParty = self.holder
         if plan.label_party is not None:
             member = self.members[plan.label_party]
@@ -225,13 +225,11 @@ class PartiesLearner(Learner):
 
     def _over(self) -> bool:
         """Whether everybody has made the step, and has had the time for it."""
-        return all(
-            one.done > self.step and one.wake == math.inf for one in (self.holder, *self.members)
-        )
+        return all(one.done > self.step and one.wake == math.inf for one in self.everybody)
 
     def _computed(self, name: str) -> float:
         """Seconds that somebody has computed since this was asked last."""
-        for one in (self.holder, *self.members):
+        for one in self.everybody:
             if one.name == name:
                 seconds, one.busy.computed = one.busy.computed, 0.0
                 return seconds
@@ -265,7 +263,7 @@ class PartiesLearner(Learner):
         for head, kept in zip(self.heads, state["heads"], strict=True):
             head.restore(kept)
         self.step = state["step"]
-        for one in (self.holder, *self.members):
+        for one in self.everybody:
             one.done = self.step
         self.network = VirtualNetwork()
         self.network.now = state["now"]
