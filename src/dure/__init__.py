@@ -78,7 +78,9 @@ if TYPE_CHECKING:
     from dure.run.train import train as train
     from dure.split.in_turn import SplitLearning as SplitLearning
     from dure.split.parallel import ParallelSplit as ParallelSplit
+    from dure.split.parties.model import VerticalModel as VerticalModel
     from dure.split.split_fed import SplitFed as SplitFed
+    from dure.split.vertical import VerticalSplit as VerticalSplit
     from dure.tasks.builtin import load_task as load_task
     from dure.worlds.network.world import Network as Network
     from dure.worlds.processes.world import Processes as Processes
@@ -113,6 +115,7 @@ _WHERE = {
     "Strategy": "dure.contracts.strategy",
     "World": "dure.contracts.strategy",
     "Task": "dure.contracts.task",
+    "VerticalModel": "dure.split.parties.model",
     "accuracy": "dure.contracts.task",
     "load_task": "dure.tasks.builtin",
     "backup": "dure.run.backup",

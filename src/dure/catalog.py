@@ -143,6 +143,11 @@ SYSTEMS: dict[str, System] = {
         "SplitFed",
         "split learning at the same time, heads (and tails) are averaged every round",
     ),
+    "vertical-split": System(
+        "dure.split.vertical",
+        "VerticalSplit",
+        "parties have different features of the same people, activations are joined",
+    ),
     "fed-sgd": System(
         "dure.federated.algorithms.fed_sgd",
         "FedSGD",

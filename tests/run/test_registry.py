@@ -25,6 +25,7 @@ from dure.run.registry import (
     strategy_class,
     world_class,
 )
+from dure.split.in_turn import SplitLearning
 from dure.worlds.processes.world import Processes
 from dure.worlds.simulated import Simulated
 from dure.worlds.torchrun.world import Torchrun
@@ -109,6 +110,8 @@ def test_every_world_of_the_catalog_is_there(name):
         ("zero,stage=3,algorithm=ring", ZeRO(3, algorithm="ring")),
         ("pipeline,schedule=gpipe,microbatches=2", Pipeline(schedule="gpipe", microbatches=2)),
         ("single-worker,device=cuda", SingleWorker(device="cuda")),
+        ("split,cut=2,clients=3", SplitLearning(cut=("2",), clients=3)),
+        ('split,cut=["1","2"],clients=3', SplitLearning(cut=("1", "2"), clients=3)),
         ("parallel,data=2,tensor=2,zero=1", Parallel(Mesh(data=2, tensor=2), zero=1)),
         (
             "fed-avg,clients=null,partition=natural-key",

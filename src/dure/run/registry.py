@@ -259,6 +259,9 @@ def _value(text: str, hint: Any) -> Any:
     # Also for texts: "None" as Python writes it, "null" as JSON does.
     if text in ("None", "null"):
         return None
+    if typing.get_origin(hint) is tuple and str in typing.get_args(hint):
+        # Several texts are a list in JSON; one stands as it is.
+        return msgspec.json.decode(text.encode()) if text.startswith("[") else [text]
     return text if _is_text(hint) else msgspec.json.decode(text.encode())
 
 

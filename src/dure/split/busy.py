@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from dure.split.messages import Envelope
+from dure.fleet.virtual import Envelope
 
 
 class Busy:

@@ -30,6 +30,7 @@ from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.settings import parse_fields
 from dure.split.client import Rules
+from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, prove
 from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
@@ -137,12 +138,7 @@ class Split(Strategy):
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that the clients of split learning do not have."""
-        ideal = Conditions()
-        for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
-            if getattr(conditions, name) != getattr(ideal, name):
-                raise ValueError(
-                    f"split learning is simulated without {name.replace('_', ' ')}: leave it out"
-                )
+        check_conditions(conditions)
 
     def division(self, task: Task, seed: int) -> Description | None:
         labels = task.train.labels()

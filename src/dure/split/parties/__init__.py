@@ -1,0 +1,1 @@
+"""Vertical split learning: parties that hold different features of the same people."""

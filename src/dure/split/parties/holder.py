@@ -1,0 +1,177 @@
+"""The holder of the labels: the tail of the model, and which step it is.
+
+    begin         ->  Step to every party
+    Activations   ->  from all: joined in the order of parties, forward, loss, backward, one step of
+                      the tail's optimizer, ActivationGradients to each
+
+It is the server, or a party that has features too (`LabelParty`).
+
+No I/O: messages in, messages out, `now` is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.data.batches import Batches
+from dure.errors import LossNotFiniteError
+from dure.randomness.seeds import seed_generators
+from dure.split.busy import Busy
+from dure.split.parties.messages import ActivationGradients, Activations, Envelope, Message, Step
+from dure.split.parties.model import joined
+from dure.split.parties.part import TrainedPart
+from dure.split.parties.party import Party
+from dure.tasks.loss_shares import CountedLoss
+
+
+class Holder:
+    """Of the labels of all people.
+
+    parties: their names, in the order in which activations are joined. targets: of these rows, at a
+    step. seconds: how long so many examples take in the tail, forward or backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parties: Sequence[str],
+        part: TrainedPart,
+        join: str,
+        targets: Callable[[Tensor, int], Any],
+        batches: Batches,
+        losses: CountedLoss,
+        seed: int,
+        seconds: Callable[[int, bool], float],
+        busy: Busy,
+    ) -> None:
+        self.name = name
+        self.parties = list(parties)
+        self.part = part
+        self.join = join
+        self.targets = targets
+        self.batches = batches
+        self.losses = losses
+        self.seed = seed
+        self.seconds = seconds
+        self.busy = busy
+        self.done = 0
+        """Steps that it has made."""
+        self.loss: tuple[float, float] = (0.0, 0.0)
+        """(mean, what it counts) of the newest step."""
+        self._came: dict[str, Activations] = {}
+
+    @property
+    def wake(self) -> float:
+        return self.busy.wake
+
+    def tick(self, now: float) -> list[Envelope]:
+        return self.busy.tick(now)
+
+    def begin(self, now: float) -> list[Envelope]:
+        """The next step begins."""
+        return [(name, Step(self.done)) for name in self.parties]
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        """What it says to a message.
+
+        Raises ValueError for one that is not due or has not the batch's shape, LossNotFiniteError.
+        """
+        if sender not in self.parties or not isinstance(message, Activations):
+            raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
+        examples = len(self.batches.at(self.done))
+        if message.step != self.done or sender in self._came:
+            raise ValueError(
+                f"{sender} sends activations of step {message.step + 1}, and {self.name} is in "
+                f"step {self.done + 1}"
+            )
+        if message.values.ndim < 1 or len(message.values) != examples:
+            raise ValueError(
+                f"{sender} sends activations of shape {list(message.values.shape)}, and the batch "
+                f"has {examples} examples"
+            )
+        self._came[sender] = message
+        return self._train(examples, now) if len(self._came) == len(self.parties) else []
+
+    def _train(self, examples: int, now: float) -> list[Envelope]:
+        # In the order of parties, whoever came first: the sum has the same bits.
+        came = [self._came[name] for name in self.parties]
+        self._came = {}
+        step = self.done
+        values = [one.values.detach().requires_grad_(one.trains) for one in came]
+        targets = self.targets(self.batches.at(step), step)
+        seed_generators(self.seed, "party", step, len(self.parties))
+        with torch.enable_grad():
+            inputs = joined(values, self.join)
+            # The tail may compute in place, which a tensor that gets gradients cannot bear.
+            inputs = inputs.clone() if inputs is values[0] else inputs
+            outputs = self.part.module(inputs)
+            found = self.losses.mean(outputs, targets, examples)
+        loss = float(found.loss.item())
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self._blamed(came), f"step {step + 1}")
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        self.loss = loss, found.counted
+        self.part.update(step)
+        self.done += 1
+        said: list[Envelope] = [
+            (name, ActivationGradients(step, value.grad))
+            for name, value in zip(self.parties, values, strict=True)
+        ]
+        seconds = self.seconds(examples, False) + self.seconds(examples, True)
+        return self.busy.work(seconds, said, now)
+
+    def _blamed(self, came: Sequence[Activations]) -> str:
+        """Whose activations have made the loss what it is; the holder where nobody's have."""
+        bad = [
+            name
+            for name, one in zip(self.parties, came, strict=True)
+            if not bool(torch.isfinite(one.values).all())
+        ]
+        return " and ".join(bad) or self.name
+
+
+class LabelParty:
+    """A party that has the labels as well: what the two say to each other, no message carries.
+
+    They compute on one machine, so they share their `Busy`.
+    """
+
+    def __init__(self, party: Party, holder: Holder) -> None:
+        assert party.name == holder.name
+        assert party.busy is holder.busy
+        self.name = party.name
+        self.party = party
+        self.holder = holder
+
+    @property
+    def wake(self) -> float:
+        return self.holder.busy.wake
+
+    def tick(self, now: float) -> list[Envelope]:
+        return self._within(self.holder.tick(now), now)
+
+    def begin(self, now: float) -> list[Envelope]:
+        """The next step begins."""
+        return self._within(self.holder.begin(now), now)
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        """What it says to a message of another party."""
+        return self._within(self.holder.receive(sender, message, now), now)
+
+    def _within(self, said: list[Envelope], now: float) -> list[Envelope]:
+        """Hands on what the two say to each other; what they say to others."""
+        others: list[Envelope] = []
+        while said:
+            name, message = said.pop(0)
+            if name != self.name:
+                others.append((name, message))
+            elif isinstance(message, Activations):
+                said += self.holder.receive(name, message, now)
+            else:
+                said += self.party.receive(name, message, now)
+        return others

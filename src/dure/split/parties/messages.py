@@ -1,0 +1,48 @@
+"""What parties with different features and the one with the labels say to each other.
+
+A step, to and from every party:
+
+    holder -> party    Step: its number, from which all know the batch
+    party -> holder    Activations of its columns of the batch
+    holder -> party    ActivationGradients
+
+The holder is the server, or the party that has the labels. Which examples a batch has follows from
+the step's number: all shuffle by the seed that they agreed upon. So a step tells no rows, and its
+payload is the activations and their gradients.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from torch import Tensor
+
+
+def party(number: int) -> str:
+    """The name of a party."""
+    return f"party {number}"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The batch of this step, counted from 0, is next."""
+
+    number: int
+
+
+class Activations(msgspec.Struct, frozen=True):
+    """values: (B, q, ...). trains: whether the head wants their gradients."""
+
+    step: int
+    values: Tensor
+    trains: bool
+
+
+class ActivationGradients(msgspec.Struct, frozen=True):
+    """values: as the activations; None where the loss does not depend on them."""
+
+    step: int
+    values: Tensor | None
+
+
+Message = Step | Activations | ActivationGradients
+Envelope = tuple[str, Message]
+"""(to whom, what)."""

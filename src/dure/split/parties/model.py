@@ -1,0 +1,346 @@
+"""Models that parties with different features train together, and how they are divided.
+
+    VerticalModel    tail(join(head_1(x_1), ..., head_P(x_P))),  x_p the columns of party p
+                     join: the activations one after another (concat), or their sum
+
+    a linear layer   x W^T + b = sum_p x_p W_p^T + b,  W_p the columns of W that belong to party p:
+    of all columns   the heads are linear, the join is their sum, and the tail begins with b
+
+A division is by the model's parts, not by a trace of it, so that a party needs the code of its own
+part alone. Undivided, either is an ordinary module, which every other system trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+from operator import add
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dure.tasks.models import LogisticRegression
+from dure.tasks.modes import in_mode
+
+Join = Literal["concat", "sum"]
+Columns = tuple[int, ...]
+"""The numbers of the columns that a party has, counted from 0."""
+
+
+class VerticalModel(nn.Module):
+    """tail(join(heads of their own columns)).
+
+    heads: a module for each party, from its columns (B, n_p, ...) to its activations (B, q_p, ...).
+    tail: from the joined activations to the outputs. join: "concat" puts them one after another in
+        dimension 1; "sum" adds them up, and they have one shape.
+    features: the columns of each party, counted from 0; several parties may know the same.
+
+    Raises ValueError where these do not go together.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[nn.Module],
+        tail: nn.Module,
+        join: Join = "concat",
+        features: Sequence[Sequence[int]] = (),
+    ) -> None:
+        super().__init__()
+        if join not in ("concat", "sum"):
+            raise ValueError(f"join is {join!r}, but activations are joined by concat or sum")
+        if not heads or len(heads) != len(features):
+            raise ValueError(
+                f"{len(heads)} heads and the columns of {len(features)} parties: give as many "
+                f"features as heads, and at least one"
+            )
+        self.heads = nn.ModuleList(heads)
+        self.tail = tail
+        self.join = join
+        self.features: tuple[Columns, ...] = tuple(tuple(own) for own in features)
+        check_columns(self.features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: all columns, (B, n, ...)."""
+        parts = zip(self.heads, self.features, strict=True)
+        outputs: Tensor = self.tail(
+            joined([head(select(inputs, own)) for head, own in parts], self.join)
+        )
+        return outputs
+
+
+def joined(activations: Sequence[Tensor], join: str) -> Tensor:
+    """The activations of all parties as what the tail is called with.
+
+    Raises ValueError for a sum of different shapes, which would be spread over each other.
+    """
+    if join == "concat":
+        return torch.cat(list(activations), 1)
+    if any(one.shape != activations[0].shape for one in activations[1:]):
+        shapes = ", ".join(str(list(one.shape)) for one in activations)
+        raise ValueError(f"activations of the shapes {shapes} have no sum: heads give one shape")
+    return reduce(add, activations)
+
+
+def select(inputs: Tensor, columns: Columns) -> Tensor:
+    """These columns of (B, n, ...)."""
+    first, last = columns[0], columns[-1]
+    # Mostly they lie side by side: a view, and nothing that a trace has to be told of.
+    if columns == tuple(range(first, last + 1)):
+        return inputs[:, first : last + 1]
+    return inputs[:, list(columns)]
+
+
+def check_columns(features: Sequence[Columns]) -> None:
+    """Raises ValueError for a party without columns, or with one that is none or is named twice."""
+    for number, own in enumerate(features):
+        if not own:
+            raise ValueError(f"party {number} has no columns: name one at least")
+        for column in own:
+            if type(column) is not int or column < 0:
+                raise ValueError(f"party {number} has the column {column!r}: they count from 0")
+        if len(set(own)) < len(own):
+            raise ValueError(f"party {number} has a column twice in {list(own)}: name it once")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter of a part, and where it is in the model.
+
+    columns: which of its columns, where the part has not the whole of it.
+    """
+
+    here: nn.Parameter
+    there: nn.Parameter
+    columns: Columns | None = None
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Its part of something that has the shape of the parameter there, as a copy."""
+        return whole.clone() if self.columns is None else whole[:, list(self.columns)].clone()
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """The model's values into the part."""
+        if self.here is not self.there:
+            self.here.copy_(self.cut(self.there))
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """The part's values into the model."""
+        if self.here is not self.there:
+            assert self.columns is not None
+            self.there[:, list(self.columns)] = self.here
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one party has of the model: a module, and where its parameters are in the model."""
+
+    module: nn.Module
+    pieces: list[Piece] = field(default_factory=list)
+
+    @staticmethod
+    def whole(module: nn.Module) -> Part:
+        """A part that is a module of the model."""
+        return Part(module, [Piece(one, one) for one in module.parameters()])
+
+
+@dataclass(frozen=True)
+class Division:
+    """A model by its parts: a head for each party, and the tail."""
+
+    heads: list[Part]
+    tail: Part
+    join: str
+    features: list[Columns]
+
+    def load(self) -> None:
+        """The model's values into the parts."""
+        for piece in self._pieces():
+            piece.load()
+
+    def store(self) -> None:
+        """The parts' values into the model."""
+        for piece in self._pieces():
+            piece.store()
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for part in (*self.heads, self.tail) for piece in part.pieces]
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether parties have parts of one parameter."""
+        return any(piece.columns is not None for piece in self._pieces())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What the parts compute one after another."""
+        parts = zip(self.heads, self.features, strict=True)
+        outputs: Tensor = self.tail.module(
+            joined([head.module(select(inputs, own)) for head, own in parts], self.join)
+        )
+        return outputs
+
+
+def divide(
+    model: nn.Module, inputs: object, features: Sequence[Columns], parties: int | None
+) -> Division:
+    """The model by its parts.
+
+    inputs: of an example, or of many. features: of each party; empty: as the model has them, or
+    equal parts. parties: how many there are; None says nothing.
+
+    Raises ValueError for a model or inputs that cannot be divided so.
+    """
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+        raise ValueError(
+            "parties have columns of the inputs, which have to be one tensor of shape (n, columns)"
+        )
+    _check_plain(model)
+    if any(is_lazy(one) for one in model.parameters()):
+        raise ValueError(
+            "the model has parameters without a shape yet: say how large its layers are"
+        )
+    if isinstance(model, VerticalModel):
+        division = _by_parts(model, features)
+    else:
+        division = _by_columns(model, inputs, features, parties)
+    _check(division, inputs.shape[1], parties)
+    return division
+
+
+def _by_parts(model: VerticalModel, features: Sequence[Columns]) -> Division:
+    if type(model).forward is not VerticalModel.forward:
+        raise ValueError(
+            f"{type(model).__name__} has a forward of its own, which parties would not run: put "
+            f"that into the heads or the tail"
+        )
+    if features and tuple(features) != model.features:
+        raise ValueError(
+            "features are not those of the model's heads: leave them out, the model says them"
+        )
+    heads = [Part.whole(head) for head in model.heads]
+    return Division(heads, Part.whole(model.tail), model.join, list(model.features))
+
+
+class _Rest(nn.Module):
+    """What comes behind x W^T: the bias, and the layers that follow."""
+
+    def __init__(self, bias: nn.Parameter | None, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.bias = bias
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, summed: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(summed if self.bias is None else summed + self.bias)
+        return outputs
+
+
+def _by_columns(
+    model: nn.Module, inputs: Tensor, features: Sequence[Columns], parties: int | None
+) -> Division:
+    linear, layers = _linear_first(model)
+    for one in model.children():
+        _check_plain(one)
+    if inputs.ndim != 2 or inputs.shape[1] != linear.in_features:
+        raise ValueError(
+            f"the model's first layer has {linear.in_features} columns, and inputs the shape "
+            f"(n, {', '.join(map(str, inputs.shape[1:]))}): parties divide columns, (n, columns)"
+        )
+    own = list(features) or equal_parts(linear.in_features, 2 if parties is None else parties)
+    named = sorted(column for columns in own for column in columns)
+    if named != list(range(linear.in_features)):
+        raise ValueError(
+            f"the model weighs {linear.in_features} columns, and features name "
+            f"{len(named)}: give each column to one party"
+        )
+    whole = linear.weight
+    assert isinstance(whole, nn.Parameter)
+    heads: list[Part] = []
+    for columns in own:
+        weight = nn.Parameter(
+            whole[:, list(columns)].detach().clone(), requires_grad=whole.requires_grad
+        )
+        head = nn.Linear(len(columns), linear.out_features, bias=False, device="meta")
+        head.weight = weight
+        heads.append(Part(head, [Piece(weight, whole, columns)]))
+    rest = Part.whole(_Rest(linear.bias, layers))
+    if any(piece.there is whole for piece in rest.pieces):
+        raise ValueError("the first layer's weight is used again behind it: give each its own")
+    return Division(heads, rest, "sum", own)
+
+
+def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
+    """The layer that weighs all columns, and those behind it. Raises ValueError for others."""
+    layers: list[nn.Module] = [model]
+    if type(model) is LogisticRegression:
+        layers = [model.linear]
+    elif type(model) is nn.Sequential:
+        layers = [layer for layer in model if not isinstance(layer, nn.Identity)]
+        if layers and type(layers[0]) is nn.Flatten and layers[0].start_dim == 1:
+            layers = layers[1:]
+    first, *rest = layers or [model]
+    if type(first) is nn.Linear:
+        return first, rest
+    raise ValueError(
+        f"{type(model).__name__} cannot be divided by columns: take dure.VerticalModel(heads, "
+        f"tail, join, features), a logistic regression, or an nn.Sequential that begins with "
+        f"nn.Linear"
+    )
+
+
+def activations_of(division: Division, inputs: Tensor) -> list[Tensor]:
+    """What leaves each head, in evaluation mode. Raises ValueError where that cannot be joined."""
+    values: list[Tensor] = []
+    for number, (head, columns) in enumerate(zip(division.heads, division.features, strict=True)):
+        with in_mode(head.module, training=False):
+            value = head.module(select(inputs, columns))
+        if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != len(inputs):
+            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the head of party {number} gives {what} for {len(inputs)} examples: activations "
+                f"are a tensor of shape (B, q, ...)"
+            )
+        values.append(value)
+    joined(values, division.join)
+    return values
+
+
+def equal_parts(columns: int, parties: int) -> list[Columns]:
+    """Columns side by side, as equally many for each party as there can be."""
+    bounds = [number * columns // parties for number in range(parties + 1)]
+    return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def _check_plain(module: nn.Module) -> None:
+    """Raises ValueError for hooks, which parts would not call."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError(
+            f"{type(module).__name__} has hooks, which its parts would not call: take them away"
+        )
+
+
+def _check(division: Division, columns: int, parties: int | None) -> None:
+    if parties is not None and parties != len(division.heads):
+        raise ValueError(
+            f"parties is {parties}, but {len(division.heads)} have features: leave it out"
+        )
+    check_columns(division.features)
+    largest = max(max(own) for own in division.features)
+    if largest >= columns:
+        raise ValueError(f"features name column {largest}, but inputs have {columns}, from 0")
+    owners: dict[int, int] = {}
+    for number, part in enumerate((*division.heads, division.tail)):
+        for piece in part.pieces:
+            if owners.setdefault(id(piece.here), number) != number:
+                raise ValueError(
+                    "a parameter is in two parts of the model, and each part has its own: give "
+                    "heads and tail parameters of their own"
+                )
+        for buffer in part.module.buffers():
+            if owners.setdefault(id(buffer), number) != number:
+                raise ValueError(
+                    "a buffer is in two parts of the model: give heads and tail their own"
+                )

@@ -1,0 +1,87 @@
+"""What a run of parties with different features is to be, before anybody lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import Examples
+from dure.data.keys import owners_of
+from dure.randomness.seeds import generator
+from dure.split.messages import SERVER
+from dure.split.parties.messages import party
+from dure.split.parties.model import Columns
+
+
+@dataclass(frozen=True)
+class PartiesPlan:
+    """features, parties, batch_size, label_party, align, id_column, missing: as in `VerticalSplit`,
+    features as columns.
+    """
+
+    features: tuple[Columns, ...]
+    parties: int | None
+    batch_size: int | None
+    label_party: int | None
+    align: bool
+    id_column: int | None
+    missing: float
+
+    @property
+    def holder(self) -> str:
+        """The name of whoever holds the labels."""
+        return SERVER if self.label_party is None else party(self.label_party)
+
+    def known(self, number: int, people: int, seed: int) -> Tensor:
+        """Whom somebody knows, and in which order these are kept there: rows of the task's data.
+
+        number: of a party, or how many there are for the server.
+        """
+        lost = round(self.missing * people)
+        order = torch.randperm(people, generator=generator(seed, "people", number))
+        return order[lost:]
+
+    def secret(self, number: int, seed: int) -> bytes:
+        """The secret of somebody who aligns, as a function of the seed, as all of a simulation."""
+        drawn = torch.randint(256, (32,), generator=generator(seed, "secret", number))
+        return bytes(drawn.tolist())
+
+
+def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
+    """What names each person.
+
+    Raises ValueError where nothing does, or something names two.
+    """
+    if id_column is not None:
+        column = _column(examples, id_column)
+        if column.is_floating_point() and not bool((column == column.round()).all()):
+            raise ValueError(f"column {id_column} has fractions: ids are whole numbers")
+        ids: Sequence[Any] = column.long().tolist()
+        where = f"the numbers of column {id_column}"
+    elif examples.keys is not None:
+        ids, where = examples.keys, "the keys of the task"
+    else:
+        raise ValueError(
+            "nothing names the people who are to be aligned: give the task keys, one for each "
+            "person, or say with id_column which column of the inputs has their ids"
+        )
+    people = len(owners_of(ids))
+    if people < len(ids):
+        raise ValueError(
+            f"{where} name {people} people, and there are {len(ids)} examples: to be aligned, each "
+            f"needs an id of its own"
+        )
+    return ids
+
+
+def _column(examples: Examples, number: int) -> Tensor:
+    inputs, _ = examples.batch(torch.arange(len(examples)))
+    if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not 0 <= number < inputs.shape[1]:
+        raise ValueError(
+            f"id_column is {number}, but inputs are no tensor of shape (n, columns) that has it"
+        )
+    return inputs[:, number]

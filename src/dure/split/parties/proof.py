@@ -1,0 +1,89 @@
+"""Whether parts compute what the undivided model computes, tried on one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.task import Task
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.split.parties.model import Columns, divide
+from dure.tasks.loss_shares import CountedLoss
+
+_ROUNDINGS = 1e4
+"""How many roundings of the largest value the two may be apart: sums are added in another order."""
+
+
+def prove(
+    task: Task, model: nn.Module, features: Sequence[Columns], parties: int | None, examples: int
+) -> Proof | None:
+    """Runs the parts and the undivided model, one after another, forward and backward.
+
+    Raises ValueError where they differ. The model stays as it is. None where the task gives one and
+    the same model, of which there is no copy.
+    """
+    started = time.perf_counter()
+    whole, parted = another(model, task, 0), another(model, task, 0)
+    if whole is parted or whole is model:
+        return None
+    before = generators_state()
+    try:
+        _compare(task, whole.train(), parted.train(), features, parties, examples)
+    finally:
+        restore_generators(before)
+    what = "the parts compute what the undivided model computes"
+    return Proof(what, time.perf_counter() - started)
+
+
+def _compare(
+    task: Task,
+    whole: nn.Module,
+    parted: nn.Module,
+    features: Sequence[Columns],
+    parties: int | None,
+    examples: int,
+) -> None:
+    train, _ = examples_for(whole, task)
+    inputs, targets = train.batch(torch.arange(min(examples, len(train))))
+    losses = CountedLoss(task.loss, train)
+    division = divide(parted, inputs, features, parties)
+    # The same draws for both, in the same order of operations.
+    found: list[list[Tensor]] = []
+    for forward in (whole, division.forward):
+        seed_generators(0, "proof")
+        outputs = forward(inputs)
+        losses.mean(outputs, targets, len(inputs)).loss.backward()  # type: ignore[no-untyped-call]
+        found.append([leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)])
+    for one, other in zip(*found, strict=True):
+        _check_alike("outputs", one, other)
+    names = {id(twin): name for name, twin in parted.named_parameters()}
+    wanted = dict(whole.named_parameters())
+    for part in (*division.heads, division.tail):
+        for piece in part.pieces:
+            name = names[id(piece.there)]
+            gradient, own = wanted[name].grad, piece.here.grad
+            if (gradient is None) != (own is None):
+                raise ValueError(f"{name} has a gradient in the model or in its parts alone")
+            if gradient is not None and own is not None:
+                _check_alike(f"the gradients of {name}", piece.cut(gradient), own)
+
+
+def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
+    if one.shape != other.shape:
+        raise ValueError(f"{what} of the parts have another shape than those of the model")
+    one, other = one.detach().to_dense(), other.detach().to_dense()
+    if not one.numel() or not one.is_floating_point():
+        return
+    apart = float((one - other).abs().max())
+    bound = _ROUNDINGS * torch.finfo(one.dtype).eps * max(float(one.abs().max()), 1.0)
+    # Not finite in both: that is the data's or the model's affair, and its first step says so.
+    if apart > bound:
+        raise ValueError(
+            f"{what} of the parts are {apart:.2g} away from those of the undivided model: it does "
+            f"more than its heads, their join and its tail"
+        )

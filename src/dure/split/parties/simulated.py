@@ -1,0 +1,320 @@
+"""Parties with different features under a virtual clock: the learner.
+
+The holder of the labels and the parties are state machines without I/O, and what they compute is
+computed; only the time is made up. A device that trains n examples of the whole model in a second
+takes, for so many examples of a part with the share s of the model's operations,
+
+    s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
+
+A server takes no time, and nor do the points of an alignment; their bytes do. Each party has its
+own part of the model, its own columns, and its own optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.task import Task
+from dure.data.batches import Batches
+from dure.data.examples import Examples
+from dure.fleet.conditions import Conditions
+from dure.fleet.virtual import Link, Node, VirtualNetwork
+from dure.randomness.seeds import seed_generators
+from dure.record.meter import Meter
+from dure.split.alignment import AlignedHolder, AlignedParty
+from dure.split.busy import Busy
+from dure.split.messages import SERVER
+from dure.split.parties.holder import Holder, LabelParty
+from dure.split.parties.messages import party
+from dure.split.parties.model import Columns, Division, Part, activations_of, divide, joined, select
+from dure.split.parties.part import TrainedPart
+from dure.split.parties.party import Party, Read
+from dure.split.parties.plan import PartiesPlan, ids_of
+from dure.tasks.batch_norm import needs_two
+from dure.tasks.evaluation import evaluate
+from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import CountedLoss
+from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+
+_BYTES_PER_MBIT = 125_000.0
+
+
+class PartiesLearner(Learner):
+    """The holder of the labels and all parties of a run, in one process."""
+
+    unit = "step"
+
+    def __init__(self, task: Task, place: Place, seed: int, plan: PartiesPlan) -> None:
+        self.task = task
+        self.plan = plan
+        self.seed = seed
+        self.where = plan.holder
+        self.group = place.group
+        self.conditions = place.conditions or Conditions()
+        self.model = place.model(task, seed).train()
+        self.train, self.test = examples_for(self.model, task)
+        inputs, _ = self.train.batch(torch.tensor([0]))
+        self.division = divide(self.model, inputs, plan.features, plan.parties)
+        self.parties = len(self.division.heads)
+        names = [party(number) for number in range(self.parties)]
+        self.meters_ = [Meter(SERVER, is_worker=False)] if plan.label_party is None else []
+        self.meters_ += [Meter(name) for name in names]
+        # The holder's first: it is the one that tells the facts.
+        self.meters_.sort(key=lambda meter: meter.name != plan.holder)
+        self.network = VirtualNetwork()
+        self.rows = {n: torch.arange(len(self.train)) for n in range(self.parties + 1)}
+        """The row in the task's data of each person that all parties know, by whose data it is."""
+        if plan.align:
+            self._align()
+        people = self.rows[0].numel()
+        self.examples = people
+        # Whom all know is found out only now: one who is left over joins the batch before.
+        joins = plan.align and needs_two(self.model, self.train)
+        self.batches = Batches(people, plan.batch_size, seed, joins=joins)
+        self.units_per_epoch = self.batches.steps_per_epoch
+        self.flops = flops_per_step(self.model, self.train, self.batches.batch_size)
+        self.activations = activations_of(self.division, inputs)
+        shares = _shares(self.division, inputs, self.activations)
+        self.step = 0
+        self.tail = TrainedPart(self.division.tail, task, self.model)
+        self.heads = [TrainedPart(head, task, self.model) for head in self.division.heads]
+        busy = Busy()
+        self.holder = Holder(
+            plan.holder,
+            names,
+            self.tail,
+            self.division.join,
+            self._targets,
+            self.batches,
+            CountedLoss(task.loss, self.train),
+            seed,
+            partial(self._seconds, plan.label_party, shares[-1]),
+            busy,
+        )
+        self.members = [
+            Party(
+                number,
+                plan.holder,
+                head,
+                self._reader(number, self.division.features[number]),
+                self.batches,
+                seed,
+                partial(self._seconds, number, shares[number]),
+            )
+            for number, head in enumerate(self.heads)
+        ]
+        self.everybody: list[Holder | Party] = [self.holder, *self.members]
+        self.first: Holder | LabelParty = self.holder
+        if plan.label_party is not None:
+            member = self.members[plan.label_party]
+            member.busy = busy
+            self.first = LabelParty(member, self.holder)
+        self._live()
+
+    # The network
+
+    def _add(self, name: str, number: int | None, node: Node) -> None:
+        """Someone begins to live; number: of the party, None for the server."""
+        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
+        link = Link(out=speed, into=speed)
+        if number is not None:
+            device = self.conditions.devices.of(number, self.seed)
+            link = Link(out=device.up, into=device.down)
+        self.network.add(name, node, link)
+
+    def _live(self) -> None:
+        self._add(self.plan.holder, self.plan.label_party, self.first)
+        for member in self.members:
+            if member.number != self.plan.label_party:
+                self._add(member.name, member.number, member)
+
+    def _seconds(self, number: int | None, share: float, examples: int, back: bool) -> float:
+        """How long somebody takes for so many examples in a part."""
+        if number is None:
+            return 0.0
+        device = self.conditions.devices.of(number, self.seed)
+        return (2 if back else 1) / 3 * share * examples / device.examples_per_second
+
+    def _align(self) -> None:
+        """Everybody's rows of the people whom all know, in the order for all."""
+        plan, people = self.plan, len(self.train)
+        ids = ids_of(self.task.train, plan.id_column)
+        others = [n for n in range(self.parties) if n != plan.label_party]
+        first = self.parties if plan.label_party is None else plan.label_party
+        known = {n: plan.known(n, people, self.seed) for n in (*others, first)}
+        theirs = {n: [ids[row] for row in rows.tolist()] for n, rows in known.items()}
+        secrets = {n: plan.secret(n, self.seed) for n in known}
+        holder = AlignedHolder(
+            plan.holder, [party(n) for n in others], theirs[first], secrets[first]
+        )
+        members = [AlignedParty(party(n), plan.holder, theirs[n], secrets[n]) for n in others]
+        self._add(plan.holder, plan.label_party, holder)
+        for number, member in zip(others, members, strict=True):
+            self._add(member.name, number, member)
+        self.network.send(plan.holder, holder.begin(self.network.now))
+        aligned = [holder, *members]
+        self.network.run(lambda: all(one.rows is not None for one in aligned), math.inf)
+        for number, one in zip((first, *others), aligned, strict=True):
+            assert one.rows is not None
+            self.rows[number] = known[number][one.rows]
+        # The server's row of targets, whoever has them.
+        self.rows[self.parties] = self.rows[first]
+        self._count()
+
+    def _count(self) -> None:
+        """Takes over what was sent, received and computed since this was asked last."""
+        for meter in self.meters_:
+            traffic = self.network.traffic(meter.name)
+            meter.exchanged(sent=traffic.sent, received=traffic.received)
+
+    # Data
+
+    def _reader(self, number: int, columns: Columns) -> Read:
+        rows = self.rows[number]
+        if type(self.train) is Examples:
+            # All that a party ever has.
+            own = select(self.train.inputs, columns)[rows]
+            return lambda people, step: own.index_select(0, people)
+
+        def read(people: Tensor, step: int) -> Tensor:
+            inputs, _ = self._read(rows[people], step)
+            return select(inputs, columns).contiguous()
+
+        return read
+
+    def _targets(self, people: Tensor, step: int) -> Any:
+        rows = self.rows[self.parties][people]
+        if type(self.train) is Examples:
+            return tree_map(lambda leaf: leaf.index_select(0, rows), self.train.targets)
+        return self._read(rows, step)[1]
+
+    def _read(self, rows: Tensor, step: int) -> tuple[Any, Any]:
+        """Examples of a dataset, whose transforms draw what they draw for one worker."""
+        seed_generators(self.seed, "step", step, 0, everything=True)
+        return self.train.batch(rows)
+
+    # The run
+
+    def flops_per_step(self) -> float:
+        return self.flops
+
+    def advance(self, wish: int) -> Progress:
+        """One step of all parties on a batch of the people whom all know."""
+        self.network.send(self.plan.holder, self.first.begin(self.network.now))
+        over = self.network.run(self._over, math.inf)
+        assert over, "nobody waits for anybody for ever"
+        self.step += 1
+        self._count()
+        for meter in self.meters_:
+            meter.counters.compute_seconds += self._computed(meter.name)
+        loss, counted = self.holder.loss
+        return Progress(
+            loss=loss if counted else None,
+            samples=len(self.batches.at(self.step - 1)),
+            wish=wish,
+            numbers={"virtual_seconds": self.network.now},
+        )
+
+    def _over(self) -> bool:
+        """Whether everybody has made the step, and has had the time for it."""
+        return all(one.done > self.step and one.wake == math.inf for one in self.everybody)
+
+    def _computed(self, name: str) -> float:
+        """Seconds that somebody has computed since this was asked last."""
+        for one in self.everybody:
+            if one.name == name:
+                seconds, one.busy.computed = one.busy.computed, 0.0
+                return seconds
+        return 0.0
+
+    # What is kept
+
+    def evaluate(self) -> dict[str, float]:
+        self.division.store()
+        return evaluate(self.task, self.model, self.test, self.group, self.step)
+
+    def weights(self) -> dict[str, Tensor]:
+        self.division.store()
+        return dict(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "step": self.step,
+            "now": self.network.now,
+            "tail": self.tail.state(),
+            "heads": [head.state() for head in self.heads],
+            "buffers": passing_buffers(self.model),
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        load_weights(self.model, weights)
+        load_passing_buffers(self.model, state["buffers"])
+        self.division.load()
+        self.tail.restore(state["tail"])
+        for head, kept in zip(self.heads, state["heads"], strict=True):
+            head.restore(kept)
+        self.step = state["step"]
+        for one in self.everybody:
+            one.done = self.step
+        self.network = VirtualNetwork()
+        self.network.now = state["now"]
+        self._live()
+
+    def meters(self) -> Sequence[Meter]:
+        return self.meters_
+
+    def facts(self) -> dict[str, Any]:
+        """Who has what of the model, and of the people."""
+        return {
+            "vertical": {
+                "holder": self.plan.holder,
+                "join": self.division.join,
+                "people": self.examples,
+                "known": len(self.plan.known(0, len(self.train), self.seed)),
+                "aligned": self.plan.align,
+                "batch_size": self.batches.batch_size,
+                "tail_weights": _weights(self.division.tail),
+                "parties": [
+                    {
+                        "columns": list(columns),
+                        "weights": _weights(head),
+                        "activation_bytes": own.nbytes,
+                        "gradient_bytes": own.nbytes if own.requires_grad else 0,
+                    }
+                    for columns, head, own in zip(
+                        self.division.features, self.division.heads, self.activations, strict=True
+                    )
+                ],
+            }
+        }
+
+
+def _weights(part: Part) -> int:
+    return sum(piece.here.numel() for piece in part.pieces)
+
+
+def _shares(division: Division, inputs: Tensor, activations: Sequence[Tensor]) -> list[float]:
+    """The share of each part in the operations of the model, as counted for these inputs."""
+    given = [select(inputs, columns) for columns in division.features]
+    given.append(joined([value.detach() for value in activations], division.join))
+    parts = [*division.heads, division.tail]
+    flops = [_flops(part.module, one) for part, one in zip(parts, given, strict=True)]
+    total = sum(flops)
+    if not 0 < total < math.inf:
+        return [1 / len(flops)] * len(flops)
+    return [one / total for one in flops]
+
+
+def _flops(module: nn.Module, inputs: Tensor) -> float:
+    if next(module.parameters(), None) is None:
+        return 0.0
+    return flops_per_step(module, Examples(inputs, inputs), 1)

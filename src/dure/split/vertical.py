@@ -1,0 +1,179 @@
+"""Vertical split learning: parties hold different features of the same people.
+
+    party p      a_p = head_p(x_p),  x_p its columns of the batch     ->  a_p
+    holder       join(a_1, ..., a_P) -> tail -> loss, with the labels ->  dL/da_p to each
+    everybody    one step of the task's optimizer on its own part
+
+The holder of the labels is a server, or one of the parties. Activations are joined by putting them
+one after another (concat) or by their sum (`dure.split.parties.model`). What is computed is the
+undivided model, and the trajectory is that of one worker on all columns.
+
+    bytes of a step and party     b B q_p up,  b B q_p down,  for activations of q_p numbers of b
+                                  bytes; none for a party that has the labels
+
+Which rows the batch is of follows from the step's number and a seed that all know, and costs
+nothing. Before, parties may have to find out whom all of them know, and in which order
+(`dure.split.alignment`).
+
+Sources: Vepakomma et al. 2018, "Split Learning for Health"; Ceballos et al. 2020, "SplitNN-driven
+Vertical Partitioning".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World, examples_for
+from dure.contracts.task import Task
+from dure.data.batches import check_batch_size
+from dure.fleet.conditions import Conditions
+from dure.parallel.divisible import check_element_wise, check_parameter_wise
+from dure.split.alignment import check_library, id_texts
+from dure.split.conditions import check_conditions
+from dure.split.parties.model import (
+    Columns,
+    Division,
+    activations_of,
+    check_columns,
+    divide,
+)
+from dure.split.parties.plan import PartiesPlan, ids_of
+from dure.split.parties.proof import prove
+from dure.split.parties.simulated import PartiesLearner
+from dure.tasks.batch_norm import check_pieces
+from dure.tensors.flat import check_apart
+
+_PROOF_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class VerticalSplit(Strategy):
+    """Parties with different columns train one model, and only activations and gradients travel.
+
+    Args:
+        features: the columns of each party, such as 0-12 13-28; by default those of the model's
+            heads, or equal parts.
+        parties: how many there are, where features are not given; 2 by default.
+        batch_size: B; None is all people in every step.
+        label_party: the party that has the labels and the tail; None is a server.
+        align: whether parties first find out whom all of them know.
+        id_column: the column of the inputs with people's ids, which no party trains on; by default
+            the keys of the task are the ids.
+        missing: the share of people, drawn for each party, that it does not know.
+    """
+
+    features: tuple[str, ...] = ()
+    parties: int | None = None
+    batch_size: int | None = 64
+    label_party: int | None = None
+    align: bool = False
+    id_column: int | None = None
+    missing: float = 0.0
+
+    name: ClassVar[str] = "vertical-split"
+    kind: ClassVar[Kind] = "clients"
+    unit: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        # The one place where a frozen dataclass is still being made.
+        object.__setattr__(self, "features", tuple(map(_written, self.features)))
+
+    @property
+    def label(self) -> str:
+        labels = "" if self.label_party is None else f", labels with party {self.label_party}"
+        return f"vertical split{labels}{', aligned' if self.align else ''}"
+
+    @property
+    def plan(self) -> PartiesPlan:
+        """As learners take it."""
+        return PartiesPlan(
+            features=tuple(map(columns_of, self.features)),
+            parties=self.parties,
+            batch_size=self.batch_size,
+            label_party=self.label_party,
+            align=self.align,
+            id_column=self.id_column,
+            missing=self.missing,
+        )
+
+    def check(self, task: Task, workers: int | None) -> None:
+        check_batch_size(self.batch_size)
+        check_columns(self.plan.features)
+        if self.parties is not None and self.parties < 1:
+            raise ValueError(f"parties is {self.parties}, but there is one at least")
+        if not 0 <= self.missing < 1:
+            raise ValueError(f"missing is {self.missing}, but it is a share below 1")
+        if not self.align and (self.missing or self.id_column is not None):
+            name = "missing" if self.missing else "id_column"
+            raise ValueError(f"{name} is about people who are to be aligned: give align too")
+        if self.align:
+            check_library()
+            id_texts(ids_of(task.train, self.id_column))
+
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for parties over a network."""
+        if world.serves:
+            raise ValueError("vertical split learning is simulated: leave the network out")
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        """Raises ValueError for a model or an optimizer that cannot be divided so."""
+        division = self._divided(task, model)
+        if self.label_party is not None and not 0 <= self.label_party < len(division.heads):
+            raise ValueError(
+                f"label_party is {self.label_party}, but there are {len(division.heads)} parties, "
+                f"from 0"
+            )
+        if any(self.id_column in columns for columns in division.features):
+            raise ValueError(
+                f"column {self.id_column} has people's ids, and a party trains on it: leave it out "
+                f"of the features"
+            )
+        check_apart(model)
+        optimizer = task.optimizer(list(model.parameters()))
+        check_parameter_wise(optimizer)
+        if division.cuts_parameters:
+            check_element_wise(optimizer)
+        check_pieces(task, model, self.batch_size, 1)
+
+    def _divided(self, task: Task, model: nn.Module) -> Division:
+        train, _ = examples_for(model, task)
+        inputs, _ = train.batch(torch.tensor([0]))
+        division = divide(model, inputs, self.plan.features, self.parties)
+        activations_of(division, inputs)
+        return division
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Runs the parts and the undivided model side by side, on one batch."""
+        self.check_model(task, model, workers)
+        return prove(task, model, self.plan.features, self.parties, _PROOF_EXAMPLES)
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        """Raises ValueError for conditions that parties do not have."""
+        check_conditions(conditions)
+
+    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        return PartiesLearner(task, place, seed, self.plan)
+
+
+def columns_of(text: str) -> Columns:
+    """ "0-2,7" as (0, 1, 2, 7). Raises ValueError for what names no columns."""
+    columns: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(
+                f"features has {text!r}, but a party's columns are written as 0-12 or 0,3,5-7"
+            )
+        bounds = int(first), int(last if dash else first)
+        columns += range(bounds[0], bounds[1] + 1)
+    return tuple(columns)
+
+
+def _written(columns: str | Sequence[int]) -> str:
+    """A party's columns as text, given as text or as numbers."""
+    return columns if isinstance(columns, str) else ",".join(map(str, columns))
