@@ -56,9 +56,7 @@ def test_to_turn_one_of_them_changes_nothing() -> None:
 
 
 def test_of_many_independent_vectors_it_is_small() -> None:
-    few, many = (
-        float(distance_correlation(drawn(n, 1), drawn(n, 1, seed=1))) for n in (50, 2000)
-    )
+    few, many = (float(distance_correlation(drawn(n, 1), drawn(n, 1, seed=1))) for n in (50, 2000))
     assert many < 0.06 < few
 
 
