@@ -30,7 +30,7 @@ ROOMS = [
     {"collectives", "fleet", "protocol", "wire"},
     {"contracts"},
     {"tasks"},
-    {"worlds", "parallel", "averaging", "federated", "parameter_server"},
+    {"worlds", "parallel", "averaging", "federated", "parameter_server", "split"},
     {"report"},
     {"run", "bench"},
     {"cli"},
@@ -41,6 +41,7 @@ ROOMS = [
 MAY = {
     ("averaging", "parallel"),
     ("parameter_server", "parallel"),
+    ("split", "parallel"),
     ("references", "errors"),
     ("settings", "errors"),
     ("settings", "references"),

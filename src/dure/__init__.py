@@ -76,6 +76,9 @@ if TYPE_CHECKING:
     from dure.run.serve import serve as serve
     from dure.run.train import resume as resume
     from dure.run.train import train as train
+    from dure.split.in_turn import SplitLearning as SplitLearning
+    from dure.split.parallel import ParallelSplit as ParallelSplit
+    from dure.split.split_fed import SplitFed as SplitFed
     from dure.tasks.builtin import load_task as load_task
     from dure.worlds.network.world import Network as Network
     from dure.worlds.processes.world import Processes as Processes

@@ -128,6 +128,21 @@ SYSTEMS: dict[str, System] = {
         "Hogwild",
         "threads or processes update the same weights without locks",
     ),
+    "split": System(
+        "dure.split.in_turn",
+        "SplitLearning",
+        "clients have the head of the model, a server its tail; clients train in turn",
+    ),
+    "parallel-split": System(
+        "dure.split.parallel",
+        "ParallelSplit",
+        "split learning in which all clients' batches are one batch of the server's",
+    ),
+    "split-fed": System(
+        "dure.split.split_fed",
+        "SplitFed",
+        "split learning at the same time, heads (and tails) are averaged every round",
+    ),
     "fed-sgd": System(
         "dure.federated.algorithms.fed_sgd",
         "FedSGD",

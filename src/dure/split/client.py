@@ -48,8 +48,8 @@ class Rules:
 
     labels_stay: whether the model's end is with the client. hands: whether a client hands its head
     to the next one itself. sums: whether heads make one step by the sum of their gradients.
-    returns: whether the head goes to the server at the end of a turn. forgets: whether each turn
-    begins with an optimizer that remembers nothing. by_round: whether schedules count rounds.
+    returns: whether the head goes to the server at the end of a turn. forgets: whether what its
+    optimizer remembers ends with the turn. by_round: whether schedules count rounds.
     """
 
     labels_stay: bool
@@ -130,7 +130,7 @@ class Client:
         if turn.head is not None:
             self.party.own = copied(turn.head)
         if not turn.comes:
-            return self._start(now)
+            return self._go_on(0.0, now)
         # The head may be here before the turn.
         early, self._early = self._early, None
         return [] if early is None else self._handed(early, now)
@@ -140,11 +140,6 @@ class Client:
             self._early = message
             return []
         self.party.own = message.head
-        return self._start(now)
-
-    def _start(self, now: float) -> list[Envelope]:
-        if self.rules.forgets:
-            self.party.own = fresh(self.party.own)
         return self._go_on(0.0, now)
 
     @property
@@ -248,6 +243,8 @@ class Client:
 
     def _finish(self, now: float) -> list[Envelope]:
         assert self._turn is not None
+        if self.rules.forgets:
+            self.party.own = fresh(self.party.own)
         head = copied(self.party.own) if self.rules.returns else None
         ended = Ended(self._turn.number, head)
         self._turn = None

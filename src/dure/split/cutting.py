@@ -25,6 +25,7 @@ from dure.parallel.divisible import check_parameter_wise
 from dure.parallel.pipeline.balance import costs_of
 from dure.parallel.pipeline.cut import CutModel, named_starts
 from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.program import program
 from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of
 from dure.randomness.seeds import generators_state, restore_generators
@@ -69,6 +70,8 @@ def starts_of(trace: Trace, at: Sequence[str]) -> list[int]:
 
 def _after_layers(trace: Trace, count: int) -> int:
     """Where the layer begins that comes after so many layers that have weights."""
+    if count < 1:
+        raise ValueError(f"the model cannot be cut after {count} layers: the head has one at least")
     layers: list[str] = []
     for place, node in enumerate(trace.moving):
         weights = any(source in trace.names for source in trace.attributes(node))
@@ -79,8 +82,6 @@ def _after_layers(trace: Trace, count: int) -> int:
                 return place
     raise ValueError(
         f"the model cannot be cut after {count} layers: it has {len(layers)} that have weights"
-        if count
-        else "the head has one layer at least"
     )
 
 
@@ -93,8 +94,9 @@ def _check_apart(cut: CutModel) -> None:
                 f"{name} is used on both sides of the cut, and each side has weights of its own: "
                 f"cut the model elsewhere"
             )
-    program = cut.program(1, cut.examples, True, Stream(0, carried=False), None)
-    if program.inputs:
+    homes = cut.homes(cut.examples, True)
+    stream = Stream(0, carried=False)
+    if program(cut.reference, homes, stages=cut.stages, stage=1, stream=stream).inputs:
         raise ValueError(
             "the server's part reads the examples themselves, which stay with the client: cut the "
             "model behind all that reads them, or give values on as outputs of the head"

@@ -161,7 +161,8 @@ class Server:
             return []
         back = [joint.back[client] for client in joint.clients]
         gradients = joint.batching.gradients_together([one.values for one in back])
-        return self._backward(joint, self.order.tail(joint.clients), gradients, back, 0.0, now)
+        tail = self.order.tail(joint.clients)
+        return [*self._backward(joint, tail, gradients, back, 0.0, now), *self._go_on(now)]
 
     def _backward(
         self,

@@ -190,6 +190,11 @@ class Party:
         """The leaves of the inputs of that batch."""
         return self._batches[stage].inputs
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a batch has gone forward, and not yet backward."""
+        return bool(self._batches)
+
     def missed(self, stage: int, examples: int) -> int:
         """Which of the values that the last stage has received got no gradient, as bits.
 

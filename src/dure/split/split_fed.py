@@ -76,7 +76,9 @@ class Averaged(Order):
         return [sender], [smashed], self._first + smashed.step
 
     def _next_of_all(self) -> str | None:
-        """Who is next in the round's order, once the values are there."""
+        """Who is next in the round's order, once the values are there and the tail is free."""
+        if self.tails[0].under_way:
+            return None
         while True:
             left = [one for one in self._turns if self.amounts.steps[one] > self._step]
             if not left:
