@@ -4,9 +4,9 @@
                at several settings of its knob. How well the server guesses labels in the first
                epoch (median AUC, by norm, direction and clusters of the activations), and how well
                the model does at the end (AUC and accuracy on the test examples)
-    inputs     which digit, one cut: a decoder rebuilds digits from what leaves the head, knowing the
-               head (handed over through the server), or a shadow of it (peer to peer), without
-               defence and under NoPeek. Squared error, that of the mean picture beside it, SSIM
+    inputs     which digit, one cut: a decoder rebuilds digits from what leaves the head, knowing
+               the head (handed over through the server), or a shadow of it (peer to peer),
+               without defence and under NoPeek. Squared error, that of the mean picture beside it, SSIM
 
     python benchmarks/split_leakage.py > benchmarks/results/split_leakage.json
     python benchmarks/split_leakage.py --pages benchmarks/results/split_leakage.json
