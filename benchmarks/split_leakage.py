@@ -6,7 +6,8 @@
                the model does at the end (AUC and accuracy on the test examples)
     inputs     which digit, one cut: a decoder rebuilds digits from what leaves the head, knowing
                the head (handed over through the server), or a shadow of it (peer to peer),
-               without defence and under NoPeek. Squared error, that of the mean picture beside it, SSIM
+               without defence and under NoPeek. Squared error, beside that of the mean picture, and
+               SSIM
 
     python benchmarks/split_leakage.py > benchmarks/results/split_leakage.json
     python benchmarks/split_leakage.py --pages benchmarks/results/split_leakage.json
