@@ -10,12 +10,28 @@ from dure.data.examples import as_examples
 from dure.split.leakage import Isotropic, MaxNorm, RandomisedResponse, parse_defence
 from dure.split.leakage.labels import norm_auc
 from dure.split.leakage.randomised_response import Relabelled, relabelled
+from dure.split.leakage.rows import as_rows, from_rows
 
 
 def rows() -> Tensor:
     draws = torch.Generator().manual_seed(0)
     lengths = torch.linspace(0.1, 3.0, 12).double().unsqueeze(1)
     return lengths * torch.randn(12, 9, generator=draws, dtype=torch.float64)
+
+
+def test_tensors_of_any_kind_are_rows_and_tensors_again() -> None:
+    tensors = [
+        torch.randn(4, 3, 2),
+        torch.randn(5, 4, dtype=torch.complex64),
+        torch.randn(4, 2, dtype=torch.bfloat16),
+    ]
+    dims = [0, 1, 0]
+    matrix = as_rows(tensors, dims)
+    assert matrix.shape == (4, 6 + 10 + 2)
+    assert torch.equal(matrix[2, :6], tensors[0][2].flatten())
+    again = from_rows(matrix, tensors, dims)
+    assert all(map(torch.equal, again, tensors))
+    assert [one.dtype for one in again] == [one.dtype for one in tensors]
 
 
 def many(defence: MaxNorm | Isotropic, given: Tensor, times: int = 20_000) -> Tensor:

@@ -50,7 +50,7 @@ class Window:
 
     def add(self, *rows: Tensor) -> Mapping[str, float]:
         """One batch, in matrices of as many rows; what is measured where it was the last."""
-        self.parts.append(tuple(each[:MOST].detach().clone() for each in rows))
+        self.parts.append(tuple(each[:MOST].detach().to("cpu", copy=True) for each in rows))
         self.examples += len(self.parts[-1][0])
         return self.close() if self.examples >= WINDOW else {}
 
