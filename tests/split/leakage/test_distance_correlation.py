@@ -76,7 +76,7 @@ def test_what_does_not_vary_has_none_and_no_gradient_that_is_no_number() -> None
     same = torch.ones(6, 2, dtype=torch.float64, requires_grad=True)
     found = distance_correlation(drawn(6, 3), same)
     found.backward()
-    assert float(found) == 0
+    assert found.item() == 0
     assert same.grad is not None
     assert bool(same.grad.isfinite().all())
 
