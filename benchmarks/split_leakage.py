@@ -106,6 +106,7 @@ def inputs(alpha: float, rounds: int) -> JSON:
         tail,
         F.cross_entropy,
         (digits.test.inputs, digits.test.targets),
+        seen,
     )
     row: JSON = {
         "test_accuracy": run.summary["test_accuracy"],

@@ -51,7 +51,7 @@ def test_with_the_head_an_attacker_does_better_than_the_mean_picture(
 ) -> None:
     found = attacked(undefended)
     assert found.inputs.shape == (400, 1, 8, 8)
-    assert found.squared_error < 0.5 * found.of_mean
+    assert found.squared_error < 0.2 * found.of_mean
     assert found.ssim is not None
     assert found.ssim > 0.5
 
@@ -62,7 +62,7 @@ def test_a_wrong_head_is_worth_less_than_the_right_one(undefended: nn.Sequential
     assert attacked(undefended, other).squared_error > 2 * attacked(undefended).squared_error
 
 
-def test_a_shadow_that_fits_the_servers_part_is_worth_more_than_a_wrong_head(
+def test_a_shadow_that_fits_what_is_seen_rebuilds_better_than_the_mean_picture(
     undefended: nn.Sequential,
 ) -> None:
     task = dure.load_task("digits")
@@ -73,13 +73,10 @@ def test_a_shadow_that_fits_the_servers_part_is_worth_more_than_a_wrong_head(
         tail,
         F.cross_entropy,
         (task.test.inputs, task.test.targets),
-        ATTACKER,
+        undefended[:3](task.train.inputs[:400]).detach(),
     )
-    torch.manual_seed(0)
-    other = TwoNN(features=64).layers[:3]
-    guessed = attacked(undefended, shadow).squared_error
-    assert attacked(undefended).squared_error < guessed
-    assert guessed < attacked(undefended, other).squared_error
+    guessed = attacked(undefended, shadow)
+    assert attacked(undefended).squared_error < guessed.squared_error < 0.8 * guessed.of_mean
     assert all(map(torch.equal, before, tail.parameters()))
     assert all(weight.grad is None for weight in tail.parameters())
 
@@ -87,11 +84,11 @@ def test_a_shadow_that_fits_the_servers_part_is_worth_more_than_a_wrong_head(
 def test_without_the_servers_end_a_shadow_is_refused() -> None:
     public = torch.zeros(2, 3), torch.zeros(2)
     with pytest.raises(ValueError, match="needs pairs"):
-        shadow_head(partial(nn.Linear, 3, 2), None, F.cross_entropy, public)
+        shadow_head(partial(nn.Linear, 3, 2), None, F.cross_entropy, public, public[0])
 
 
 def test_no_peek_makes_it_harder(undefended: nn.Sequential) -> None:
-    assert attacked(trained("no-peek:4")).squared_error > 1.2 * attacked(undefended).squared_error
+    assert attacked(trained("no-peek:4")).squared_error > 2 * attacked(undefended).squared_error
 
 
 def test_an_attack_has_the_same_bits_and_leaves_the_generator_alone() -> None:

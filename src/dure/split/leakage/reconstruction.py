@@ -2,7 +2,8 @@
 
     head known      it runs public inputs through the head, and trains a decoder Z -> X on the pairs
     head unknown    it first trains a head of its own, a shadow, so that the server's part, as it
-                    is, gives the right labels of public examples behind it; then as above
+                    is, gives the right labels of public examples behind it, and so that what leaves
+                    it has the mean and the covariance of what was seen; then as above
 
 The head is known to the server where weights are handed over through it, and to whoever enrols a
 client of his own. The shadow needs a server's part that ends with the loss, so it is one of a
@@ -70,7 +71,8 @@ class Decoder:
     def train(self, values: Tensor, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """decoder(values): inputs, learned from these pairs."""
         flat, wanted = values.flatten(1), inputs.flatten(1)
-        middle, scale = flat.mean(dim=0), flat.std(dim=0).clamp(min=1e-6)
+        # One scale for all: a number that public examples leave alone may be large in others.
+        middle, scale = flat.mean(dim=0), flat.std().clamp(min=1e-12)
         with _seeded(self.seed, "decoder"):
             net = nn.Sequential(
                 nn.Linear(flat.shape[1], self.width),
@@ -136,12 +138,14 @@ def shadow_head(
     tail: Callable[[Tensor], Any] | None,
     loss: Callable[[Any, Tensor], Tensor],
     public: tuple[Tensor, Tensor],
-    decoder: Decoder = Decoder(),
+    values: Tensor,
+    decoder: Decoder = Decoder(steps=300, batch_size=128),
 ) -> nn.Module:
     """A head of the attacker's own that fits the server's part.
 
     make: a fresh module, of a kind that the attacker supposes. tail: the server's part, which is
     left as it is; None where it does not end with the loss. public: inputs and their targets.
+    values: what was seen to leave the true head. Costs O(d²) a step for d numbers an example.
 
     Raises ValueError without a tail: then the attacker needs pairs of inputs and what left the
     head.
@@ -155,8 +159,22 @@ def shadow_head(
     with _seeded(decoder.seed, "shadow head"):
         shadow = make()
     inputs, targets = public
-    decoder.fit(shadow, lambda at: loss(tail(shadow(inputs[at])), targets[at]), len(inputs))
+    seen = _moments(values)
+
+    def misfit(at: Tensor) -> Tensor:
+        given = shadow(inputs[at])
+        pairs = zip(_moments(given), seen, strict=True)
+        unlike = [(mine - true).square().sum() / true.square().sum() for mine, true in pairs]
+        return loss(tail(given), targets[at]) + torch.stack(unlike).sum()
+
+    decoder.fit(shadow, misfit, len(inputs))
     return shadow
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance."""
+    flat = values.flatten(1)
+    return flat.mean(dim=0), flat.T.cov()
 
 
 def ssim(found: Tensor, true: Tensor, span: float) -> float:
