@@ -109,6 +109,27 @@ def test_a_guard_of_gradients_changes_them_and_leaves_the_end_of_the_first_step_
     assert not torch.equal(bare["2.weight"], guarded["2.weight"])
 
 
+def test_labels_that_are_written_as_numbers_are_guarded_and_guessed_as_well() -> None:
+    task = small()
+    inputs, labels = task.train.inputs, task.train.targets
+    one_output = dataclasses.replace(
+        task,
+        model=lambda: nn.Sequential(
+            nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)
+        ).double(),
+        loss=F.binary_cross_entropy_with_logits,
+        train=(inputs, labels.double().unsqueeze(1)),
+    )
+    strategy = SplitLearning(cut=("1", "2"), clients=2, batch_size=30, measure_leaks=True)
+    bare = run(one_output, strategy).history.steps[0].numbers
+    guarded = run(one_output, dataclasses.replace(strategy, defence="marvell:100"))
+    numbers = guarded.history.steps[0].numbers
+    assert bare is not None
+    assert numbers is not None
+    assert bare["direction_leak_auc"] == 1
+    assert numbers["direction_leak_auc"] < 0.8
+
+
 def no_peek_by_hand(batches: list[list[torch.Tensor]], alpha: float) -> dict[str, torch.Tensor]:
     """SGD on the mean over clients of loss + alpha dCor, each of its own batch."""
     task = small(3)
