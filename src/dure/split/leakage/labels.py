@@ -38,7 +38,7 @@ def auc(scores: Tensor, positive: Tensor) -> float:
     if not ones or not zeros:
         return math.nan
     # The rank of a score is the mean of the ranks of those that are equal to it.
-    _, places, counts = scores.double().unique(return_inverse=True, return_counts=True)
+    _, places, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     ranks = (last - (counts - 1) / 2)[places]
     return (float(ranks[positive].sum()) - ones * (ones + 1) / 2) / (ones * zeros)

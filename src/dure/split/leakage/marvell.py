@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class Marvell(Defence):
             memory = self._remembered(rows, positive, both)
         return noisy(rows, positive, memory["difference"], Spread(*memory["spread"]), draws), memory
 
-    def _remembered(self, rows: Tensor, positive: Tensor, both: bool) -> dict[str, object]:
+    def _remembered(self, rows: Tensor, positive: Tensor, both: bool) -> dict[str, Any]:
         """The difference of the means of a batch, and the noise for it."""
         exact = rows.double()
         if both:

@@ -61,7 +61,7 @@ class Relabelled(Examples):
 
     def __init__(self, examples: Examples, labels: Tensor) -> None:
         self.examples = examples
-        self.targets = labels
+        self.targets: Tensor = labels
         self.keys = examples.keys
         self.classes = examples.classes
         self.draws = examples.draws
