@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.data.examples import Examples
+from dure.errors import LossNotFiniteError
 from dure.split.leakage.labels import auc
 from dure.split.leakage.reconstruction import rebuild, shadow_head
 from dure.tasks.models import TwoNN
@@ -44,7 +45,7 @@ JSON = dict[str, Any]
 DEFENCES = {
     "none": [None],
     "marvell": [0.25, 1.0, 4.0, 16.0],
-    "isotropic": [0.5, 2.0, 8.0, 32.0],
+    "isotropic": [0.5, 1.0, 2.0, 4.0],
     "max-norm": [1.0, 4.0],
     "randomised-response": [0.5, 1.0, 2.0, 4.0],
 }
@@ -74,12 +75,18 @@ def rare() -> dure.Task:
 
 
 def labels(defence: str, rounds: int) -> JSON:
-    """One run, its leaks in the first epoch, and the model's worth at the end."""
+    """One run, its leaks in the first epoch, and the model's worth at the end.
+
+    All None where the noise drove the weights out of bounds.
+    """
     task = rare()
     strategy = dure.SplitLearning(
         cut=("1", "2"), clients=2, batch_size=64, defence=defence, measure_leaks=True
     )
-    run = dure.train(task, strategy, stop=dure.Stop(rounds=rounds), seed=0)
+    try:
+        run = dure.train(task, strategy, stop=dure.Stop(rounds=rounds), seed=0)
+    except LossNotFiniteError:
+        return dict.fromkeys([*LEAKS, "test_auc", "test_accuracy"])
     with torch.no_grad():
         scores = run.model(task.test.inputs)
     row: JSON = {name: run.history.series(name)[1][0] for name in LEAKS}
@@ -135,14 +142,22 @@ def measure(rounds: int) -> JSON:
     return result
 
 
+def shown(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    return "diverged" if value is None else f"{100 * value:.1f} %"
+
+
 def write_pages(result: JSON) -> None:
     """The tables and figures of docs/split-leakage.md."""
     rows = result["labels"]
     cells = [
         [
             f"`{row['defence']}`" if row["knob"] is None else f"`{row['defence']}:{row['knob']:g}`",
-            *(f"{row[name]:.2f}" for name in [*LEAKS, "test_auc"]),
-            f"{100 * row['test_accuracy']:.1f} %",
+            *(shown(row[name]) for name in [*LEAKS, "test_auc"]),
+            percent(row["test_accuracy"]),
         ]
         for row in rows
     ]
@@ -172,11 +187,12 @@ def write_pages(result: JSON) -> None:
     ]
     page = DOCS / "split-leakage.md"
     fill(page, {"labels": table(head, cells), "inputs": table(columns, rebuilt)})
+    there = [row for row in rows if row["test_auc"] is not None]
     curves = [
         Curve(
             name,
-            [row["direction_leak_auc"] for row in rows if row["defence"] == name],
-            [row["test_auc"] for row in rows if row["defence"] == name],
+            [row["direction_leak_auc"] for row in there if row["defence"] == name],
+            [row["test_auc"] for row in there if row["defence"] == name],
             marks=True,
         )
         for name in DEFENCES
