@@ -49,7 +49,7 @@ DEFENCES = {
     "max-norm": [1.0, 4.0],
     "randomised-response": [0.5, 1.0, 2.0, 4.0],
 }
-ALPHAS = [0.0, 0.1, 1.0, 4.0]
+ALPHAS = [0.0, 0.5, 1.0, 2.0, 3.0]
 LEAKS = ["norm_leak_auc", "direction_leak_auc", "cluster_leak_auc"]
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -97,7 +97,7 @@ def labels(defence: str, rounds: int) -> JSON:
 
 def inputs(alpha: float, rounds: int) -> JSON:
     """One run, and what a decoder makes of what left its head."""
-    digits = dure.load_task("digits")
+    digits = dure.load_task("digits", lr=0.3)
     defence = f"no-peek:{alpha}" if alpha else "none"
     strategy = dure.SplitLearning(
         cut=("1",), clients=2, batch_size=64, defence=defence, measure_leaks=True
