@@ -24,6 +24,7 @@ from dure.fleet.arrival import ARRIVALS
 from dure.fleet.attacks import ATTACKS
 from dure.fleet.availability import AVAILABILITIES
 from dure.fleet.devices import DEVICES
+from dure.split.leakage import DEFENCES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -96,6 +97,7 @@ def test_every_system_has_a_page(system: str) -> None:
         ("simulation.md", [*DEVICES, *AVAILABILITIES, *ARRIVALS, "auto", *ENGINES]),
         ("aggregation.md", list(AGGREGATORS)),
         ("attacks.md", list(ATTACKS)),
+        ("split-leakage.md", list(DEFENCES)),
         ("command-line.md", [*catalog.TASKS, *catalog.SYSTEMS, *catalog.WORLDS]),
     ],
 )

@@ -39,6 +39,7 @@ from dure.fleet.devices import Devices, parse_devices
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.settings import can_be_read
+from dure.split.leakage import Defence, parse_defence
 from dure.worlds.here import under_torchrun
 from dure.worlds.processes.world import Processes
 
@@ -53,6 +54,7 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Availability: parse_availability,
     Arrival: parse_arrival,
     Attack: parse_attack,
+    Defence: parse_defence,
     TensorPlan: TensorPlan,
 }
 """Types of fields that are written as text, and what reads it."""

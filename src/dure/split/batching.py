@@ -14,6 +14,7 @@ from torch import Tensor
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.program import crossing
 from dure.parallel.pipeline.trace import Value
+from dure.split.leakage.guard import Crossing
 
 
 class Batching:
@@ -68,6 +69,16 @@ class Batching:
             for value, dim in zip(values, dims, strict=True)
         ]
         return [list(own) for own in zip(*parts, strict=True)] or [[] for _ in self.sizes]
+
+
+def crossings(cut: CutModel, boundary: int) -> list[Crossing]:
+    """What is known of the values that cross a cut. Raises ValueError for one of a whole batch."""
+    few = cut.examples
+    dims = _dims(cut, boundary, few, 2 * few)
+    return [
+        Crossing(dim, value.differentiable)
+        for dim, value in zip(dims, _values(cut, boundary, few), strict=True)
+    ]
 
 
 def _values(cut: CutModel, boundary: int, examples: int) -> list[Value]:

@@ -22,6 +22,7 @@ from dure.parallel.pipeline.stage import Microbatch
 from dure.randomness.seeds import seed_generators
 from dure.split import messages
 from dure.split.busy import Busy
+from dure.split.leakage.guard import Guard
 from dure.split.messages import (
     SERVER,
     Ended,
@@ -62,7 +63,8 @@ class Rules:
 class Client:
     """Client `number`. at: gives the indices of its examples in a step of its own, counted from 0.
 
-    seconds: how long so many examples take in these stages, forward or backward.
+    seconds: how long so many examples take in these stages, forward or backward. guard: the defence
+    of what leaves the client; None where there is none.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Client:
         losses: CountedLoss,
         seed: int,
         seconds: Callable[[int, Sequence[int], bool], float],
+        guard: Guard | None = None,
     ) -> None:
         self.number = number
         self.name = messages.client(number)
@@ -85,6 +88,7 @@ class Client:
         self.losses = losses
         self.seed = seed
         self.seconds = seconds
+        self.guard = guard
         self.taken = 0
         """Steps that it has made in its life."""
         self.busy = Busy()
@@ -149,6 +153,8 @@ class Client:
         assert self._turn is not None
         batch = self._batch()
         values = self.party.forward(0, self._place, batch, [])
+        if self.guard is not None:
+            self.guard.sent(batch.inputs, values)
         targets = None if self.rules.labels_stay else tree_flatten(batch.targets)[0]
         indices = self.at(self.taken)
         smashed = Smashed(
@@ -177,6 +183,8 @@ class Client:
         batch = self._batch(outputs.share)
         self.party.forward(self.end, self._place, batch, outputs.values)
         gradients = self.party.backward(self.end, [])
+        if self.guard is not None:
+            gradients = self.guard.gradients(gradients, batch.targets, self._place)
         loss, counted = self.party.loss(self.end)
         said = OutputGradients(
             turn=self._turn.number,
@@ -194,8 +202,13 @@ class Client:
         """Back to the examples."""
         assert self._turn is not None
         examples = self.party.examples(0)
-        self.party.backward(0, message.values)
-        gradients = self.party.gradients(message.missed)
+        values: Sequence[Tensor] = message.values
+        missed = message.missed
+        if self.guard is not None:
+            values = self.guard.returned(values, message.share)
+            missed = 0 if self.guard.adds else missed
+        self.party.backward(0, values)
+        gradients = self.party.gradients(missed)
         seconds = self.seconds(examples, [0], True)
         if self.rules.sums:
             said = HeadGradients(self._turn.number, self._step, gradients)

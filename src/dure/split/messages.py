@@ -98,13 +98,17 @@ class OutputGradients(msgspec.Struct, frozen=True):
 
 
 class Gradients(msgspec.Struct, frozen=True):
-    """The gradients of what has left the head. missed, loss, counted: as in `OutputGradients`."""
+    """The gradients of what has left the head. missed, loss, counted: as in `OutputGradients`.
+
+    share: of the joint batch, that the client's has.
+    """
 
     step: int
     values: tuple[Tensor, ...]
     missed: int
     loss: float
     counted: float
+    share: float = 1.0
 
 
 class HeadGradients(msgspec.Struct, frozen=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dure.data.partition import Partition
 from dure.split.client import Rules
+from dure.split.leakage import Defence, NoDefence
 from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
 from dure.split.sides import Party
@@ -17,7 +18,7 @@ MakeOrder = Callable[[Amounts, Own, Callable[[int], Party], int], Order]
 
 @dataclass(frozen=True)
 class Plan:
-    """clients, at, local_epochs, batch_size, partition: as in `SplitLearning`."""
+    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks: as in `Split`."""
 
     clients: int
     at: tuple[str, ...]
@@ -26,6 +27,8 @@ class Plan:
     partition: Partition
     rules: Rules
     order: MakeOrder
+    defence: Defence = field(default_factory=NoDefence)
+    measure_leaks: bool = False
 
     @property
     def client_stages(self) -> list[int]:

@@ -189,11 +189,12 @@ class Server:
         self.losses.append((mean, counted))
         tail.update(tail.gradients(missed if back is not None else 0), self.order.rate(joint.at))
         said: list[Envelope] = [
-            (client, Gradients(one.step, tuple(own), missed, mean, counted))
-            for client, one, own in zip(
+            (client, Gradients(one.step, tuple(own), missed, mean, counted, share))
+            for client, one, own, share in zip(
                 joint.clients,
                 joint.smashed,
                 joint.batching.gradients_apart(found),
+                joint.shares,
                 strict=True,
             )
         ]

@@ -186,6 +186,10 @@ class Party:
         """Of the batch that a stage has gone forward with, and not yet backward."""
         return self._batches[stage].examples
 
+    def inputs(self, stage: int) -> Sequence[Any]:
+        """The leaves of the inputs of that batch."""
+        return self._batches[stage].inputs
+
     @property
     def under_way(self) -> bool:
         """Whether a batch has gone forward, and not yet backward."""

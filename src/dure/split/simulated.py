@@ -26,11 +26,16 @@ from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, VirtualNetwork
 from dure.parallel.pipeline.draws import Stream
-from dure.randomness.seeds import derive, generators_state, restore_generators
+from dure.randomness.seeds import derive, generator, generators_state, restore_generators
 from dure.record.meter import Meter
-from dure.split.batching import Batching
+from dure.split.batching import Batching, crossings
 from dure.split.client import Client
 from dure.split.cutting import cut_at, shares_of
+from dure.split.leakage.defence import class_labels, count_classes
+from dure.split.leakage.exposure import exposure
+from dure.split.leakage.guard import Guard
+from dure.split.leakage.meter import LeakMeter, Metered
+from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, Own, client
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
@@ -65,7 +70,8 @@ class SimulatedLearner(Learner):
         self.cut = cut_at(task, self.model, plan.at, largest)
         self.flops = flops_per_step(self.model, self.train, largest)
         self.shares = shares_of(self.cut)
-        losses = CountedLoss(task.loss, self.train)
+        trained = relabelled(plan.defence, self.train, seed)
+        losses = CountedLoss(task.loss, trained)
         # Every operation draws from a seed of its own: neither side tells the other what it drew.
         stream = Stream(derive(seed, "split"), carried=False)
         drawn = stream.drawing(weighed(losses), -1)
@@ -88,11 +94,12 @@ class SimulatedLearner(Learner):
                 number,
                 Party(self.heads, head, number),
                 plan.rules,
-                self.train,
+                trained,
                 part.at,
                 losses,
                 seed,
                 partial(self._seconds, number),
+                self._guard(number),
             )
             for number, part in enumerate(self.parts)
         ]
@@ -102,7 +109,31 @@ class SimulatedLearner(Learner):
         self.round = 0
         self.now = 0.0
         self.smashed = 0
+        self.leaks = self._leaks() if plan.measure_leaks else None
         self._begin()
+
+    def _guard(self, number: int) -> Guard | None:
+        """The defence of a client."""
+        defence = self.plan.defence
+        if defence.guards in ("nothing", "labels"):
+            return None
+        first, last = crossings(self.cut, 0), crossings(self.cut, self.cut.stages - 2)
+        return Guard(defence, first, last, partial(generator, self.seed, "defence", number))
+
+    def _leaks(self) -> LeakMeter:
+        """The meter, which knows the true labels."""
+        labels = class_labels(self.train)
+        return LeakMeter(
+            labels,
+            0 if labels is None else count_classes(self.train, labels),
+            crossings(self.cut, 0),
+            crossings(self.cut, self.cut.stages - 2),
+        )
+
+    def _held(self, name: str) -> tuple[Tensor, Sequence[Any]]:
+        """The batch that a client has in hand: the indices of its examples, and its inputs."""
+        one = next(one for one in self.clients if one.name == name)
+        return one.at(one.taken), one.party.inputs(0)
 
     def _batching(self, sizes: tuple[int, ...]) -> Batching:
         return Batching(self.cut, sizes)
@@ -111,7 +142,8 @@ class SimulatedLearner(Learner):
         self.network = VirtualNetwork()
         self.network.now = self.now
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
-        self.network.add(SERVER, self.server, Link(out=speed, into=speed))
+        seen = self.server if self.leaks is None else Metered(self.server, self.leaks, self._held)
+        self.network.add(SERVER, seen, Link(out=speed, into=speed))
         for one in self.clients:
             device = self.conditions.devices.of(one.number, self.seed)
             self.network.add(one.name, one, Link(out=device.up, into=device.down))
@@ -140,11 +172,12 @@ class SimulatedLearner(Learner):
         steps, self.server.losses = self.server.losses, []
         samples, self.server.samples = self.server.samples, 0
         counted = sum(count for _, count in steps)
+        leaks = {} if self.leaks is None else self.leaks.numbers()
         return Progress(
             loss=mean_over(sum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish,
-            numbers={"virtual_seconds": self.now},
+            numbers={"virtual_seconds": self.now, **leaks},
         )
 
     def _over(self) -> bool:
@@ -185,6 +218,7 @@ class SimulatedLearner(Learner):
             "heads": [written(one.party.own) for one in self.clients],
             "tails": [written(one.own) for one in self.order.tails],
             "taken": [one.taken for one in self.clients],
+            "remembered": [one.guard and one.guard.memory for one in self.clients],
             "buffers": passing_buffers(self.model),
         }
 
@@ -198,6 +232,9 @@ class SimulatedLearner(Learner):
         for one, head, taken in zip(self.clients, state["heads"], state["taken"], strict=True):
             one.party.own = read(head)
             one.taken = taken
+        for one, memory in zip(self.clients, state["remembered"], strict=True):
+            if one.guard is not None:
+                one.guard.memory = memory
         for tail, own in zip(self.order.tails, state["tails"], strict=True):
             tail.own = read(own)
         self._begin()
@@ -206,7 +243,7 @@ class SimulatedLearner(Learner):
         return self.meters_
 
     def facts(self) -> dict[str, Any]:
-        """Where the model was cut, and how much of it each side has."""
+        """Where the model was cut, how much of it each side has, and who could learn what."""
         values, gradients = self.cut.message_bytes(0, self.cut.examples)
         return {
             "split": {
@@ -217,7 +254,19 @@ class SimulatedLearner(Learner):
                 "smashed_bytes": values,
                 "gradient_bytes": gradients,
                 "examples": self.cut.examples,
-            }
+            },
+            "leakage": self._leakage(),
+        }
+
+    def _leakage(self) -> dict[str, Any]:
+        """The defence, who could learn what, and what the meter last said."""
+        rules = self.plan.rules
+        through_server = rules.returns or rules.sums
+        defence = self.plan.defence
+        return {
+            "defence": str(defence),
+            "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
+            "measured": dict(self.leaks.latest) if self.leaks is not None else {},
         }
 
 

@@ -32,6 +32,7 @@ from dure.settings import parse_fields
 from dure.split.client import Rules
 from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, prove
+from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
 from dure.split.plan import Plan
@@ -54,6 +55,10 @@ class Split(Strategy):
         batch_size: B, of a client's step; None is all of its data.
         partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5 or
             quantity-skew:1.
+        defence: against what crosses the cut telling more than it should: none, marvell:4,
+            max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
+        measure_leaks: whether a meter tells, every round, how well the server could guess labels
+            and how much of the inputs it sees; in simulations.
     """
 
     cut: tuple[str, ...] = ("1",)
@@ -61,13 +66,15 @@ class Split(Strategy):
     local_epochs: int = 1
     batch_size: int | None = 10
     partition: Partition = field(default_factory=IID)
+    defence: Defence = field(default_factory=NoDefence)
+    measure_leaks: bool = False
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
-        parse_fields(self, {"partition": partition.parse})
+        parse_fields(self, {"partition": partition.parse, "defence": parse_defence})
 
     @abstractmethod
     def rules(self) -> Rules:
@@ -98,6 +105,8 @@ class Split(Strategy):
             partition=self.partition,
             rules=self.rules(),
             order=self.order,
+            defence=self.defence,
+            measure_leaks=self.measure_leaks,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -108,6 +117,7 @@ class Split(Strategy):
                 raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
         labels = task.train.labels()
         self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
+        self.defence.check(task.train, self.labels_stay)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for clients over a network."""

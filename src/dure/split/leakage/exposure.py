@@ -1,0 +1,43 @@
+"""Who could learn what in a run, in a line.
+
+labels    with one cut the server is sent them; with two it sees the gradients of the outputs
+inputs    what leaves the head is always seen by the server; a decoder needs the head, or a
+          shadow of it
+head      whoever is handed it: the next client, or the server
+"""
+
+from __future__ import annotations
+
+from dure.split.leakage.defence import Defence
+
+
+def exposure(labels_stay: bool, through_server: bool, hands: bool, defence: Defence) -> str:
+    """labels_stay: whether the end of the model is with clients.
+
+    through_server: whether heads, or their gradients, are sent to the server. hands: whether
+    clients hand heads on among themselves.
+    """
+    return f"{_labels(labels_stay, defence)}; {_inputs(through_server, hands, defence)}"
+
+
+def _labels(labels_stay: bool, defence: Defence) -> str:
+    if defence.guards == "labels":
+        given = "gradients made of them" if labels_stay else "labels"
+        return f"the server is sent {given}, randomised by {defence}"
+    if not labels_stay:
+        return "the server is sent all labels"
+    noise = f" with the noise of {defence}" if defence.guards == "gradients" else ""
+    return f"the server sees gradients of the outputs{noise}, and could guess labels from them"
+
+
+def _inputs(through_server: bool, hands: bool, defence: Defence) -> str:
+    fewer = f" (which {defence} makes say less)" if defence.guards == "activations" else ""
+    seen = f"the server sees what leaves the heads{fewer}"
+    if through_server:
+        return f"{seen} and is handed the heads, and could rebuild inputs with both"
+    if hands:
+        return (
+            f"{seen}, and could rebuild inputs if it enrolled a client of its own; clients see "
+            f"the heads of each other"
+        )
+    return f"{seen}, and knows no head unless it enrols a client of its own"

@@ -1,0 +1,108 @@
+"""A defence at work for one party: tensors in, tensors out, as they cross the cut.
+
+sent        what leaves the head, before it is sent
+returned    the gradients that come back for it, with those of what the head's loss has besides
+gradients   what leaves the party that has the labels, as it may be seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dure.split.leakage.defence import Defence, Memory, binary
+from dure.split.leakage.rows import as_rows, from_rows, numbers_of
+
+
+class Crossing(NamedTuple):
+    """What is known of a value that crosses a cut.
+
+    dim: which of its dimensions counts examples; None where none does. differentiable: whether a
+    gradient comes back for it.
+    """
+
+    dim: int | None
+    differentiable: bool
+
+
+class Guard:
+    """Of one party.
+
+    leaving, arriving: the values that cross the first cut, and the last one, in their order. draws:
+    from where the noise of a step is drawn, a generator for each step.
+    """
+
+    def __init__(
+        self,
+        defence: Defence,
+        leaving: Sequence[Crossing],
+        arriving: Sequence[Crossing],
+        draws: Callable[[int], torch.Generator],
+    ) -> None:
+        self.defence = defence
+        self.draws = draws
+        self.memory: Memory = None
+        """What the defence remembers: part of the party's state."""
+        self._leaving = [one.differentiable for one in leaving]
+        self._leaving_dims = _dims(leaving)
+        self._arriving_dims = _dims(arriving)
+        self._sent: tuple[Tensor | None, list[Tensor]] | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether what leaves the head has a loss of its own, so that every weight there learns."""
+        return self.defence.guards == "activations"
+
+    def gradients(self, gradients: Sequence[Tensor], targets: Any, step: int) -> list[Tensor]:
+        """The gradients of a batch, as they leave the party that has the targets."""
+        if self.defence.guards != "gradients" or not gradients:
+            return list(gradients)
+        rows = as_rows(gradients, self._arriving_dims)
+        protected, self.memory = self.defence.gradients(
+            rows, binary(targets), self.draws(step), self.memory
+        )
+        return from_rows(protected, gradients, self._arriving_dims)
+
+    def sent(self, inputs: Sequence[Any], values: Sequence[Tensor]) -> None:
+        """What leaves the head. inputs: the leaves of the model's."""
+        if self.adds:
+            pairs = zip(values, self._leaving, strict=True)
+            self._sent = numbers_of(inputs), [value for value, learns in pairs if learns]
+
+    def returned(self, gradients: Sequence[Tensor], share: float) -> list[Tensor]:
+        """The gradients that the head goes backward with.
+
+        share: of the joint batch, that the party's has, as what comes back counts it.
+
+        Raises ValueError for inputs that are no numbers, where the defence measures them.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None or not gradients:
+            return list(gradients)
+        inputs, values = sent
+        if inputs is None:
+            raise ValueError(f"{self.defence} measures inputs that are floating-point numbers")
+        term = self.defence.activations(inputs, as_rows(values, self._leaving_dims))
+        parts = from_rows(term, gradients, self._leaving_dims)
+        return [given + share * part for given, part in zip(gradients, parts, strict=True)]
+
+
+def _dims(values: Sequence[Crossing]) -> list[int]:
+    """Of the values for which gradients come back.
+
+    Raises ValueError for one that belongs to a whole batch.
+    """
+    found: list[int] = []
+    for value in values:
+        if not value.differentiable:
+            continue
+        if value.dim is None:
+            raise ValueError(
+                "a value at the cut belongs to a whole batch, and what leaves has to be told "
+                "example by example: cut the model elsewhere, or leave the defence out"
+            )
+        found.append(value.dim)
+    return found

@@ -1,0 +1,210 @@
+"""Marvell: the least noise, by power, that hides which of two classes a gradient belongs to.
+
+Gradients at the cut are modelled as two Gaussians, of the negative and of the positive examples:
+means that differ by D, variances u and v in every direction, fractions 1-p and p. Noise of
+covariance S0 and S1 is added so that the two are as alike as they can be
+
+    minimise    sumKL = KL(1 ‖ 0) + KL(0 ‖ 1)
+    subject to  p tr(S1) + (1-p) tr(S0) <= P = s ‖D‖²
+
+The best S0 and S1 have one eigenvalue along D, lam1, and one for all d-1 other directions, lam2.
+With g = ‖D‖²
+
+    2 (sumKL + d) = (d-1) [(lam20+u)/(lam21+v) + (lam21+v)/(lam20+u)]
+                    + (lam10+u+g)/(lam11+v) + (lam11+v+g)/(lam10+u)
+    p (lam11 + (d-1) lam21) + (1-p) (lam10 + (d-1) lam20) = P,   lam1 >= lam2 >= 0
+
+In a = lam10+u, b = lam11+v, c = lam20+u, e = lam21+v all terms are positive products of powers: a
+geometric program, which is convex in the logarithms, so what is found is the one best. The class
+with the larger variance gets no noise in other directions. What remains is a search along c; for
+each c the best a and b lie on a line, b/a = sqrt((C + (1-p) g)/(C + p g)), C = p b + (1-p) a.
+
+sumKL < (2 - 4 eps)² makes the error of any detector, the mean of its false positive and false
+negative rates, at least eps. Noise has mean zero: gradients stay unbiased.
+
+It guards gradients, and not activations. A batch that has one class alone tells no D; it gets the
+noise of the party's last batch with both classes, or, before there was one, noise as if the other
+class had the opposite gradient.
+
+Cost: a hundred steps of arithmetic a batch, and O(n d).
+
+Source: O. Li et al., "Label Leakage and Protection in Two-party Split Learning", ICLR 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import Examples
+from dure.split.leakage.defence import Defence, Memory, binary, check_knob, class_labels
+from dure.split.leakage.noise import gaussian
+
+_STEPS = 100
+"""Of the search: each leaves 0.62 of the interval, and 0.62^100 is nothing."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Spread(NamedTuple):
+    """Variances of the noise: along the difference of means (lam1) and elsewhere (lam2), of the
+    negative class (0) and of the positive one (1), and what the sum of divergences is then.
+    """
+
+    lam10: float
+    lam20: float
+    lam11: float
+    lam21: float
+    sum_kl: float
+
+
+@dataclass(frozen=True)
+class Marvell(Defence):
+    """The noise that makes two classes most alike. power: s, of the noise, over ‖D‖²."""
+
+    name: ClassVar[str] = "marvell"
+    guards: ClassVar[Literal["gradients"]] = "gradients"
+    power: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_knob(self.power, "marvell: the power")
+
+    def check(self, examples: Examples, labels_stay: bool) -> None:
+        super().check(examples, labels_stay)
+        labels = class_labels(examples)
+        if labels is None or binary(labels) is None:
+            raise ValueError(
+                "marvell is for two classes, with the labels 0 and 1, and those of the task are "
+                "others: isotropic:1 is for any"
+            )
+
+    def gradients(
+        self, rows: Tensor, positive: Tensor | None, draws: torch.Generator, memory: Memory
+    ) -> tuple[Tensor, Memory]:
+        if positive is None:
+            raise ValueError("marvell is for two classes, with the labels 0 and 1")
+        positive = positive.to(rows.device)
+        both = bool(positive.any()) and not bool(positive.all())
+        if both or memory is None:
+            memory = self._remembered(rows, positive, both)
+        return noisy(rows, positive, memory["difference"], Spread(*memory["spread"]), draws), memory
+
+    def _remembered(self, rows: Tensor, positive: Tensor, both: bool) -> dict[str, Any]:
+        """The difference of the means of a batch, and the noise for it."""
+        exact = rows.double()
+        if both:
+            one, zero = exact[positive], exact[~positive]
+            difference = one.mean(dim=0) - zero.mean(dim=0)
+            u, v = _variance(zero), _variance(one)
+            p = len(one) / len(exact)
+        else:
+            difference = (2 if bool(positive.any()) else -2) * exact.mean(dim=0)
+            u = v = _variance(exact)
+            p = 0.5
+        g = float(difference.square().sum())
+        spread = solve(u=u, v=v, d=rows.shape[1], g=g, p=p, power=self.power * g)
+        return {"difference": difference.to(rows.dtype), "spread": list(spread)}
+
+
+def _variance(rows: Tensor) -> float:
+    """The mean over all directions, of the rows about their mean."""
+    return float((rows - rows.mean(dim=0)).square().mean())
+
+
+def noisy(
+    rows: Tensor, positive: Tensor, difference: Tensor, spread: Spread, draws: torch.Generator
+) -> Tensor:
+    """The gradients with noise.
+
+    rows: of shape (n, d). positive: of shape (n,). difference: of shape (d,).
+    """
+    length = float(difference.norm())
+    if not length:
+        return rows
+    along, elsewhere = gaussian((len(rows), 1), rows, draws), gaussian(rows.shape, rows, draws)
+
+    def each(one: float, zero: float) -> Tensor:
+        """A deviation for every row, from the variances of the two classes."""
+        of_class = torch.tensor([zero, one], dtype=torch.float64).clamp(min=0).sqrt()
+        return of_class.to(rows.device, rows.dtype)[positive.long()].unsqueeze(1)
+
+    # Two independent parts: one in all directions, and what there is more along the difference.
+    more = each(spread.lam11 - spread.lam21, spread.lam10 - spread.lam20)
+    everywhere = each(spread.lam21, spread.lam20)
+    return rows + more * along * (difference / length) + everywhere * elsewhere
+
+
+def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Spread:
+    """The best variances of noise of this power.
+
+    u, v: the variance, in every direction, of negative and of positive gradients. d: how many
+    directions. g: ‖D‖². p: the fraction of positive ones, between 0 and 1. power: P.
+    """
+    if u > v:
+        other = solve(u=v, v=u, d=d, g=g, p=1 - p, power=power)
+        return Spread(other.lam11, other.lam21, other.lam10, other.lam20, other.sum_kl)
+    if g <= 0 or power <= 0:
+        return Spread(0.0, 0.0, 0.0, 0.0, sum_kl(u, v, u, v, d, g))
+    # Here e = v: the positive class gets noise along D alone.
+    whole = power + d * (p * v + (1 - p) * u)
+
+    def line(c: float) -> tuple[float, float]:
+        """The best (a, b) beside this c."""
+        left = whole - (d - 1) * ((1 - p) * c + p * v)
+        ratio = math.sqrt((left + (1 - p) * g) / (left + p * g))
+        most = (left - p * v) / (1 - p)
+        a = min(max(left / (p * ratio + 1 - p), c), most)
+        return a, (left - (1 - p) * a) / p
+
+    def divergence(c: float) -> float:
+        a, b = line(c)
+        return sum_kl(a, b, c, v, d, g)
+
+    # More noise elsewhere than makes the classes alike there is no use, nor is there power for it.
+    highest = min(v, u + power / ((1 - p) * d))
+    c = u if d == 1 or highest <= u else least(divergence, max(u, highest * 1e-12), highest)
+    a, b = line(c)
+    return Spread(max(a - u, 0.0), max(c - u, 0.0), max(b - v, 0.0), 0.0, sum_kl(a, b, c, v, d, g))
+
+
+def sum_kl(a: float, b: float, c: float, e: float, d: int, g: float) -> float:
+    """KL(1 ‖ 0) + KL(0 ‖ 1) of two Gaussians whose means differ by sqrt(g) along one direction.
+
+    a, b: their variances along it, of the negative and of the positive class. c, e: elsewhere, in
+    d-1 directions.
+    """
+    return 0.5 * ((d - 1) * _excess(c, e) + _excess(a, b) + _ratio(g, a) + _ratio(g, b))
+
+
+def _excess(x: float, y: float) -> float:
+    """x/y + y/x - 2, without cancellation."""
+    return 0.0 if x == y else _ratio((x - y) ** 2, x * y)
+
+
+def _ratio(x: float, y: float) -> float:
+    if not x:
+        return 0.0
+    return x / y if y else math.inf
+
+
+def least(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that is convex in the logarithm is least, between two positive numbers."""
+    left, right = math.log(low), math.log(high)
+    near, far = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
+    at_near, at_far = function(math.exp(near)), function(math.exp(far))
+    for _ in range(_STEPS):
+        if at_near <= at_far:
+            right, far, at_far = far, near, at_near
+            near = right - _GOLDEN * (right - left)
+            at_near = function(math.exp(near))
+        else:
+            left, near, at_near = near, far, at_far
+            far = left + _GOLDEN * (right - left)
+            at_far = function(math.exp(far))
+    # The ends are exact where the best is one of them.
+    return min([low, high, math.exp((left + right) / 2)], key=function)

@@ -1,0 +1,175 @@
+"""A meter in a simulated run: what the server saw in a round, beside what only the meter knows.
+
+It stands before the server and reads what comes. Batches are put together until there are 128
+examples; each such window is measured and dropped, and the median over a round's windows goes into
+the history:
+
+    norm_leak_auc, direction_leak_auc    labels, from the gradients at the second cut (two cuts)
+    cluster_leak_auc                     labels, from what leaves the heads
+    distance_correlation                 of inputs and what leaves the heads
+
+So it needs memory for one window, whatever the length of a round: of a larger batch the first 512
+examples are measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.fleet.virtual import Envelope, Message, Node
+from dure.split.leakage.distance_correlation import distance_correlation
+from dure.split.leakage.guard import Crossing
+from dure.split.leakage.labels import clusters_auc, direction_auc, norm_auc
+from dure.split.leakage.rows import as_rows, numbers_of
+from dure.split.messages import OutputGradients, Smashed
+
+WINDOW = 128
+"""Examples that are measured together, at the least."""
+
+MOST = 512
+"""Examples of a batch that are measured, at the most."""
+
+_LEFT = 32
+"""What is left at the end of a round is measured too where it is so many examples."""
+
+
+@dataclass
+class Window:
+    """Batches that are measured together."""
+
+    measure: Callable[..., Mapping[str, float]]
+    parts: list[tuple[Tensor, ...]] = field(default_factory=list)
+    examples: int = 0
+
+    def add(self, *rows: Tensor) -> Mapping[str, float]:
+        """One batch, in matrices of as many rows; what is measured where it was the last."""
+        self.parts.append(tuple(each[:MOST].detach().to("cpu", copy=True) for each in rows))
+        self.examples += len(self.parts[-1][0])
+        return self.close() if self.examples >= WINDOW else {}
+
+    def close(self) -> Mapping[str, float]:
+        """Measures what is there, and begins anew."""
+        parts, self.parts, self.examples = self.parts, [], 0
+        together = [torch.cat(each) for each in zip(*parts, strict=True)]
+        return self.measure(*together)
+
+    def drop(self) -> None:
+        """Begins anew."""
+        self.parts, self.examples = [], 0
+
+
+class LeakMeter:
+    """Of a run. labels: of all its examples, int64 of shape (n,); None where there are none.
+
+    leaving, arriving: the values that cross the first cut, and the last one.
+    """
+
+    def __init__(
+        self,
+        labels: Tensor | None,
+        classes: int,
+        leaving: Sequence[Crossing],
+        arriving: Sequence[Crossing],
+    ) -> None:
+        self.labels = labels
+        self.classes = classes
+        self._leaving = [one.dim for one in leaving]
+        self._arriving = [one.dim for one in arriving if one.differentiable]
+        self._values = Window(self._of_values)
+        self._gradients = Window(self._of_gradients)
+        self._inputs = Window(self._of_inputs)
+        self._found: dict[str, list[float]] = {}
+        self.latest: dict[str, float] = {}
+        """The numbers of the newest round."""
+
+    def smashed(self, message: Smashed, indices: Tensor, inputs: Sequence[Any]) -> None:
+        """What left a head, of the examples at these indices, with these leaves of the inputs."""
+        values = _rows(message.values, self._leaving)
+        if values is None:
+            return
+        if self.labels is not None:
+            self._take(self._values.add(values, self.labels[indices]))
+        numbers = numbers_of(inputs)
+        if numbers is not None and len(numbers) == len(values):
+            self._take(self._inputs.add(numbers, values))
+
+    def gradients(self, message: OutputGradients, indices: Tensor) -> None:
+        """What left the party that has the labels."""
+        rows = _rows(message.values, self._arriving)
+        if rows is not None and self.labels is not None:
+            self._take(self._gradients.add(rows, self.labels[indices]))
+
+    def numbers(self) -> dict[str, float]:
+        """The medians of a round, which is over."""
+        for window in (self._gradients, self._values, self._inputs):
+            if window.examples >= _LEFT:
+                self._take(window.close())
+            window.drop()
+        found, self._found = self._found, {}
+        self.latest = {name: statistics.median(values) for name, values in found.items()}
+        return self.latest
+
+    def _take(self, measured: Mapping[str, float]) -> None:
+        for name, value in measured.items():
+            if not math.isnan(value):
+                self._found.setdefault(name, []).append(value)
+
+    def _of_values(self, values: Tensor, labels: Tensor) -> Mapping[str, float]:
+        return {"cluster_leak_auc": clusters_auc(values, labels, self.classes)}
+
+    def _of_gradients(self, rows: Tensor, labels: Tensor) -> Mapping[str, float]:
+        return {
+            "norm_leak_auc": norm_auc(rows, labels, self.classes),
+            "direction_leak_auc": direction_auc(rows, labels, self.classes),
+        }
+
+    def _of_inputs(self, inputs: Tensor, values: Tensor) -> Mapping[str, float]:
+        return {"distance_correlation": float(distance_correlation(inputs, values.to(inputs)))}
+
+
+class Metered:
+    """The server, with a meter before it.
+
+    held: what a client has in hand, by its name: the indices of its batch, and its inputs' leaves.
+    """
+
+    def __init__(
+        self,
+        server: Node,
+        meter: LeakMeter,
+        held: Callable[[str], tuple[Tensor, Sequence[Any]]],
+    ) -> None:
+        self.server = server
+        self.meter = meter
+        self.held = held
+
+    @property
+    def wake(self) -> float:
+        return self.server.wake
+
+    def tick(self, now: float) -> list[Envelope]:
+        return self.server.tick(now)
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        if isinstance(message, Smashed):
+            self.meter.smashed(message, *self.held(sender))
+        elif isinstance(message, OutputGradients):
+            self.meter.gradients(message, self.held(sender)[0])
+        return self.server.receive(sender, message, now)
+
+
+def _rows(values: Sequence[Tensor], dims: Sequence[int | None]) -> Tensor | None:
+    """Those that examples have of their own, as a matrix of numbers; None where there are none."""
+    own = [
+        (value, dim)
+        for value, dim in zip(values, dims, strict=True)
+        if dim is not None and value.is_floating_point()
+    ]
+    return as_rows([value for value, _ in own], [dim for _, dim in own]) if own else None

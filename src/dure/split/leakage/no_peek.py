@@ -1,0 +1,53 @@
+"""NoPeek: the head learns to say little of the inputs in what leaves it.
+
+    loss of the head = the task's loss + alpha dCor(X, Z)        X inputs, Z what leaves, of a batch
+
+The client adds the gradient of the second part, by Z, to what comes back from the server: nothing
+else travels. It makes inputs harder to rebuild, and promises nothing; labels are not guarded.
+
+Cost: O(n² (d_in + d)) a batch of n examples.
+
+Source: P. Vepakomma et al., "NoPeek: Information leakage reduction to share activations in
+distributed deep learning", 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import Examples
+from dure.split.leakage.defence import Defence, check_knob
+from dure.split.leakage.distance_correlation import distance_correlation
+
+
+@dataclass(frozen=True)
+class NoPeek(Defence):
+    """Distance correlation in the head's loss. alpha: its weight."""
+
+    name: ClassVar[str] = "no-peek"
+    guards: ClassVar[Literal["activations"]] = "activations"
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_knob(self.alpha, "no-peek: alpha")
+
+    def check(self, examples: Examples, labels_stay: bool) -> None:
+        inputs = getattr(examples, "inputs", None)
+        if isinstance(inputs, Tensor) and not inputs.is_floating_point():
+            raise ValueError(
+                "no-peek measures distances between inputs, and those of the task are no "
+                "floating-point numbers: leave it out"
+            )
+
+    def activations(self, inputs: Tensor, values: Tensor) -> Tensor:
+        if len(values) < 2:
+            return torch.zeros_like(values)
+        leaf = values.detach().requires_grad_()
+        with torch.enable_grad():
+            term = self.alpha * distance_correlation(inputs.to(leaf.dtype), leaf)
+        (gradient,) = torch.autograd.grad(term, leaf)
+        return gradient

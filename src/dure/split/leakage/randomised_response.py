@@ -1,0 +1,99 @@
+"""Randomised response: label differential privacy by labels that are spoilt once.
+
+Of K classes, with the privacy budget epsilon,
+
+    the true label       with probability e^epsilon / (e^epsilon + K - 1)
+    each of the others   with probability         1 / (e^epsilon + K - 1)
+
+Each label is drawn once, before training, and used in every pass: drawn anew each time, it would be
+told by the average, and the budget spent again. Whoever sees what is made of the labels, the server
+with one cut as well, learns of each at most a factor e^epsilon. Inputs are not guarded.
+
+Source: S. Warner 1965; B. Ghazi et al., "Deep Learning with Label Differential Privacy", NeurIPS
+2021.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dure.data.examples import Examples
+from dure.randomness.seeds import generator
+from dure.split.leakage.defence import Defence, check_knob, class_labels, count_classes
+
+
+@dataclass(frozen=True)
+class RandomisedResponse(Defence):
+    """Labels that are wrong with a known probability. epsilon: 0 tells nothing at all."""
+
+    name: ClassVar[str] = "randomised-response"
+    guards: ClassVar[Literal["labels"]] = "labels"
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_knob(self.epsilon, "randomised-response: epsilon", zero=True)
+
+    def check(self, examples: Examples, labels_stay: bool) -> None:
+        if class_labels(examples) is None:
+            raise ValueError(
+                "randomised-response takes one class label an example, and the targets of the task "
+                "are something else: leave it out"
+            )
+
+    def labels(self, labels: Tensor, classes: int, draws: torch.Generator) -> Tensor:
+        if classes < 2:
+            return labels
+        true = 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
+        lies = torch.rand(len(labels), generator=draws, dtype=torch.float64) >= true
+        # One of the others, each as likely.
+        other = (labels + torch.randint(1, classes, labels.shape, generator=draws)) % classes
+        # Labels below 0 are none: the loss ignores them.
+        return torch.where(lies & (labels >= 0), other, labels)
+
+
+class Relabelled(Examples):
+    """Examples of a dataset, with other labels. labels: of shape (n,), what the dataset has."""
+
+    def __init__(self, examples: Examples, labels: Tensor) -> None:
+        self.examples = examples
+        self.targets: Tensor = labels
+        self.keys = examples.keys
+        self.classes = examples.classes
+        self.draws = examples.draws
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        inputs, _ = self.examples.batch(indices)
+        return inputs, self.targets.index_select(0, indices)
+
+    def labels(self) -> Tensor | None:
+        return self.targets
+
+    def to(self, dtype: torch.dtype) -> Examples:
+        return Relabelled(self.examples.to(dtype), self.targets)
+
+
+def relabelled(defence: Defence, examples: Examples, seed: int) -> Examples:
+    """The examples with which everybody trains under a defence; the same where labels stay true.
+
+    Raises ValueError where the defence is on labels, and there are none.
+    """
+    if defence.guards != "labels":
+        return examples
+    labels = class_labels(examples)
+    if labels is None:
+        raise ValueError(f"{defence} takes one class label an example, and there are none")
+    classes = count_classes(examples, labels)
+    drawn = defence.labels(labels, classes, generator(seed, "randomised labels"))
+    targets = getattr(examples, "targets", None)
+    if not isinstance(targets, Tensor):
+        return Relabelled(examples, drawn)
+    written = drawn.to(targets.dtype).reshape(targets.shape)
+    return Examples(examples.inputs, written, examples.keys, examples.classes)
