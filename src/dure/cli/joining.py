@@ -77,7 +77,8 @@ class Joining:
         if what in _ON_THE_WAY:
             return
         if what == "settled":
-            text, self._sent = self._sent + text, ""
+            text = self._sent + text
+            self._sent = ""
         # A server that is away is told once, and not at each attempt.
         if text.partition(";")[0] != self._said:
             print(f"dure: {text}", file=sys.stderr, flush=True)

@@ -169,7 +169,8 @@ class VirtualNetwork:
         else:
             self.now = max(self.now, wakes)
             one = self._nodes[name]
-            held, one.held = one.held, []
+            held = one.held
+            one.held = []
             for sender, message in held:
                 self._deliver(sender, name, message)
             self.send(name, one.node.tick(self.now))
@@ -179,7 +180,8 @@ class VirtualNetwork:
     def traffic(self, name: str) -> Traffic:
         """What a node has sent and received since this was asked last."""
         one = self._nodes[name]
-        found, one.traffic = one.traffic, Traffic([], [])
+        found = one.traffic
+        one.traffic = Traffic([], [])
         return found
 
     def _first(self) -> tuple[float, str]:

@@ -189,7 +189,8 @@ def pieces_of(shapes: Sequence[torch.Size], start: int, stop: int) -> list[torch
     first = 0
     for shape in shapes:
         last = first + shape.numel()
-        begin, end = max(first, start), min(last, stop)
+        begin = max(first, start)
+        end = min(last, stop)
         if begin < end:
             pieces += _piece(shape, begin - first, end - first)
         first = last
@@ -201,7 +202,8 @@ def _piece(shape: torch.Size, begin: int, end: int) -> list[torch.Size]:
     if end - begin == shape.numel():
         return [shape]
     row = shape[1:].numel()
-    first, last = -(-begin // row), end // row
+    first = -(-begin // row)
+    last = end // row
     if len(shape) < 2 or first > last:
         return [torch.Size([end - begin])]
     parts = [(first * row - begin,), (last - first, *shape[1:]), (end - last * row,)]

@@ -379,7 +379,8 @@ class _Reader:
             return self._all_alike(0.0, ids, args, kwargs)
         if self._held is not None:
             assert self._leaf is not None
-            rows, leaf = self._held.rows, self._leaf
+            rows = self._held.rows
+            leaf = self._leaf
         elif self._pulls:
             self._check(ids)
             rows = self._distinct(ids.reshape(-1).long())

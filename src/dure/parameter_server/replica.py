@@ -148,7 +148,8 @@ class Replica:
         """What is due: a gradient that is computed, what was not answered."""
         self._woken = False
         if self._job is not None and now >= self._job.ends:
-            job, self._job = self._job, None
+            job = self._job
+            self._job = None
             self._take(job.result())
         said = self.side.tick(now)
         return [*said, *self._go_on(now)]
@@ -190,7 +191,8 @@ class Replica:
         if not self._due or self.side.behind:
             return []
         assert self._accrued is not None
-        gradients, self._accrued = self._accrued, None
+        gradients = self._accrued
+        self._accrued = None
         self._due = False
         return self.side.push(gradients, 1.0, now)
 

@@ -117,7 +117,8 @@ def _is_square(a: int) -> bool:
 
     Euler's criterion says the same, and takes Python three times as long.
     """
-    n, flips = _PRIME, 0
+    n = _PRIME
+    flips = 0
     while a:
         twos = (a & -a).bit_length() - 1
         a >>= twos
@@ -314,7 +315,8 @@ class AlignedHolder(_Side):
         return [(name, Common(self._places(name, order))) for name in self.parties]
 
     def _places(self, name: str, order: Sequence[int]) -> Tensor:
-        mine, theirs = self._mine[name], self._theirs[name]
+        mine = self._mine[name]
+        theirs = self._theirs[name]
         return torch.tensor([theirs[mine[place]] for place in order])
 
     def _drawn(self, row: int) -> bytes:

@@ -126,13 +126,15 @@ class Client:
     # A turn
 
     def _begin(self, turn: Turn, now: float) -> list[Envelope]:
-        self._turn, self._step = turn, 0
+        self._turn = turn
+        self._step = 0
         if turn.head is not None:
             self.party.own = copied(turn.head)
         if not turn.comes:
             return self._go_on(0.0, now)
         # The head may be here before the turn.
-        early, self._early = self._early, None
+        early = self._early
+        self._early = None
         return [] if early is None else self._handed(early, now)
 
     def _handed(self, message: Handed, now: float) -> list[Envelope]:

@@ -41,7 +41,9 @@ class InTurn(Order):
         self._waiting: Smashed | None = None
 
     def begin(self, round: int) -> list[Envelope]:
-        self.round, self._at, self.over = round, 0, False
+        self.round = round
+        self._at = 0
+        self.over = False
         return self._turn()
 
     def _turn(self) -> list[Envelope]:
@@ -72,7 +74,8 @@ class InTurn(Order):
     def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
         if self._waiting is None:
             return None
-        smashed, self._waiting = self._waiting, None
+        smashed = self._waiting
+        self._waiting = None
         self.done = self._first + smashed.step + 1
         return [client(self._at)], [smashed], self.done - 1
 

@@ -38,7 +38,10 @@ class Joint(Order):
         self._left = 0
 
     def begin(self, round: int) -> list[Envelope]:
-        self.round, self._first, self._step, self.over = round, self.done, 0, False
+        self.round = round
+        self._first = self.done
+        self._step = 0
+        self.over = False
         number = round * self.amounts.clients
         until = max(self.amounts.steps)
         said: list[Envelope] = []

@@ -222,7 +222,8 @@ class Party:
         missed: which of the values that the last stage has received got no gradient, as bits: no
         way leads from the loss to the weights before them alone.
         """
-        found, self._gradients = self._gradients, {}
+        found = self._gradients
+        self._gradients = {}
         for name in self.side.cut.without_gradient(missed) if missed else ():
             found.pop(name, None)
         return tuple(found.get(name) for name in self.side.parameters)

@@ -82,7 +82,8 @@ class SimulatedLearner(Learner):
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
         )
-        head, tail = self.heads.own(), self.tails.own()
+        head = self.heads.own()
+        tail = self.tails.own()
         self.order = plan.order(amounts, head, lambda number: Party(self.tails, tail, number), seed)
         self.server = Server(
             self.order,
@@ -117,7 +118,8 @@ class SimulatedLearner(Learner):
         defence = self.plan.defence
         if defence.guards in ("nothing", "labels"):
             return None
-        first, last = crossings(self.cut, 0), crossings(self.cut, self.cut.stages - 2)
+        first = crossings(self.cut, 0)
+        last = crossings(self.cut, self.cut.stages - 2)
         return Guard(defence, first, last, partial(generator, self.seed, "defence", number))
 
     def _leaks(self) -> LeakMeter:
@@ -169,8 +171,10 @@ class SimulatedLearner(Learner):
         self.round += 1
         self.now = self.network.now
         self._count()
-        steps, self.server.losses = self.server.losses, []
-        samples, self.server.samples = self.server.samples, 0
+        steps = self.server.losses
+        self.server.losses = []
+        samples = self.server.samples
+        self.server.samples = 0
         counted = sum(count for _, count in steps)
         leaks = {} if self.leaks is None else self.leaks.numbers()
         return Progress(

@@ -50,7 +50,10 @@ class Averaged(Order):
         self._position = 0
 
     def begin(self, round: int) -> list[Envelope]:
-        self.round, self._first, self._step, self.over = round, self.done, 0, False
+        self.round = round
+        self._first = self.done
+        self._step = 0
+        self.over = False
         draws = generator(self.seed, "order of clients", round)
         self._turns = torch.randperm(self.amounts.clients, generator=draws).tolist()
         self._heads.clear()
@@ -84,7 +87,8 @@ class Averaged(Order):
             if not left:
                 return None
             if self._position == len(left):
-                self._step, self._position = self._step + 1, 0
+                self._step = self._step + 1
+                self._position = 0
                 continue
             name = client(left[self._position])
             if name not in self._waiting:

@@ -265,7 +265,8 @@ class Leader:
         elif isinstance(said, Values):
             self._reader.receive(sender, said, now)
             if self._reader.arrived and self._reads is not None:
-                reads, self._reads = self._reads, None
+                reads = self._reads
+                self._reads = None
                 reads.set_result([copied(value) for value in self._reader.take()])
         elif isinstance(said, Snapshot):
             self._saved[said.shard] = said.state
@@ -406,7 +407,8 @@ class Leader:
         if there and len(self._begun) == len(self.manager.layout.shards):
             for who, errors in self._unsent.items():
                 self.port.say(worker(who), Unsent(who, errors))
-            begins, self._begins = self._begins, None
+            begins = self._begins
+            self._begins = None
             begins.set_result(None)
 
     def _grant(self, until: int) -> Future[list[Report]]:
@@ -503,8 +505,10 @@ class Leader:
             return
         self.standing = None if self._holding is None else self._stopped()
         self._ends = False
-        meets, self._meets = self._meets, None
-        reports, self._reports = self._reports, []
+        meets = self._meets
+        self._meets = None
+        reports = self._reports
+        self._reports = []
         meets.set_result(reports)
 
     def _there(self, who: int) -> bool:
@@ -538,7 +542,8 @@ class Leader:
         """Whether all that were asked, and live, have told."""
         awaited = [name for name in self._asked if self.manager.alive(name)]
         if self._tells is not None and all(name in self._accounts for name in awaited):
-            tells, self._tells = self._tells, None
+            tells = self._tells
+            self._tells = None
             tells.set_result(list(self._accounts.values()))
 
     def _keep(self) -> Future[Errors]:
@@ -551,7 +556,8 @@ class Leader:
     def _look_at_unsent(self) -> None:
         """Whether all workers that live have told."""
         if self._keeps is not None and all(who in self._unsent for who in self._alive()):
-            keeps, self._keeps = self._keeps, None
+            keeps = self._keeps
+            self._keeps = None
             told = [self._unsent[who] for who in self._alive()]
             keeps.set_result({who: one for errors in told for who, one in errors.items()})
 
@@ -573,7 +579,8 @@ class Leader:
 
     def _look_at_saved(self) -> None:
         if self._saves is not None and len(self._saved) == len(self.manager.layout.shards):
-            saves, self._saves = self._saves, None
+            saves = self._saves
+            self._saves = None
             saves.set_result([self._saved[shard] for shard in sorted(self._saved)])
 
     def _end(self) -> None:

@@ -198,7 +198,8 @@ class Port:
 
     def flush(self) -> None:
         """Lets leave what was said."""
-        lines, self._unsent = self._unsent, []
+        lines = self._unsent
+        self._unsent = []
         for line in lines:
             if not line.full:
                 self._send(line)

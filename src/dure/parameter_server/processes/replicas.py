@@ -251,5 +251,6 @@ class Replicating:
     def _pushes(self) -> int:
         """Of its replica, since it has said so last; the first stage says it for all."""
         clock = self.replica.side.clock
-        made, self._told = clock - self._told, clock
+        made = clock - self._told
+        self._told = clock
         return made if self.leads else 0

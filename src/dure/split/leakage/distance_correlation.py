@@ -26,7 +26,8 @@ def distance_correlation(x: Tensor, z: Tensor) -> Tensor:
 
     x: of shape (n, d_x). z: of shape (n, d_z).
     """
-    a, b = _centred(x), _centred(z)
+    a = _centred(x)
+    b = _centred(z)
     covariance = (a * b).mean()
     scale = (a * a).mean() * (b * b).mean()
     # The square root has no gradient at 0, where nothing is left to be made less.

@@ -79,7 +79,8 @@ class Guard:
 
         Raises ValueError for inputs that are no numbers, where the defence measures them.
         """
-        sent, self._sent = self._sent, None
+        sent = self._sent
+        self._sent = None
         if sent is None or not gradients:
             return list(gradients)
         inputs, values = sent

@@ -98,9 +98,11 @@ class Marvell(Defence):
         """The difference of the means of a batch, and the noise for it."""
         exact = rows.double()
         if both:
-            one, zero = exact[positive], exact[~positive]
+            one = exact[positive]
+            zero = exact[~positive]
             difference = one.mean(dim=0) - zero.mean(dim=0)
-            u, v = _variance(zero), _variance(one)
+            u = _variance(zero)
+            v = _variance(one)
             p = len(one) / len(exact)
         else:
             difference = (2 if bool(positive.any()) else -2) * exact.mean(dim=0)
@@ -126,7 +128,8 @@ def noisy(
     length = float(difference.norm())
     if not length:
         return rows
-    along, elsewhere = gaussian((len(rows), 1), rows, draws), gaussian(rows.shape, rows, draws)
+    along = gaussian((len(rows), 1), rows, draws)
+    elsewhere = gaussian(rows.shape, rows, draws)
 
     def each(one: float, zero: float) -> Tensor:
         """A deviation for every row, from the variances of the two classes."""
@@ -194,16 +197,23 @@ def _ratio(x: float, y: float) -> float:
 
 def least(function: Callable[[float], float], low: float, high: float) -> float:
     """Where a function that is convex in the logarithm is least, between two positive numbers."""
-    left, right = math.log(low), math.log(high)
-    near, far = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
-    at_near, at_far = function(math.exp(near)), function(math.exp(far))
+    left = math.log(low)
+    right = math.log(high)
+    near = right - _GOLDEN * (right - left)
+    far = left + _GOLDEN * (right - left)
+    at_near = function(math.exp(near))
+    at_far = function(math.exp(far))
     for _ in range(_STEPS):
         if at_near <= at_far:
-            right, far, at_far = far, near, at_near
+            right = far
+            far = near
+            at_far = at_near
             near = right - _GOLDEN * (right - left)
             at_near = function(math.exp(near))
         else:
-            left, near, at_near = near, far, at_far
+            left = near
+            near = far
+            at_near = at_far
             far = left + _GOLDEN * (right - left)
             at_far = function(math.exp(far))
     # The ends are exact where the best is one of them.

@@ -56,13 +56,16 @@ class Window:
 
     def close(self) -> Mapping[str, float]:
         """Measures what is there, and begins anew."""
-        parts, self.parts, self.examples = self.parts, [], 0
+        parts = self.parts
+        self.parts = []
+        self.examples = 0
         together = [torch.cat(each) for each in zip(*parts, strict=True)]
         return self.measure(*together)
 
     def drop(self) -> None:
         """Begins anew."""
-        self.parts, self.examples = [], 0
+        self.parts = []
+        self.examples = 0
 
 
 class LeakMeter:
@@ -112,7 +115,8 @@ class LeakMeter:
             if window.examples >= _LEFT:
                 self._take(window.close())
             window.drop()
-        found, self._found = self._found, {}
+        found = self._found
+        self._found = {}
         self.latest = {name: statistics.median(values) for name, values in found.items()}
         return self.latest
 

@@ -70,9 +70,11 @@ class Decoder:
 
     def train(self, values: Tensor, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """decoder(values): inputs, learned from these pairs."""
-        flat, wanted = values.flatten(1), inputs.flatten(1)
+        flat = values.flatten(1)
+        wanted = inputs.flatten(1)
         # One scale for all: a number that public examples leave alone may be large in others.
-        middle, scale = flat.mean(dim=0), flat.std().clamp(min=1e-12)
+        middle = flat.mean(dim=0)
+        scale = flat.std().clamp(min=1e-12)
         with _seeded(self.seed, "decoder"):
             net = nn.Sequential(
                 nn.Linear(flat.shape[1], self.width),
@@ -189,13 +191,16 @@ def ssim(found: Tensor, true: Tensor, span: float) -> float:
     def windows(pictures: Tensor) -> Tensor:
         return F.avg_pool2d(pictures.double(), size, stride=1)
 
-    x, y = found.double(), true.double()
-    mean_x, mean_y = windows(x), windows(y)
+    x = found.double()
+    y = true.double()
+    mean_x = windows(x)
+    mean_y = windows(y)
     unbiased = count / max(count - 1, 1)
     var_x = unbiased * (windows(x * x) - mean_x**2)
     var_y = unbiased * (windows(y * y) - mean_y**2)
     both = unbiased * (windows(x * y) - mean_x * mean_y)
-    one, two = (0.01 * span) ** 2, (0.03 * span) ** 2
+    one = (0.01 * span) ** 2
+    two = (0.03 * span) ** 2
     upper = (2 * mean_x * mean_y + one) * (2 * both + two)
     lower = (mean_x**2 + mean_y**2 + one) * (var_x + var_y + two)
     return float((upper / lower).mean())

@@ -87,7 +87,8 @@ def joined(activations: Sequence[Tensor], join: str) -> Tensor:
 
 def select(inputs: Tensor, columns: Columns) -> Tensor:
     """These columns of (B, n, ...)."""
-    first, last = columns[0], columns[-1]
+    first = columns[0]
+    last = columns[-1]
     # Mostly they lie side by side: a view, and nothing that a trace has to be told of.
     if columns == tuple(range(first, last + 1)):
         return inputs[:, first : last + 1]

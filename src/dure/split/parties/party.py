@@ -93,7 +93,8 @@ class Party:
         return self.busy.work(self.seconds(len(rows), False), [(self.holder, said)], now)
 
     def _backward(self, message: ActivationGradients, now: float) -> list[Envelope]:
-        sent, self._sent = self._sent, None
+        sent = self._sent
+        self._sent = None
         if sent is None or message.step != self.done:
             raise ValueError(
                 f"{self.name} is sent gradients of step {message.step + 1}, and is in step "

@@ -63,7 +63,8 @@ def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
         ids: Sequence[Any] = column.long().tolist()
         where = f"the numbers of column {id_column}"
     elif examples.keys is not None:
-        ids, where = examples.keys, "the keys of the task"
+        ids = examples.keys
+        where = "the keys of the task"
     else:
         raise ValueError(
             "nothing names the people who are to be aligned: give the task keys, one for each "

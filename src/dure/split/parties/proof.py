@@ -28,7 +28,8 @@ def prove(
     the same model, of which there is no copy.
     """
     started = time.perf_counter()
-    whole, parted = another(model, task, 0), another(model, task, 0)
+    whole = another(model, task, 0)
+    parted = another(model, task, 0)
     if whole is parted or whole is model:
         return None
     before = generators_state()
@@ -66,7 +67,8 @@ def _compare(
     for part in (*division.heads, division.tail):
         for piece in part.pieces:
             name = names[id(piece.there)]
-            gradient, own = wanted[name].grad, piece.here.grad
+            gradient = wanted[name].grad
+            own = piece.here.grad
             if (gradient is None) != (own is None):
                 raise ValueError(f"{name} has a gradient in the model or in its parts alone")
             if gradient is not None and own is not None:
@@ -76,7 +78,8 @@ def _compare(
 def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
     if one.shape != other.shape:
         raise ValueError(f"{what} of the parts have another shape than those of the model")
-    one, other = one.detach().to_dense(), other.detach().to_dense()
+    one = one.detach().to_dense()
+    other = other.detach().to_dense()
     if not one.numel() or not one.is_floating_point():
         return
     apart = float((one - other).abs().max())

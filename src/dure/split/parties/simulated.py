@@ -145,7 +145,8 @@ class PartiesLearner(Learner):
 
     def _align(self) -> None:
         """Everybody's rows of the people whom all know, in the order for all."""
-        plan, people = self.plan, len(self.train)
+        plan = self.plan
+        people = len(self.train)
         ids = ids_of(self.task.train, plan.id_column)
         others = [n for n in range(self.parties) if n != plan.label_party]
         first = self.parties if plan.label_party is None else plan.label_party
@@ -231,7 +232,8 @@ class PartiesLearner(Learner):
         """Seconds that somebody has computed since this was asked last."""
         for one in self.everybody:
             if one.name == name:
-                seconds, one.busy.computed = one.busy.computed, 0.0
+                seconds = one.busy.computed
+                one.busy.computed = 0.0
                 return seconds
         return 0.0
 

@@ -173,7 +173,8 @@ class Upload:
     """
 
     def __init__(self, folder: Path, ticket: int, announced: _Announced) -> None:
-        self.ticket, self.announced = ticket, announced
+        self.ticket = ticket
+        self.announced = announced
         self.offset = 0
         self._folder = folder
         self._part, self._parts, self._whole = (folder / f"{ticket}{ending}" for ending in _ENDINGS)
@@ -242,7 +243,8 @@ class Upload:
                     break
                 if _digest_of_next(file, part.end - self.offset, stream) != part.digest:
                     break
-                self._stream, self.offset = stream, part.end
+                self._stream = stream
+                self.offset = part.end
                 counted.append(part)
             os.truncate(self._part, self.offset)
         self._note(counted)
@@ -278,7 +280,8 @@ class Upload:
         """From now on the bytes up to `end` are here. digest: of those that are new."""
         line = msgspec.json.encode(_Part(end, digest)) + b"\n"
         _write_at(self._parts, self._parts.stat().st_size, memoryview(line))
-        self.offset, self._stream = end, stream
+        self.offset = end
+        self._stream = stream
 
     def _drop(self) -> None:
         """Removes what has come of a part that does not count."""
@@ -319,7 +322,8 @@ class Upload:
         """Nothing is here, and the first part may come."""
         self._coming = None
         _remove(self._folder, self.ticket)
-        self.offset, self._stream = 0, hashlib.sha256()
+        self.offset = 0
+        self._stream = hashlib.sha256()
         with told(self._parts):
             self._note([])
 
@@ -367,7 +371,8 @@ class Part:
                     f"a part up to byte {end}, and {upload.announced.bytes} bytes were announced"
                 )
             here = min(len(piece), max(0, upload.offset - at))
-            known, rest = memoryview(piece)[:here], memoryview(piece)[here:]
+            known = memoryview(piece)[:here]
+            rest = memoryview(piece)[here:]
             if here and not upload._is_here(at, known):
                 raise PartError(f"the bytes from {at} on are others than those here")
             self._all.update(piece)

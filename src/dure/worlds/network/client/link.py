@@ -95,7 +95,9 @@ class RefusedError(DureError):
 
     def __init__(self, status: int, reason: str, body: bytes = b"") -> None:
         super().__init__(status, reason, body)
-        self.status, self.reason, self.body = status, reason, body
+        self.status = status
+        self.reason = reason
+        self.body = body
 
     def __str__(self) -> str:
         return self.reason
@@ -109,7 +111,9 @@ class BusyError(OSError):
 
     def __init__(self, status: int, reason: str, seconds: float = 0.0) -> None:
         super().__init__(status, reason, seconds)
-        self.status, self.reason, self.seconds = status, reason, seconds
+        self.status = status
+        self.reason = reason
+        self.seconds = seconds
 
     def __str__(self) -> str:
         return self.reason

@@ -245,7 +245,8 @@ class Session:
     ) -> bool:
         """Sends an update; whether the server has it. False where it is not wanted any more."""
         if self._audit is not None:
-            size, digest = reserve.bytes, reserve.digest
+            size = reserve.bytes
+            digest = reserve.digest
             self._audit.record_digest("update", size, digest, reserve.ticket, None)
         with self._given_up():
             return upload(

@@ -75,7 +75,9 @@ class App:
 
     def asgi(self) -> Metered:
         """The application."""
-        here, down, up = self.attendance, self.downloads, self.uploads
+        here = self.attendance
+        down = self.downloads
+        up = self.uploads
         routed = Routes(
             [
                 self._route("/v1/enrol", "POST", here.enrol, known=False),

@@ -225,7 +225,8 @@ class NetworkCarrier:
 
     def _lay_again(self, coordinator: Coordinator) -> None:
         """After a checkpoint was read: puts on the desk what was there then."""
-        again, self._again = self._again, []
+        again = self._again
+        self._again = []
         for ticket in again:
             if coordinator.waits_for(ticket):
                 self._hand(coordinator, coordinator.assignment(ticket))

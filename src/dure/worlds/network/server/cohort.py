@@ -126,7 +126,8 @@ def differences(machine: Machine | None, mine: Machine) -> list[str]:
         return ["a training loop of its own"]
     found = []
     for name in ("torch", "capability", "engine", "threads"):
-        theirs, ours = getattr(machine, name), getattr(mine, name)
+        theirs = getattr(machine, name)
+        ours = getattr(mine, name)
         if theirs != ours:
             found.append(f"{name} {theirs}, not {ours}")
     return found

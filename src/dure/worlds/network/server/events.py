@@ -85,9 +85,11 @@ class Events:
         if seat is None:
             return
         if event.kind in ("check_in", "back", "update", "measured"):
-            seat.here, seat.missing = True, False
+            seat.here = True
+            seat.missing = False
         elif event.kind in ("leave", "missing", "failed"):
-            seat.here, seat.missing = False, event.kind == "missing"
+            seat.here = False
+            seat.missing = event.kind == "missing"
 
     def state(self) -> dict[str, Any]:
         """For checkpoints."""
