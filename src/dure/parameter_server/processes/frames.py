@@ -35,9 +35,6 @@ MOST_HEADER = 1 << 24
 _MOST_EXTENT = 1 << 48
 """Elements along a dimension, of which no memory has more."""
 
-_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not dtype.is_complex}
-"""What servers can hold."""
-
 
 class FrameError(ValueError):
     """The bytes are no frame of this job."""
@@ -89,7 +86,7 @@ class Encoder:
     def _described(self, node: Any) -> Any:
         if not isinstance(node, Tensor):
             raise TypeError(f"a frame cannot have a {type(node).__name__}")
-        name = NAMES.get(node.dtype) if not node.dtype.is_complex else None
+        name = NAMES.get(node.dtype)
         if name is None:
             raise TypeError(f"a frame cannot have tensors of {node.dtype}")
         if not node.numel():
@@ -131,7 +128,7 @@ class Decoder:
 
     def _tensor(self, kind: type, node: Any) -> Tensor:
         name, shape, place = _description(node)
-        dtype = _DTYPES[name]
+        dtype = DTYPES[name]
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -162,7 +159,7 @@ def _description(node: Any) -> tuple[str, tuple[int, ...], Place | None]:
     if not isinstance(node, list | tuple) or len(node) != 3:
         raise FrameError("a tensor is described by its dtype, its shape and its place")
     name, shape, place = node
-    if not isinstance(name, str) or name not in _DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise FrameError(f"there is no tensor of {str(name)[:40]}")
     if not isinstance(shape, list | tuple) or len(shape) > 8:
         raise FrameError("a tensor has up to eight dimensions")

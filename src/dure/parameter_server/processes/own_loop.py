@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -266,11 +265,4 @@ def _lead(plan: Plan, terms: Terms, model: nn.Module, port: Port, deadline: floa
     for keys, values in zip(shards, weights, strict=True):
         flat.buffers[keys.vector][keys.start : keys.stop] = values
     if leader.buffers is not None:
-        _load_buffers(model, leader.buffers[1])
-
-
-def _load_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
-    """The buffers that a worker has sent, into those of a model."""
-    buffers = Buffers(model)
-    told = zip(buffers.of(model), values, strict=True)
-    buffers.load(model, [torch.view_as_complex(v) if b.is_complex() else v for b, v in told])
+        Buffers(model).load(model, leader.buffers[1])

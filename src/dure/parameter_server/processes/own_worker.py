@@ -158,7 +158,7 @@ class Worker:
         try:
             self._wait(lambda: not self._side.behind, "the acknowledgement of all pushes")
             self._heart.stop()
-            buffers = [_real(buffer.detach()) for buffer in self._buffers.of(self.model)]
+            buffers = [buffer.detach() for buffer in self._buffers.of(self.model)]
             self._port.say(MANAGER, Leave(self.number, self._side.clock, buffers))
             self._wait(lambda: bool(self._ended), "the farewell")
         finally:
@@ -296,8 +296,3 @@ class Worker:
             self._closed = True
             self._heart.stop()
             self._port.close()
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A tensor as it travels."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
