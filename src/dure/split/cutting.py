@@ -122,12 +122,11 @@ def shares_of(cut: CutModel) -> list[float]:
     return [sum(costs[bounds[n] : bounds[n + 1]]) / total for n in range(cut.stages)]
 
 
-def prove(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Proof | None:
-    """Runs the parts one after another beside the undivided model.
+def prove(task: Task, model: nn.Module, cut: CutModel) -> Proof | None:
+    """Runs the parts of a cut copy one after another beside the undivided model.
 
     Raises ValueError where the two differ. The model stays as it is.
     """
-    cut = cut_at(task, another(model, task, 0), at, examples)
     started = time.perf_counter()
     twin = another(model, task, 0)
     # A task may give one and the same model, of which there is no copy.
@@ -137,7 +136,7 @@ def prove(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Pro
     prove_cut(
         cut,
         twin,
-        others=_sample(train, examples, backwards=True),
+        others=_sample(train, cut.examples, backwards=True),
         evaluation=0,
         parts_gradients=False,
         recompute=False,

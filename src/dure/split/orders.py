@@ -62,6 +62,10 @@ class Order(ABC):
         """The part of the server with which these are trained."""
         return self.tails[0]
 
+    def draws(self, at: int, clients: Sequence[str]) -> int:
+        """From which number the draws of the server's part follow, at a step on the way of all."""
+        return at
+
     def rate(self, at: int) -> int:
         """The step of schedules at a step on the way of all."""
         return at

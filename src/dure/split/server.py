@@ -133,7 +133,7 @@ class Server:
         values = joint.batching.together([one.values for one in smashed])
         tail = self.order.tail(clients)
         batch = Microbatch(examples, Share(1.0, 1.0), lambda: (None, self._targets(smashed)))
-        found = tail.forward(1, at, batch, values)
+        found = tail.forward(1, self.order.draws(at, clients), batch, values)
         seconds = self.seconds(examples, False)
         if self.targets is not None:
             return self._backward(joint, tail, [], None, seconds, now)

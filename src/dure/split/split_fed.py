@@ -101,6 +101,10 @@ class Averaged(Order):
             return self.tails[0]
         return self.tails[self.everyone.index(clients[0])]
 
+    def draws(self, at: int, clients: Sequence[str]) -> int:
+        # A tail for all makes several steps at the same step of its clients.
+        return at if self.copies else at * self.amounts.clients + self.everyone.index(clients[0])
+
     def rate(self, at: int) -> int:
         return self.round
 

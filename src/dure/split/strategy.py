@@ -22,16 +22,26 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World, examples_for
+from dure.contracts.strategy import (
+    Kind,
+    Learner,
+    Place,
+    Proof,
+    Strategy,
+    World,
+    another,
+    examples_for,
+)
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
+from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
 from dure.split.client import Rules
 from dure.split.conditions import check_conditions
-from dure.split.cutting import check_at, check_optimizer, prove
+from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
@@ -125,7 +135,11 @@ class Split(Strategy):
             raise ValueError("split learning is simulated: leave the network out")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model or an optimizer that cannot be divided so."""
+        """Cuts a copy of the model. Raises ValueError for one that cannot be divided so."""
+        self._checked(task, model)
+
+    def _checked(self, task: Task, model: nn.Module) -> CutModel:
+        """A copy of the model that was cut."""
         check_apart(model)
         check_optimizer(task, model)
         together = None if self.batch_size is None else self.batch_size * self.clients
@@ -136,11 +150,13 @@ class Split(Strategy):
                 "the loss tells what it counts only when it is computed, and clients with the end "
                 "of the model have to know their shares before: cut once, or train in turn"
             )
+        # A copy, since the model is the one that will be trained.
+        return cut_at(task, another(model, task, 0), self.cut, self._examples(task))
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""
-        self.check_model(task, model, workers)
-        return prove(task, model, self.cut, self._examples(task))
+        # To trace a model takes longest of all: it is the one that was cut for the checks.
+        return prove(task, model, self._checked(task, model))
 
     def _examples(self, task: Task) -> int:
         own = max(1, len(task.train) // self.clients)
