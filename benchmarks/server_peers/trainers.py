@@ -73,7 +73,7 @@ class Steps:
         for _ in range(steps):
             work = Work(self.batch, self.worker, 2)
             self.batch += 1
-            found = self.gradients.of(work, 0, "worker", [self.room])
+            found = self.gradients.of(work, 0, "worker", out=[self.room])
             if exchange is None:
                 self.weights.add_(self.room, alpha=-LR * found.weight)
             else:

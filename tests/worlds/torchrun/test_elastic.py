@@ -346,7 +346,7 @@ def test_an_elastic_job_does_not_wait_for_an_evaluation_to_save(
     monkeypatch.setattr("dure.run.checkpoints.CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr("dure.run.checkpoints.CHECKPOINT_SHARE", float("inf"))
     monkeypatch.setattr(
-        RunFolder, "save_checkpoint", lambda folder, step, parts: steps.append(step)
+        RunFolder, "save_checkpoint", lambda folder, step, parts, past: steps.append(step)
     )
     world = dure.Processes(1)
     job, config = prepare(
