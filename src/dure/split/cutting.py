@@ -15,21 +15,18 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from dure.contracts.strategy import Proof, another, examples_for
 from dure.contracts.task import Task
-from dure.data.examples import Examples
 from dure.parallel.divisible import check_parameter_wise
+from dure.parallel.mesh.check import sample
 from dure.parallel.pipeline.balance import costs_of
 from dure.parallel.pipeline.cut import CutModel, named_starts
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import program
 from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of
-from dure.randomness.seeds import generators_state, restore_generators
-from dure.tensors.buffers import Buffers
 
 
 def check_at(at: Sequence[str]) -> None:
@@ -48,7 +45,7 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
     """
     check_at(at)
     train, _ = examples_for(model, task)
-    cut = CutModel(model, partial(_sample, train), stages=len(at) + 1, examples=examples)
+    cut = CutModel(model, partial(sample, train), stages=len(at) + 1, examples=examples)
     cut.decide(starts_of(cut.reference, at))
     _check_apart(cut)
     return cut
@@ -136,24 +133,10 @@ def prove(task: Task, model: nn.Module, cut: CutModel) -> Proof | None:
     prove_cut(
         cut,
         twin,
-        others=_sample(train, cut.examples, backwards=True),
+        others=sample(train, cut.examples, backwards=True),
         evaluation=0,
         parts_gradients=False,
         recompute=False,
     )
     what = "the parts compute what the undivided model computes"
     return Proof(what, time.perf_counter() - started)
-
-
-def _sample(examples: Examples, count: int, backwards: bool = False) -> object:
-    """Inputs of so many examples; no generator is advanced."""
-    before = generators_state()
-    indices = torch.arange(count) % len(examples)
-    inputs, _ = examples.batch(len(examples) - 1 - indices if backwards else indices)
-    restore_generators(before)
-    return inputs
-
-
-def has_buffers(model: nn.Module) -> bool:
-    """Whether forward passes may change more than gradients do."""
-    return bool(len(Buffers(model)))
