@@ -206,3 +206,12 @@ def test_a_step_is_the_same_whoever_is_fast() -> None:
     slow = dure.Simulated(devices="lognormal:1", server_mbit=1)
     run = dure.train(task, split, slow, dure.Stop(rounds=1))
     assert apart(dict(run.model.state_dict()), trained(task, split, rounds=1)) == 0
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_time_of_clients_is_computing_links_and_waiting(kind: type[Split]) -> None:
+    world = dure.Simulated(devices="lognormal:1")
+    run = dure.train(task_of(), kind(clients=3, batch_size=SIZE), world, dure.Stop(rounds=2))
+    parts = [run.summary[f"{what}_seconds"] for what in ("compute", "idle", "communication")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(3 * run.summary["numbers"]["virtual_seconds"], rel=1e-12)

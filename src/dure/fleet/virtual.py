@@ -22,6 +22,8 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 from torch import Tensor
 
+from dure.record.meter import Meter
+
 Message: TypeAlias = Any
 """A struct of msgspec, whose tensors are its payload."""
 Envelope = tuple[str, Message]
@@ -64,10 +66,23 @@ def arrives(sender: str, receiver: str, message: Message, now: float) -> Sequenc
 
 @dataclass
 class Traffic:
-    """The payload bytes of messages, one by one."""
+    """The payload bytes of messages, one by one, and how long a node's links were busy, in seconds
+    of one direction and of the other together."""
 
     sent: list[int]
     received: list[int]
+    seconds: float = 0.0
+
+    def tell(self, meter: Meter, computed: float, elapsed: float) -> None:
+        """Tells a node's meter what it did in so many seconds, of which it has computed some.
+
+        What is left besides its links it has waited; that of a server counts for nothing.
+        """
+        meter.exchanged(sent=self.sent, received=self.received)
+        meter.counters.compute_seconds += computed
+        meter.counters.communication_seconds += self.seconds
+        if meter.is_worker:
+            meter.counters.idle_seconds += max(0.0, elapsed - computed - self.seconds)
 
 
 Watch = Callable[[str, float, float], None]
@@ -137,11 +152,13 @@ class VirtualNetwork:
             size = HEADER + nbytes(message)
             began = max(here.out_free, self.now)
             here.out_free = began + size / here.link.out
+            here.traffic.seconds += size / here.link.out
             if size > HEADER:
                 here.traffic.sent.append(size - HEADER)
                 self.watch(sender, began, here.out_free)
             for delay in self.fate(sender, receiver, message, self.now):
                 there.in_free = max(there.in_free, here.out_free) + size / there.link.into
+                there.traffic.seconds += size / there.link.into
                 when = there.in_free + delay
                 heapq.heappush(self._queue, (when, self._made, sender, receiver, message))
                 self._made += 1

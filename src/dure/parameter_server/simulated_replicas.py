@@ -84,6 +84,8 @@ class SimulatedReplicas(Learner):
         # Each replica's own, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
+        self._spent: dict[int, float] = {}
+        """Seconds that each replica has computed since the last round."""
         self._begin(first_states(self.shards, self.computing, self.terms), {})
 
     def flops_per_step(self) -> float:
@@ -131,7 +133,7 @@ class SimulatedReplicas(Learner):
             self.own_buffers[number] = self._buffers()
         self._computed.append(found)
         seconds = self._seconds(number, found.examples)
-        self.replica_meters[number].counters.compute_seconds += seconds
+        self._spent[number] = self._spent.get(number, 0.0) + seconds
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
         return VirtualJob(now + seconds, gradients)
 
@@ -159,8 +161,8 @@ class SimulatedReplicas(Learner):
             self._meet(0)  # the warm start, if there is one
         self._meet(self.round * self.period + self.period)
         self.round += 1
+        self._count(self.virtual.network.now - self.now)
         self.now = self.virtual.network.now
-        self._count()
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
         return Progress(
@@ -182,9 +184,13 @@ class SimulatedReplicas(Learner):
     def _all_met(self) -> bool:
         return all(one.finished for one in self.replicas.values())
 
-    def _count(self) -> None:
-        """Takes over what was sent, received and observed since the last round."""
+    def _count(self, elapsed: float) -> None:
+        """Takes over what was sent, received and observed in the seconds since the last round."""
         self.virtual.count([*self.server_meters, *self.replica_meters.values()])
+        for number, meter in self.replica_meters.items():
+            computed = self._spent.pop(number, 0.0)
+            meter.counters.compute_seconds += computed
+            meter.counters.idle_seconds += max(0.0, elapsed - computed)
         for one in self.replicas.values():
             for behind, often in one.side.staleness.items():
                 self.staleness[behind] = self.staleness.get(behind, 0) + often

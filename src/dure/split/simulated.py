@@ -169,8 +169,8 @@ class SimulatedLearner(Learner):
         restore_generators(before)
         assert over, "nobody waits for anybody for ever"
         self.round += 1
+        self._count(self.network.now - self.now)
         self.now = self.network.now
-        self._count()
         steps = self.server.losses
         self.server.losses = []
         samples = self.server.samples
@@ -187,13 +187,11 @@ class SimulatedLearner(Learner):
     def _over(self) -> bool:
         return self.order.over
 
-    def _count(self) -> None:
-        """Takes over what was sent, received and computed since the last round."""
-        for meter in self.meters_:
-            traffic = self.network.traffic(meter.name)
-            meter.exchanged(sent=traffic.sent, received=traffic.received)
-        for meter, one in zip(self.meters_[1:], self.clients, strict=True):
-            meter.counters.compute_seconds += one.busy.computed
+    def _count(self, elapsed: float) -> None:
+        """Takes over what was sent, received and computed in the seconds since the last round."""
+        nodes: list[Server | Client] = [self.server, *self.clients]
+        for meter, one in zip(self.meters_, nodes, strict=True):
+            self.network.traffic(meter.name).tell(meter, one.busy.computed, elapsed)
             one.busy.computed = 0.0
 
     # What is kept

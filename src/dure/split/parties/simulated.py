@@ -168,13 +168,14 @@ class PartiesLearner(Learner):
             self.rows[number] = known[number][one.rows]
         # The server's row of targets, whoever has them.
         self.rows[self.parties] = self.rows[first]
-        self._count()
-
-    def _count(self) -> None:
-        """Takes over what was sent, received and computed since this was asked last."""
         for meter in self.meters_:
-            traffic = self.network.traffic(meter.name)
-            meter.exchanged(sent=traffic.sent, received=traffic.received)
+            self.network.traffic(meter.name).tell(meter, 0.0, self.network.now)
+
+    def _count(self, elapsed: float) -> None:
+        """Takes over what was sent, received and computed in the seconds of a step."""
+        for meter in self.meters_:
+            computed = self._computed(meter.name)
+            self.network.traffic(meter.name).tell(meter, computed, elapsed)
 
     # Data
 
@@ -209,13 +210,12 @@ class PartiesLearner(Learner):
 
     def advance(self, wish: int) -> Progress:
         """One step of all parties on a batch of the people whom all know."""
-        self.network.send(self.plan.holder, self.first.begin(self.network.now))
+        began = self.network.now
+        self.network.send(self.plan.holder, self.first.begin(began))
         over = self.network.run(self._over, math.inf)
         assert over, "nobody waits for anybody for ever"
         self.step += 1
-        self._count()
-        for meter in self.meters_:
-            meter.counters.compute_seconds += self._computed(meter.name)
+        self._count(self.network.now - began)
         loss, counted = self.holder.loss
         return Progress(
             loss=loss if counted else None,
