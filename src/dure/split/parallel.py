@@ -9,6 +9,8 @@ norm in the head has the statistics of a client's own batch, and its running sta
 the first client.
 
     bytes of a step, beside those at the cut     2 b |head| K
+
+Source: Jeon and Kim 2020, "Privacy-Sensitive Parallel Split Learning", ICOIN.
 """
 
 from __future__ import annotations

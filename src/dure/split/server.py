@@ -11,6 +11,7 @@ No I/O: messages in, messages out, `now` is an argument.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,7 +185,7 @@ class Server:
             missed = -1
             for one in back:
                 missed &= one.missed
-        if not torch.isfinite(torch.tensor(mean)):
+        if not math.isfinite(mean):
             raise LossNotFiniteError(mean, " and ".join(joint.clients), f"step {joint.at + 1}")
         self.losses.append((mean, counted))
         tail.update(tail.gradients(missed if back is not None else 0), self.order.rate(joint.at))

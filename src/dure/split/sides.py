@@ -36,7 +36,7 @@ Loss = Callable[[Any, Any, int, Share], Computed]
 class Side:
     """The stages `numbers` of a cut model, and an optimizer of what they train.
 
-    examples: in a batch, as many as there mostly are.
+    stream: from where they draw. loss: called by the stage that is the model's last, if it is here.
     """
 
     def __init__(

@@ -104,12 +104,11 @@ class SimulatedLearner(Learner):
             )
             for number, part in enumerate(self.parts)
         ]
-        self.meters_ = [Meter(SERVER, is_worker=False)]
-        self.meters_ += [Meter(client(number)) for number in range(plan.clients)]
+        self._meters = [Meter(SERVER, is_worker=False)]
+        self._meters += [Meter(client(number)) for number in range(plan.clients)]
         self.units_per_epoch = 1
         self.round = 0
         self.now = 0.0
-        self.smashed = 0
         self.leaks = self._leaks() if plan.measure_leaks else None
         self._begin()
 
@@ -190,7 +189,7 @@ class SimulatedLearner(Learner):
     def _count(self, elapsed: float) -> None:
         """Takes over what was sent, received and computed in the seconds since the last round."""
         nodes: list[Server | Client] = [self.server, *self.clients]
-        for meter, one in zip(self.meters_, nodes, strict=True):
+        for meter, one in zip(self._meters, nodes, strict=True):
             self.network.traffic(meter.name).tell(meter, one.busy.computed, elapsed)
             one.busy.computed = 0.0
 
@@ -242,7 +241,7 @@ class SimulatedLearner(Learner):
         self._begin()
 
     def meters(self) -> Sequence[Meter]:
-        return self.meters_
+        return self._meters
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
