@@ -29,7 +29,7 @@ from dure.parallel.pipeline.draws import Stream
 from dure.randomness.seeds import derive, generator, generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split.batching import Batching, crossings
-from dure.split.client import Client
+from dure.split.client import Client, Kept
 from dure.split.cutting import cut_at, shares_of
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
@@ -163,7 +163,7 @@ class SimulatedLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: every client trains its local epochs."""
         before = generators_state()
-        self.network.send(SERVER, self.server.begin(self.round, self.now))
+        self.network.send(SERVER, self.server.begin(self.round))
         over = self.network.run(self._over, math.inf)
         restore_generators(before)
         assert over, "nobody waits for anybody for ever"
@@ -197,7 +197,7 @@ class SimulatedLearner(Learner):
 
     def _load(self) -> None:
         """The newest head and tail into the model."""
-        self.heads.take(self.order.newest([one.party.own for one in self.clients]))
+        self.heads.take(self.order.newest([one.held.own for one in self.clients]))
         self.tails.take(self.order.tails[0].own)
 
     def evaluate(self) -> dict[str, float]:
@@ -211,15 +211,14 @@ class SimulatedLearner(Learner):
     def state(self) -> dict[str, Any]:
         self._load()
         return {
-            "version": 1,
+            "version": 2,
             "round": self.round,
             "now": self.now,
             "order": self.order.state(),
             "head": written(self.order.head),
-            "heads": [written(one.party.own) for one in self.clients],
+            "heads": [written(one.held.own) for one in self.clients],
             "tails": [written(one.own) for one in self.order.tails],
-            "taken": [one.taken for one in self.clients],
-            "remembered": [one.guard and one.guard.memory for one in self.clients],
+            "remembered": [one.held.memory for one in self.clients],
             "buffers": passing_buffers(self.model),
         }
 
@@ -230,12 +229,9 @@ class SimulatedLearner(Learner):
         self.now = state["now"]
         self.order.restore(state["order"])
         self.order.head = read(state["head"])
-        for one, head, taken in zip(self.clients, state["heads"], state["taken"], strict=True):
-            one.party.own = read(head)
-            one.taken = taken
-        for one, memory in zip(self.clients, state["remembered"], strict=True):
-            if one.guard is not None:
-                one.guard.memory = memory
+        held = zip(self.clients, state["heads"], state["remembered"], strict=True)
+        for one, head, memory in held:
+            one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
         for tail, own in zip(self.order.tails, state["tails"], strict=True):
             tail.own = read(own)
         self._begin()
