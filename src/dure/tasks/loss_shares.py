@@ -94,7 +94,7 @@ NOTHING = Share(0.0, 1.0)
 class CountedLoss:
     """The loss of a task, over the examples that it is trained on."""
 
-    def __init__(self, loss: Loss, examples: Examples) -> None:
+    def __init__(self, loss: Loss, examples: Examples | None) -> None:
         self.loss = loss
         self._known = cross_entropy_of(loss)
         targets = getattr(examples, "targets", None)
