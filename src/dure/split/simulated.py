@@ -34,10 +34,11 @@ from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
-from dure.split.messages import SERVER, Own, client
+from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server
+from dure.split.states import read, written
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -231,21 +232,3 @@ class SimulatedLearner(Learner):
             "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
             "measured": dict(self.leaks.latest) if self.leaks is not None else {},
         }
-
-
-def written(own: Own) -> dict[str, Any]:
-    """As a tree for checkpoints."""
-    return {
-        "weights": [one.clone() for one in own.weights],
-        "buffers": [one.clone() for one in own.buffers],
-        "optimizer": [dict(one) for one in own.optimizer],
-    }
-
-
-def read(tree: Mapping[str, Any]) -> Own:
-    """The inverse of `written`."""
-    return Own(
-        weights=tuple(one.clone() for one in tree["weights"]),
-        buffers=tuple(one.clone() for one in tree["buffers"]),
-        optimizer=tuple(dict(one) for one in tree["optimizer"]),
-    )
