@@ -28,7 +28,6 @@ from dure.contracts.strategy import (
     Place,
     Proof,
     Strategy,
-    World,
     another,
     examples_for,
 )
@@ -131,11 +130,6 @@ class Split(Strategy):
         self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
         self.defence.check(task.train, self.labels_stay)
 
-    def check_in(self, world: World) -> None:
-        """Raises ValueError for clients over a network."""
-        if world.serves:
-            raise ValueError("split learning is simulated: leave the network out")
-
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Cuts a copy of the model. Raises ValueError for one that cannot be divided so."""
         self._checked(task, model)
@@ -176,4 +170,9 @@ class Split(Strategy):
         return describe(self.partition, parts, labels, task.train.classes)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        if place.channels is not None:
+            # Here, since a network needs libraries that a simulation does without.
+            from dure.split.network.served import ServedLearner
+
+            return ServedLearner(task, place, seed, self.plan, place.channels)
         return SimulatedLearner(task, place, seed, self.plan)
