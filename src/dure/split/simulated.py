@@ -24,12 +24,13 @@ from dure.contracts.strategy import Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link, VirtualNetwork
+from dure.fleet.virtual import Link, Node, VirtualNetwork
 from dure.parallel.pipeline.draws import Stream
 from dure.randomness.seeds import derive, generator, generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split.batching import Batching, crossings
 from dure.split.client import Client
+from dure.split.compressed import Compressed, Exchange, cuts_of
 from dure.split.cutting import cut_at, shares_of
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
@@ -110,6 +111,11 @@ class SimulatedLearner(Learner):
         self.round = 0
         self.now = 0.0
         self.leaks = self._leaks() if plan.measure_leaks else None
+        self.exchange = (
+            partial(Exchange, plan.compression, cuts_of(self.cut))
+            if plan.compression.compresses
+            else None
+        )
         self._begin()
 
     def _guard(self, number: int) -> Guard | None:
@@ -144,10 +150,16 @@ class SimulatedLearner(Learner):
         self.network.now = self.now
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
         seen = self.server if self.leaks is None else Metered(self.server, self.leaks, self._held)
-        self.network.add(SERVER, seen, Link(out=speed, into=speed))
+        self.network.add(SERVER, self._speaking(seen), Link(out=speed, into=speed))
         for one in self.clients:
             device = self.conditions.devices.of(one.number, self.seed)
-            self.network.add(one.name, one, Link(out=device.up, into=device.down))
+            self.network.add(one.name, self._speaking(one), Link(out=device.up, into=device.down))
+
+    def _speaking(self, node: Node) -> Node:
+        """A node, as the others hear it."""
+        if self.exchange is None:
+            return node
+        return Compressed(node, self.exchange)
 
     def _seconds(self, number: int, examples: int, stages: Sequence[int], back: bool) -> float:
         """How long a client takes for so many examples in these stages."""
