@@ -1,37 +1,39 @@
 """One value that crosses a cut, in fewer bytes: there, and the gradient for it back.
 
-    cast, int8    a^ = C(a);                  g^ = C(g + e),  e <- g + e - g^  (int8)
-    top-k         a^ = a at the k places of an example where |a| is largest, else 0
-                  g^ = g there, else 0: both know the places
+    cast       a^ = C(a)                                    g^ = C(g)
+    int8       a^ = C(a)                                    g^ = C(g + e),  e <- g + e - g^
+    top-k:R    a^ = a at the k = ⌈R d⌉ places of an         g^ = g at these places, else 0
+               example where |a| is largest, else 0
 
-For B examples of d numbers, of b bytes:
+The tail goes forward from a^, and g is the gradient by it. For B examples of d numbers of b bytes:
 
-                  there                       back
-    cast          2 B d                       2 B d
-    int8          B d + 4 B                   B d + 4 B              (8 B for float64)
-    top-k:R       k B (b + i), k = ⌈R d⌉      k B b                  i = 1 up to 256 numbers, 2 up to
-                                                                     32768, else 4; nothing is left
-                                                                     out, nor changed, where k = d
+               bytes there         bytes back
+    cast       2 B d               2 B d
+    int8       B d + 4 B           B d + 4 B        8 B in float64
+    top-k:R    k B (b + i)         k B b            i = 1 for up to 256 numbers, 2 for up to 32768,
+                                                    else 4; as it is, B d b, where k = d
 
-Everything is done example by example: what is made of one does not depend on who else is in the
-batch. A value has one payload, uint8 of a length that both know, but for gradients at places.
+All is done example by example, of what the dimension that grows with the batch counts: what is made
+of one does not depend on who else is in the batch. What travels of a value is one tensor: uint8, of
+a length that both know, or of gradients at places the numbers themselves.
 
-Values have no error feedback. What one example has lost says nothing of the next one; AQ-SGD sends
-what has changed of each example since the pass before, and needs all activations of all passes to
-be kept by both, and that the server knows which example it sees. Gradients have it, where the
-codec remembers (int8): place i of a batch adds what the last batch of this shape lost at place i.
-The sum over the steps of what arrives at each place is that of what was sent, to within the last
-error, so what all examples have in common in the head's gradient is only late; what they do not have
-in common gets noise of at most half a unit. It is forgotten when a turn begins, since others have
-trained the head since then, and where the batch has another shape. Top-k needs none: the gradient
-by a^ is zero nowhere but where it is not sent, so nothing is lost.
+Error feedback is that of gradients, where the codec remembers (int8): place i of a batch adds what
+the batch before has lost at place i. So what arrives at a place adds up, over the steps, to what
+was to be sent there, less the last error: of the head's gradient, what all examples have in common
+is only late, and what is one example's own gets noise of half a unit at most. e is forgotten when a
+turn begins, for others have trained the head since then, and when a batch has another shape.
+Nothing of it outlives a round.
+
+Values have none: what one example has lost says nothing of the next. AQ-SGD sends what has changed
+of an example since the pass before; both ends have to keep the values of all examples, and the
+server has to be told which example is which. Top-k needs none: only numbers that the tail has seen
+have a gradient, and all of it is sent.
 
 Sources: Zheng et al. 2023, "Reducing Communication for Split Learning by Randomized Top-k
-Sparsification", IJCAI, for top-k of each example and gradients at its places (without the random
+Sparsification", IJCAI: top-k of each example, and gradients at its places (here without random
 places); Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activation
-Compression with Guarantees", NeurIPS (AQ-SGD); Rudakov et al. 2023, "Activations and Gradients
-Compression for Model-Parallel Training": gradients bear less than activations, and places of their
-own harm.
+Compression with Guarantees", NeurIPS: AQ-SGD; Rudakov et al. 2023, "Activations and Gradients
+Compression for Model-Parallel Training": gradients at places of their own may diverge.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ from dure.split.leakage.rows import as_rows, from_rows
 
 
 class Crossed(NamedTuple):
-    """A value that crosses a cut: its shape for `examples` examples, which dimension `dim` counts."""
+    """A value that crosses a cut.
+
+    shape: for so many examples, which dimension `dim` counts.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,7 +71,7 @@ class Crossed(NamedTuple):
 
 
 class Coder(Protocol):
-    """At one end of a cut. What it remembers is of the batch under way, and of gradients lost."""
+    """At one end of a cut, where it remembers what both know of the batch, and what was lost."""
 
     def write(self, value: Tensor) -> Tensor:
         """What is sent of a value."""
@@ -107,6 +112,9 @@ class Rounded:
         return from_rows(rows, [self.crossed.like(examples)], [dim])[0]
 
     def _decoded(self, sent: Tensor, like: Tensor) -> Tensor:
+        # Room is made for as much as has come, not for as much as a message says.
+        if sent.numel() < like.numel():
+            raise ValueError(f"{sent.numel()} bytes are too few for {like.numel()} numbers")
         return self.compression.decode(sent, [torch.empty_like(like, device=sent.device)])[0]
 
     def write_back(self, gradient: Tensor) -> Tensor:

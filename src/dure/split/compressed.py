@@ -3,9 +3,9 @@
     what the node says     ->  values and gradients as a coder writes them
     what is said to it     ->  read, and refused by name where it makes no sense
 
-So neither the client nor the server knows of it, and what they compute with is what has arrived: the
-tail goes forward from the values as they are read, the head backward from the gradients as they
-are read. A message keeps its type; of its values, those that may have a gradient are coded
+So neither client nor server knows of it, and what they compute with is what has arrived: the tail
+goes forward from the values as they are read, the head backward from the gradients as they are
+read. A message keeps its type; of its values, those that may have a gradient are coded
 (`dure.split.coding`), and masks, whole numbers and targets stay as they are. Heads that are handed
 over, and gradients of heads, are not at the cut, and travel as they are.
 
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
 import msgspec
-import torch
 from torch import Tensor
 
 from dure.collectives.compression import Cast, Compression, Int8, NoCompression, TopK
@@ -37,8 +38,15 @@ from dure.split.messages import (
     Smashed,
 )
 
+AtCut = Smashed | Outputs | OutputGradients | Gradients
+"""The messages whose values are coded."""
 Cut = Sequence[Crossed | None]
 """The values that cross a cut, in their order; None for one that travels as it is."""
+Coders = Sequence[Coder | None]
+"""Of these values."""
+
+_MOST_EXAMPLES = 1 << 31
+"""Of a batch, as a message may say; what it then has to hold is another matter."""
 
 
 def check_compression(compression: Compression) -> None:
@@ -50,12 +58,12 @@ def check_compression(compression: Compression) -> None:
         )
 
 
-def cuts_of(cut: CutModel) -> list[Cut]:
-    """What crosses the cuts of a model.
+def cuts_of(cut: CutModel, training: bool = True) -> list[Cut]:
+    """What crosses the cuts of a model, in training or in evaluation.
 
     Raises ValueError where a value belongs to a whole batch, and where nothing has a gradient.
     """
-    cuts = [_cut(cut, boundary) for boundary in range(cut.stages - 1)]
+    cuts = [_cut(cut, boundary, training) for boundary in range(cut.stages - 1)]
     if not any(value is not None for values in cuts for value in values):
         raise ValueError(
             "nothing that crosses the cut has a gradient, and all of it would travel as it is: "
@@ -64,10 +72,12 @@ def cuts_of(cut: CutModel) -> list[Cut]:
     return cuts
 
 
-def _cut(cut: CutModel, boundary: int) -> Cut:
+def _cut(cut: CutModel, boundary: int, training: bool) -> Cut:
     found: list[Crossed | None] = []
     for value, crossing in zip(
-        values_at(cut, boundary, cut.examples), crossings(cut, boundary), strict=True
+        values_at(cut, boundary, cut.examples, training),
+        crossings(cut, boundary, training),
+        strict=True,
     ):
         if not value.differentiable:
             found.append(None)
@@ -88,12 +98,41 @@ def coder(compression: Compression, crossed: Crossed | None) -> Coder | None:
     return Rounded(compression, crossed)
 
 
+def exchange_of(compression: Compression, cut: CutModel) -> Callable[[], Exchange] | None:
+    """Makes what a node exchanges with another; None where everything travels as it is.
+
+    Raises as `cuts_of`.
+    """
+    if not compression.compresses:
+        return None
+    cuts = cuts_of(cut)
+    if all(coder(compression, value) is None for values in cuts for value in values):
+        return None
+    return partial(Exchange, compression, cuts)
+
+
+def message_bytes(
+    compression: Compression, cut: CutModel, boundary: int, examples: int
+) -> tuple[int, int]:
+    """Bytes of so many examples that cross the cut after a stage: of values, of gradients."""
+    if not compression.compresses:
+        return cut.message_bytes(boundary, examples)
+    sizes: list[tuple[int, int]] = []
+    for value, crossed in zip(
+        values_at(cut, boundary, examples), _cut(cut, boundary, training=True), strict=True
+    ):
+        one = coder(compression, crossed)
+        plain = value.nbytes, value.nbytes if value.differentiable else 0
+        sizes.append(plain if one is None else one.nbytes(examples))
+    return sum(there for there, _ in sizes), sum(back for _, back in sizes)
+
+
 class Exchange:
     """What a node exchanges with one other, batch after batch."""
 
     def __init__(self, compression: Compression, cuts: Sequence[Cut]) -> None:
         self.cuts = [[coder(compression, value) for value in cut] for cut in cuts]
-        self._differentiable = [
+        self._back = [
             [own for own, value in zip(coders, cut, strict=True) if value is not None]
             for coders, cut in zip(self.cuts, cuts, strict=True)
         ]
@@ -102,11 +141,9 @@ class Exchange:
 
     def written(self, message: Message) -> Message:
         """As it is sent."""
-        if isinstance(message, Smashed):
-            self._begin(message)
-        coders = self._coders(message)
-        if coders is None:
+        if not isinstance(message, AtCut):
             return message
+        coders = self._coders(message)
         back = isinstance(message, Gradients | OutputGradients)
         values = tuple(
             value if one is None else one.write_back(value) if back else one.write(value)
@@ -115,16 +152,14 @@ class Exchange:
         return msgspec.structs.replace(message, values=values)
 
     def read(self, sender: str, message: Message) -> Message:
-        """As it was before it was sent.
+        """As it was before it was sent, but for what is lost.
 
-        Raises ValueError for what nobody can have sent, and LossNotFiniteError for values that are
-        none.
+        Raises ValueError for what nobody can have written, and LossNotFiniteError for what is no
+        number.
         """
-        if isinstance(message, Smashed):
-            self._begin(message)
-        coders = self._coders(message)
-        if coders is None:
+        if not isinstance(message, AtCut):
             return message
+        coders = self._coders(message)
         back = isinstance(message, Gradients | OutputGradients)
         try:
             values = self._read(coders, message.values, back)
@@ -137,44 +172,36 @@ class Exchange:
                 raise LossNotFiniteError(math.nan, sender, self._when)
         return msgspec.structs.replace(message, values=values)
 
+    def _coders(self, message: AtCut) -> Coders:
+        """Of the values of a message."""
+        if isinstance(message, Smashed):
+            self._begin(message)
+            return self.cuts[0]
+        if isinstance(message, Outputs):
+            return self.cuts[-1]
+        # No gradient comes back for the others.
+        return self._back[0 if isinstance(message, Gradients) else -1]
+
     def _begin(self, message: Smashed) -> None:
         """A batch begins."""
         self._examples = message.examples
         self._when = f"step {message.step + 1} of turn {message.turn + 1}"
         if message.step == 0:
-            for coders in self.cuts:
-                for one in coders:
-                    if one is not None:
-                        one.forget()
+            for one in chain.from_iterable(self.cuts):
+                if one is not None:
+                    one.forget()
 
-    def _coders(self, message: Message) -> Sequence[Coder | None] | None:
-        """Of the values of a message; None of one that has none at a cut."""
-        if isinstance(message, Smashed):
-            return self.cuts[0]
-        if isinstance(message, Gradients):
-            return self._differentiable[0]
-        if isinstance(message, Outputs):
-            return self.cuts[-1]
-        if isinstance(message, OutputGradients):
-            return self._differentiable[-1]
-        return None
-
-    def _read(
-        self, coders: Sequence[Coder | None], sent: Sequence[Tensor], back: bool
-    ) -> tuple[Tensor, ...]:
+    def _read(self, coders: Coders, sent: Sequence[Tensor], back: bool) -> tuple[Tensor, ...]:
         if len(sent) != len(coders):
             raise ValueError(f"there are {len(sent)} values, and {len(coders)} cross here")
-        if self._examples < 1:
+        if not 0 < self._examples <= _MOST_EXAMPLES:
             raise ValueError(f"the batch has {self._examples} examples")
-        with torch.no_grad():
-            return tuple(
-                value
-                if one is None
-                else one.read_back(value, self._examples)
-                if back
-                else one.read(value, self._examples)
-                for one, value in zip(coders, sent, strict=True)
-            )
+        return tuple(self._value(one, each, back) for one, each in zip(coders, sent, strict=True))
+
+    def _value(self, one: Coder | None, sent: Tensor, back: bool) -> Tensor:
+        if one is None:
+            return sent
+        return one.read_back(sent, self._examples) if back else one.read(sent, self._examples)
 
 
 class Compressed:

@@ -28,9 +28,10 @@ from dure.fleet.virtual import Link, Node, VirtualNetwork
 from dure.parallel.pipeline.draws import Stream
 from dure.randomness.seeds import derive, generator, generators_state, restore_generators
 from dure.record.meter import Meter
+from dure.split.across import AcrossTheCut
 from dure.split.batching import Batching, crossings
 from dure.split.client import Client
-from dure.split.compressed import Compressed, Exchange, cuts_of
+from dure.split.compressed import Compressed, exchange_of, message_bytes
 from dure.split.cutting import cut_at, shares_of
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
@@ -111,10 +112,9 @@ class SimulatedLearner(Learner):
         self.round = 0
         self.now = 0.0
         self.leaks = self._leaks() if plan.measure_leaks else None
-        self.exchange = (
-            partial(Exchange, plan.compression, cuts_of(self.cut))
-            if plan.compression.compresses
-            else None
+        self.exchange = exchange_of(plan.compression, self.cut)
+        self.measured = (
+            self.model if self.exchange is None else AcrossTheCut(self.cut, plan.compression)
         )
         self._begin()
 
@@ -214,7 +214,7 @@ class SimulatedLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         self._load()
-        return evaluate(self.task, self.model, self.test, self.group, self.round)
+        return evaluate(self.task, self.measured, self.test, self.group, self.round)
 
     def weights(self) -> dict[str, Tensor]:
         self._load()
@@ -257,7 +257,12 @@ class SimulatedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        values, gradients = self.cut.message_bytes(0, self.cut.examples)
+        examples = self.cut.examples
+        values, gradients = self.cut.message_bytes(0, examples)
+        compressed = [
+            message_bytes(self.plan.compression, self.cut, boundary, examples)
+            for boundary in range(self.cut.stages - 1)
+        ]
         return {
             "split": {
                 "at": list(self.plan.at),
@@ -266,7 +271,9 @@ class SimulatedLearner(Learner):
                 "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
                 "smashed_bytes": values,
                 "gradient_bytes": gradients,
-                "examples": self.cut.examples,
+                "examples": examples,
+                "compression": str(self.plan.compression),
+                "compressed_bytes": [list(one) for one in compressed],
             },
             "leakage": self._leakage(),
         }

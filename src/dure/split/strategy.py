@@ -6,7 +6,7 @@
 
     bytes of a step    one cut: values and targets up, gradients down
                        two cuts: values and gradients up, values and gradients down
-                       compressed: those of `dure.split.coding`, and the targets
+                       compressed: as `dure.split.coding` says
 
 A subclass says who trains when (`order`), and by which rules.
 
@@ -42,8 +42,9 @@ from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
+from dure.split.across import AcrossTheCut
 from dure.split.client import Rules
-from dure.split.compressed import check_compression, cuts_of
+from dure.split.compressed import check_compression, exchange_of
 from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
@@ -168,8 +169,8 @@ class Split(Strategy):
             )
         # A copy, since the model is the one that will be trained.
         cut = cut_at(task, another(model, task, 0), self.cut, self._examples(task))
-        if self.compression.compresses:
-            cuts_of(cut)
+        if exchange_of(self.compression, cut) is not None:
+            AcrossTheCut(cut, self.compression)
         return cut
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
