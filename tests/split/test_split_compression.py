@@ -31,10 +31,8 @@ from dure.split.strategy import Split
 
 KINDS: list[Callable[..., Split]] = [dure.SplitLearning, dure.ParallelSplit, dure.SplitFed]
 CUTS = [("1",), ("1", "2")]
-EXAMPLES, CLIENTS, SIZE = 40, 2, 8
+EXAMPLES, CLIENTS, SIZE = 48, 2, 8
 INPUTS, FIRST, SECOND, CLASSES = 5, 9, 7, 3
-SIZES = [8, 8, 4] * CLIENTS
-"""Of the batches of an epoch of all clients."""
 
 
 def task_of(model: Callable[[], nn.Module] | None = None, dtype: Any = torch.float64) -> dure.Task:
@@ -108,22 +106,23 @@ LOSSY = ["bfloat16", "int8", "top-k:0.3"]
 def test_the_bytes_at_the_cut_are_those_of_the_formula(
     said: list[tuple[str, str, Any]], kind: Any, compression: str, cut: tuple[str, ...]
 ) -> None:
-    strategy = kind(cut=cut, clients=CLIENTS, batch_size=SIZE, compression=compression)
+    strategy = kind(cut=cut, clients=CLIENTS, batch_size=10, compression=compression)
     done = run(strategy, task=task_of(dtype=torch.float32))
+    batches = [10, 10, 4] * CLIENTS
     sizes = {
         kind: sum(nbytes(message.values) for _, _, message in said if isinstance(message, kind))
         for kind in (Smashed, Gradients, Outputs, OutputGradients)
     }
     widths = [FIRST, SECOND]
     formula = FORMULAS[compression]
-    there = [sum(formula(examples, width)[0] for examples in SIZES) for width in widths]
-    back = [sum(formula(examples, width)[1] for examples in SIZES) for width in widths]
+    there = [sum(formula(examples, width)[0] for examples in batches) for width in widths]
+    back = [sum(formula(examples, width)[1] for examples in batches) for width in widths]
     assert sizes[Smashed] == there[0]
     assert sizes[Gradients] == back[0]
     assert sizes[Outputs] == (there[1] if len(cut) == 2 else 0)
     assert sizes[OutputGradients] == (back[1] if len(cut) == 2 else 0)
     facts = done.summary["facts"][0]["split"]
-    expected = [list(formula(SIZE, width)) for width in widths[: len(cut)]]
+    expected = [list(formula(10, width)) for width in widths[: len(cut)]]
     assert facts["compressed_bytes"] == expected
     sent = sum(nbytes(message) for sender, _, message in said if sender.startswith("client"))
     assert done.summary["bytes_sent_per_worker"] == pytest.approx(sent / CLIENTS, abs=1)
@@ -367,7 +366,7 @@ def test_noise_comes_before_the_code(
         )
     )
     sent = [message.values[0] for _, _, message in said if isinstance(message, OutputGradients)]
-    assert len(left) == len(sent) == len(SIZES)
+    assert len(left) == len(sent) == EXAMPLES // SIZE
     for noisy, payload in zip(left, sent, strict=True):
         assert torch.equal(payload.view(torch.bfloat16), noisy.to(torch.bfloat16).reshape(-1))
 
