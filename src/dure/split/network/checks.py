@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.trace import Value
-from dure.split.batching import crossing_values
+from dure.split.batching import values_at
 from dure.split.messages import (
     Ended,
     HeadGradients,
@@ -54,7 +54,7 @@ class Checks:
         if isinstance(message, OutputGradients):
             if not open_examples:
                 raise WrongError("gradients came, and no batch is under way")
-            crossing = crossing_values(self._cut, 1, open_examples)
+            crossing = values_at(self._cut, 1, open_examples)
             wanted = [_form_of(one) for one in crossing if one.differentiable]
             _check_forms("gradients at the second cut", message.values, wanted)
             _check_finite("gradients at the second cut", message.values)
@@ -73,7 +73,7 @@ class Checks:
         self, given: Sequence[Tensor], examples: int, training: bool
     ) -> tuple[Tensor, ...]:
         """What has left a head."""
-        wanted = crossing_values(self._cut, 0, examples, training)
+        wanted = values_at(self._cut, 0, examples, training)
         _check_forms("values at the cut", given, [_form_of(one) for one in wanted])
         return tuple(one.laid_out(value) for one, value in zip(wanted, given, strict=True))
 
