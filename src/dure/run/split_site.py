@@ -17,6 +17,7 @@ from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
+from dure.split.compressed import exchange_of
 from dure.split.cutting import cut_at
 from dure.split.halves import Halves
 from dure.split.leakage.randomised_response import relabelled
@@ -117,7 +118,8 @@ def _site(
         machine,
         Identity(key, box, member, welcome.run, pinned),
         model,
-        Forward(cut),
+        Forward(cut, plan.compression),
+        exchange_of(plan.compression, cut),
         test,
         hello,
         Group(),

@@ -7,6 +7,7 @@ al. 2023, "Activations and Gradients Compression for Model-Parallel Training").
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,12 +40,12 @@ class AcrossTheCut(nn.Module):
         values: list[Tensor] = []
         for stage in range(self.cut.stages):
             if stage > 0:
-                values = self._cross(stage - 1, values, examples)
+                values = self.crossing(stage - 1, values, examples)
             program = self.cut.program(stage, examples, False, self._stream, None)
             values = list(program.module(*values, *(leaves[index] for index in program.inputs)))
         return tree_unflatten(values, self.cut.structure(examples, False))
 
-    def _cross(self, boundary: int, values: list[Tensor], examples: int) -> list[Tensor]:
+    def crossing(self, boundary: int, values: Sequence[Tensor], examples: int) -> list[Tensor]:
         """What arrives of the values that cross."""
         return [
             value if one is None else one.read(one.write(value), examples)

@@ -29,11 +29,11 @@ from dure.record.meter import Meter
 from dure.split.across import AcrossTheCut
 from dure.split.batching import crossings
 from dure.split.client import Client, Kept
-from dure.split.compressed import Compressed, exchange_of, message_bytes
+from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import cut_at, shares_of
+from dure.split.facts import facts_of
 from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
-from dure.split.leakage.exposure import exposure
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
@@ -220,34 +220,5 @@ class SimulatedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        examples = self.cut.examples
-        values, gradients = self.cut.message_bytes(0, examples)
-        compressed = [
-            message_bytes(self.plan.compression, self.cut, boundary, examples)
-            for boundary in range(self.cut.stages - 1)
-        ]
-        return {
-            "split": {
-                "at": list(self.plan.at),
-                "shares": self.shares,
-                "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
-                "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
-                "smashed_bytes": values,
-                "gradient_bytes": gradients,
-                "examples": examples,
-                "compression": str(self.plan.compression),
-                "compressed_bytes": [list(one) for one in compressed],
-            },
-            "leakage": self._leakage(),
-        }
-
-    def _leakage(self) -> dict[str, Any]:
-        """The defence, who could learn what, and what the meter last said."""
-        rules = self.plan.rules
-        through_server = rules.returns or rules.sums
-        defence = self.plan.defence
-        return {
-            "defence": str(defence),
-            "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
-            "measured": dict(self.leaks.latest) if self.leaks is not None else {},
-        }
+        measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
+        return facts_of(self.plan, self.cut, self.heads, self.tails, self.shares, measured)

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from dure.collectives.compression import Compression
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.split.across import AcrossTheCut
 from dure.tasks.loss_shares import NOTHING, Computed
 
 
 class Forward:
-    """Those of a party."""
+    """Those of a party. compression: of what crosses the cuts, as in training."""
 
-    def __init__(self, cut: CutModel) -> None:
+    def __init__(self, cut: CutModel, compression: Compression) -> None:
         self._cut = cut
+        across = AcrossTheCut(cut, compression) if compression.compresses else None
+        self._across = across
         self._outputs: Any = None
 
     @torch.no_grad()
@@ -35,6 +39,12 @@ class Forward:
         computing.begin(0)
         found = computing.forward(0, batch, received)
         return tree_leaves(self._outputs) if stage == self._cut.stages - 1 else found
+
+    def crossing(self, boundary: int, values: Sequence[Tensor], examples: int) -> Sequence[Tensor]:
+        """What arrives of values that cross a cut."""
+        if self._across is None:
+            return values
+        return self._across.crossing(boundary, values, examples)
 
     def outputs(self, leaves: Sequence[Tensor], examples: int) -> Any:
         """What the model gives, of its leaves."""

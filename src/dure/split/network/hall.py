@@ -27,6 +27,7 @@ from dure.contracts.channels import Came, Channels, Event, Gone, Said
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual import nbytes
 from dure.record.meter import Meter
+from dure.split.compressed import Exchange
 from dure.split.messages import (
     SERVER,
     Ended,
@@ -83,6 +84,7 @@ class Hall:
         forward: Forward,
         meters: Sequence[Meter],
         entrance: Entrance,
+        exchange: Callable[[], Exchange] | None,
         tell: Tell,
         show: Callable[[dict[str, Any]], None],
         kept: Callable[[], None],
@@ -94,6 +96,7 @@ class Hall:
         self.forward = forward
         self.meters = meters
         self.entrance = entrance
+        self.exchange = exchange
         self.tell = tell
         self.show = show
         self.kept = kept
@@ -105,6 +108,7 @@ class Hall:
         """Since when a client is gone, or a message of it is awaited."""
         self._handing: dict[str, str] = {}
         """Who hands its head to whom."""
+        self._exchanges: dict[str, Exchange] = {}
         self._examples: dict[str, int] = {}
         """Of the batch that a client has under way."""
         self._shown = 0.0
@@ -286,15 +290,17 @@ class Hall:
         # Of a turn that was taken back: it came too late to be wrong.
         if getattr(message, "turn", None) != self.order.turns.get(name):
             return
-        message = self.checks.checked(message, self._examples.get(name, 0))
-        if isinstance(message, Smashed):
-            self._examples[name] = message.examples
         try:
             whole = self.server.whole
+            if self.exchange is not None:
+                message = self._with(name).read(name, message)
+            message = self.checks.checked(message, self._examples.get(name, 0))
+            if isinstance(message, Smashed):
+                self._examples[name] = message.examples
             began = time.perf_counter()
             said = self.server.receive(name, message, time.monotonic())
             self.meters[0].counters.compute_seconds += time.perf_counter() - began
-        # What the order of messages does not allow.
+        # What the order of messages does not allow, or no code can have written.
         except ValueError as error:
             raise WrongError(str(error)) from error
         if self.server.whole is not whole:
@@ -308,6 +314,11 @@ class Hall:
             return
         del self._handing[name]
         self._send(to, Sealed(sealed.turn, number_of(name), sealed.content))
+
+    def _with(self, name: str) -> Exchange:
+        """In what way values cross between the server and a client."""
+        assert self.exchange is not None
+        return self._exchanges.setdefault(name, self.exchange())
 
     # What the server says
 
@@ -323,6 +334,8 @@ class Hall:
         if name not in self.here:
             self._since.setdefault(name, time.monotonic())
             return
+        if self.exchange is not None and isinstance(frame, Message):
+            frame = self._with(name).written(frame)
         number = number_of(name)
         size = nbytes(frame)
         if size:
@@ -351,7 +364,9 @@ class Hall:
         if name != self._measurer:
             return
         values = self.checks.checked_query(query)
-        found: list[Tensor] = self.forward(1, query.examples, values)
+        found: Sequence[Tensor] = self.forward(1, query.examples, values)
+        if self.order.tails[0].side.cut.stages == 3:
+            found = self.forward.crossing(1, found, query.examples)
         if not all(isinstance(one, torch.Tensor) for one in found):
             raise WrongError("the model gives more than tensors, which cannot travel")
         self._send(name, Answer(tuple(found)))

@@ -21,9 +21,11 @@ from dure.machine.threads import threads_for
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.meter import Meter
+from dure.split.across import AcrossTheCut
+from dure.split.compressed import exchange_of
 from dure.split.cutting import cut_at, shares_of
+from dure.split.facts import facts_of
 from dure.split.halves import Halves
-from dure.split.leakage.exposure import exposure
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
 from dure.split.network.checks import Checks
@@ -109,9 +111,10 @@ class ServedLearner(Learner):
             self.server,
             self.channels,
             Checks(self.cut, self.heads, targets, largest),
-            Forward(self.cut),
+            Forward(self.cut, plan.compression),
             self._meters,
             entrance,
+            exchange_of(plan.compression, self.cut),
             self._tells,
             lambda look: place.report({"federation": look}),
             self._kept,
@@ -198,7 +201,9 @@ class ServedLearner(Learner):
         that one's test data."""
         if self._knows_head:
             self._load()
-            return evaluate(self.task, self.model, self.test, self.group, self.round)
+            model = AcrossTheCut(self.cut, self.plan.compression)
+            measured = model if self.plan.compression.compresses else self.model
+            return evaluate(self.task, measured, self.test, self.group, self.round)
         self.tails.take(self.order.tails[0].own)
         return self.hall.measure(client(self.order.keeper), self.round, self.place.interrupted)
 
@@ -272,24 +277,4 @@ class ServedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        values, gradients = self.cut.message_bytes(0, self.cut.examples)
-        rules = self.plan.rules
-        through_server = rules.returns or rules.sums
-        return {
-            "split": {
-                "at": list(self.plan.at),
-                "shares": self.shares,
-                "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
-                "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
-                "smashed_bytes": values,
-                "gradient_bytes": gradients,
-                "examples": self.cut.examples,
-            },
-            "leakage": {
-                "defence": str(self.plan.defence),
-                "exposure": exposure(
-                    rules.labels_stay, through_server, rules.hands, self.plan.defence
-                ),
-                "measured": {},
-            },
-        }
+        return facts_of(self.plan, self.cut, self.heads, self.tails, self.shares, {})

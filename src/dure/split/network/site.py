@@ -19,11 +19,12 @@ from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import StateError
-from dure.fleet.virtual import Envelope
+from dure.fleet.virtual import Envelope, Node
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.split.client import Client, Kept
+from dure.split.compressed import Compressed, Exchange
 from dure.split.messages import SERVER, Handed, Turn, client
 from dure.split.network.control import Answer, Hello, Measure, Measured, Members, Query, Sealed
 from dure.split.network.forward import Forward
@@ -91,6 +92,7 @@ class Site:
         identity: Identity,
         model: nn.Module,
         forward: Forward,
+        exchange: Callable[[], Exchange] | None,
         test: Examples | None,
         hello: Hello,
         group: Group,
@@ -99,6 +101,7 @@ class Site:
     ) -> None:
         self.task = task
         self.machine = machine
+        self.node: Node = machine if exchange is None else Compressed(machine, exchange)
         self.identity = identity
         self.model = model
         self.forward = forward
@@ -135,7 +138,7 @@ class Site:
     def _trains(self, sender: str, message: Any) -> list[Frame]:
         self._tells(message)
         before = generators_state() if self.machine.examples.draws else None
-        said = self.machine.receive(sender, message, 0.0)
+        said = self.node.receive(sender, message, 0.0)
         if before is not None:
             restore_generators(before)
         self._write_kept()
@@ -177,7 +180,7 @@ class Site:
 
     def _outputs(self, examples: int, inputs: Any, channel: Says) -> Any:
         """What the model gives for these, of which the server computes a part."""
-        values = self.forward(0, examples, [], inputs)
+        values = self.forward.crossing(0, self.forward(0, examples, [], inputs), examples)
         channel.say(encode(Query(examples, tuple(values))))
         answer = decode(channel.next())
         if not isinstance(answer, Answer):
