@@ -16,10 +16,11 @@ What a server that wants to read what clients seal can do, and what not:
 - It cannot do either later in the run: a roster that was pinned does not change.
 
 Two things help, and both need a way that is not the server's, such as a telephone. Clients compare
-the fingerprint of the roster (`Roster.fingerprint`): if it is the same everywhere, they all have
-the same list. Or every client has a list of the fingerprints that the others read out to it
-(`read_identities`): then nobody takes part who is not on it. Without either, a client trusts its
-server not to have enrolled clients of its own.
+the fingerprint of the roster (`Roster.fingerprint`): if every client on it has confirmed it, then
+all have the same list and nobody else is on it; one that nobody can reach may be the server's. Or
+every client has a list of the fingerprints that the others read out to it (`read_identities`): then
+nobody takes part who is not on it. Without either, a client trusts its server not to have enrolled
+clients of its own. So does a client that has lost its folder: it pins anew.
 
 Source: the first use of a key is trusted and then pinned, as in SSH (RFC 4251, 4.1).
 """
@@ -54,7 +55,7 @@ class RosterError(ValueError):
 
 def fingerprint(public: str) -> str:
     """A public key in short, to be read out: 32 digits of its SHA-256, in groups of four."""
-    return _grouped(bytes.fromhex(public))
+    return _grouped(bytes.fromhex(public), 32)
 
 
 class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,8 +110,12 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fingerprint(self) -> str:
-        """The same where the roster is the same: 32 digits, to be compared over the telephone."""
-        return _grouped(_signed(self.run, self.server, self.members))
+        """The same where the roster is the same: 64 digits, in groups of four.
+
+        Twice as many as of a key: whoever may choose two rosters finds two whose first digits agree
+        with the square root of the work that another key for given digits takes.
+        """
+        return _grouped(_signed(self.run, self.server, self.members), 64)
 
 
 def check(roster: Roster, server_key: str) -> None:
@@ -314,9 +319,9 @@ def _signed(run: str, server: str, members: Iterable[Member]) -> bytes:
     return b"dure roster 1\n" + json.dumps([run, server, listed]).encode("ascii")
 
 
-def _grouped(content: bytes) -> str:
-    digits = hashlib.sha256(content).hexdigest()[:32]
-    return " ".join(digits[at : at + 4] for at in range(0, 32, 4))
+def _grouped(content: bytes, count: int) -> str:
+    digits = hashlib.sha256(content).hexdigest()
+    return " ".join(digits[at : at + 4] for at in range(0, count, 4))
 
 
 def _plain(text: str) -> str:
