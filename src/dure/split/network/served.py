@@ -170,7 +170,7 @@ class ServedLearner(Learner):
 
     def ended(self, reason: str) -> None:
         if reason != "interrupt":
-            self.channels.over(reason)
+            self.channels.over("the run is over")
 
     # What is kept
 
