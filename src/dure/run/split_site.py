@@ -109,7 +109,6 @@ def _site(
     pinned = Pinned.kept_in(kept.folder, welcome.run)
     hello = Hello(
         examples=len(own.indices),
-        batch=batch,
         member=msgspec.json.encode(member),
         digest=digest_of({f"{n}": one for n, one in enumerate(head.weights)}),
     )
