@@ -193,7 +193,7 @@ class Client:
     def _ascend(self, now: float) -> list[Envelope]:
         """The next batch, up to the cut."""
         assert self._turn is not None
-        batch = self._batch()
+        batch = self.batch()
         values = self.party.forward(0, self._place, batch, [])
         if self.guard is not None:
             self.guard.sent(batch.inputs, values)
@@ -210,7 +210,7 @@ class Client:
         seconds = self.seconds(batch.examples, [0], False)
         return self.busy.work(seconds, [(SERVER, smashed)], now)
 
-    def _batch(self, share: float = 1.0) -> Microbatch:
+    def batch(self, share: float = 1.0) -> Microbatch:
         """The examples of this step. share: theirs in the loss of the joint batch."""
         indices = self.at(self.taken)
         if self.examples.draws:
@@ -222,7 +222,7 @@ class Client:
         """The end of the model, with the loss, and back to the second cut."""
         assert self.end is not None
         assert self._turn is not None
-        batch = self._batch(outputs.share)
+        batch = self.batch(outputs.share)
         self.party.forward(self.end, self._place, batch, outputs.values)
         gradients = self.party.backward(self.end, [])
         if self.guard is not None:
