@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dure.data.examples import Examples
 from dure.parallel.pipeline.stage import Microbatch
+from dure.parallel.pipeline.trace import leaves_of
 from dure.randomness.seeds import seed_generators
 from dure.split import messages
 from dure.split.busy import Busy
@@ -153,12 +153,12 @@ class Client:
     def _ascend(self, now: float) -> list[Envelope]:
         """The next batch, up to the cut."""
         assert self._turn is not None
-        batch = self._batch()
+        indices = self.at(self.taken)
+        batch = self._read(indices)
         values = self.party.forward(0, self._place, batch, [])
         if self.guard is not None:
             self.guard.sent(batch.inputs, values)
-        targets = None if self.rules.labels_stay else tree_flatten(batch.targets)[0]
-        indices = self.at(self.taken)
+        targets = None if self.rules.labels_stay else leaves_of(batch.targets)
         smashed = Smashed(
             turn=self._turn.number,
             step=self._step,
@@ -170,19 +170,21 @@ class Client:
         seconds = self.seconds(batch.examples, [0], False)
         return self.busy.work(seconds, [(SERVER, smashed)], now)
 
-    def _batch(self, share: float = 1.0) -> Microbatch:
-        """The examples of this step. share: theirs in the loss of the joint batch."""
-        indices = self.at(self.taken)
+    def _read(self, indices: Tensor) -> Microbatch:
+        """These examples, as the batch of this step."""
         if self.examples.draws:
             seed_generators(self.seed, "read", self.taken, self.number, everything=True)
         inputs, targets = self.examples.batch(indices)
-        return Microbatch(len(indices), Share(share, 1.0), lambda: (inputs, targets))
+        return Microbatch(len(indices), Share(1.0, 1.0), lambda: (inputs, targets))
 
     def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:
         """The end of the model, with the loss, and back to the second cut."""
         assert self.end is not None
         assert self._turn is not None
-        batch = self._batch(outputs.share)
+        # The batch of the head, with its share in the loss of the joint batch.
+        head = self.party.batch(0)
+        share = Share(outputs.share, 1.0)
+        batch = Microbatch(head.examples, share, lambda: (head.inputs, head.targets))
         self.party.forward(self.end, self._place, batch, outputs.values)
         gradients = self.party.backward(self.end, [])
         if self.guard is not None:
