@@ -39,8 +39,8 @@ HEAD = Own(
 )
 VALUES = (torch.randn(4, 3), torch.tensor(2.5), torch.ones(4, dtype=torch.bool), torch.empty(4, 0))
 MESSAGES: list[Message] = [
-    Turn(3, 40, 10, 12, None, comes=True),
-    Turn(0, 0, 10, 10, HEAD),
+    Turn(3, 1, 40, 10, 12, 20, 1, None, comes=True),
+    Turn(0, 0, 0, 10, 10, 0, -1, HEAD),
     Smashed(3, 0, 4, 4.0, VALUES, [torch.arange(4), 1, 0.5, "one"]),
     Smashed(3, 1, 4, math.nan, VALUES, None),
     Outputs(0, VALUES, 0.25),
@@ -50,7 +50,7 @@ MESSAGES: list[Message] = [
     HeadSum(0, (None,)),
     Ended(3, None),
     Ended(3, HEAD),
-    Pass(3, messages.client(4)),
+    Pass(3, 2, messages.client(4)),
     Handed(3, HEAD),
 ]
 
@@ -166,7 +166,7 @@ def test_bytes_that_lie_anywhere_or_may_not_change_are_read_too(offset: int) -> 
         (Ended(0, Own((), (), ({"history": [torch.zeros(1)]},))), "history"),
         (Ended(0, Own((), (), ({1: torch.zeros(1)},))), "names"),  # type: ignore[dict-item]
         (Outputs(0, (torch.zeros(0),) * (frames.MOST_TENSORS + 1), 1.0), "tensors"),
-        (Pass(0, "x" * frames.MOST_HEADER), "header"),
+        (Pass(0, -1, "x" * frames.MOST_HEADER), "header"),
     ],
 )
 def test_what_cannot_travel_is_named_before_it_leaves(message: Message, word: str) -> None:

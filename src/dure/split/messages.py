@@ -47,17 +47,25 @@ class Own(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True, tag=True):
     """A client may train.
 
-    number: of the turn. first: the step on the way of all, from which schedules count, of the
-    turn's first. steps: how many it makes. until: how many all make, where heads make one step.
+    number: of the turn, which no other has, nor the same one tried again. round: of all clients.
+    first: the step on the way of all, from which schedules count, of the turn's first. steps: how
+    many it makes. until: how many all make, where heads make one step. taken: steps that the client
+    has made before. since: the newest of its turns that counts, after which it goes on; -1: it has
+    had none.
     head: None where the client has it, or, where it `comes`, another client sends it.
+    brings: whether the head goes to the server at the end.
     """
 
     number: int
+    round: int
     first: int
     steps: int
     until: int
+    taken: int
+    since: int
     head: Own | None
     comes: bool = False
+    brings: bool = False
 
 
 class Smashed(msgspec.Struct, frozen=True, tag=True):
@@ -134,9 +142,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pass(msgspec.Struct, frozen=True, tag=True):
-    """To whom a client hands its head, for a turn."""
+    """To whom a client hands the head that it had after the turn `since`, for a turn."""
 
     turn: int
+    since: int
     to: str
 
 

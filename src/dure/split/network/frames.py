@@ -31,8 +31,11 @@ from torch import Tensor
 from dure.protocol.encoding import ALIGNED, aligned, may_be_shape, view_at
 from dure.record.weights import DTYPES, elements_of
 from dure.split.messages import Message, Own, Smashed
+from dure.split.network.control import Control
 
 VERSION = 1
+Frame = Message | Control
+
 KINDS = (*DTYPES, torch.complex128)
 """What may travel. A dtype's place is its number in a frame, so new ones come last."""
 
@@ -56,7 +59,7 @@ class FrameError(ValueError):
     """The bytes are no message of split learning, or the message has what cannot travel."""
 
 
-def encode(message: Message) -> list[Buffer]:
+def encode(message: Frame) -> list[Buffer]:
     """The frame in pieces, to be sent one after another: `sum(map(len, pieces))` bytes.
 
     They are views of the tensors' memory where that lies on the CPU in one piece: a tensor may not
@@ -93,7 +96,7 @@ def encode(message: Message) -> list[Buffer]:
     return pieces
 
 
-def decode(content: Buffer, most: int | None = None) -> Message:
+def decode(content: Buffer, most: int | None = None) -> Frame:
     """The message of a frame.
 
     most: bytes that the frame may have; None: as many as it has. Raises FrameError for bytes that
@@ -121,10 +124,10 @@ class _Reading:
         self.at = at
         self.count = 0
 
-    def message(self) -> Message:
+    def message(self) -> Frame:
         try:
-            decoder = msgspec.msgpack.Decoder(Message, ext_hook=self._tensor)
-            message: Message = decoder.decode(self.header)
+            decoder = msgspec.msgpack.Decoder(Frame, ext_hook=self._tensor)
+            message: Frame = decoder.decode(self.header)
             _check_leaves(message)
         except FrameError:
             raise
@@ -180,7 +183,7 @@ def _writable(content: Buffer) -> bytearray | memoryview:
     return flat
 
 
-def _check_leaves(message: Message) -> None:
+def _check_leaves(message: Frame) -> None:
     """Raises FrameError where the fields of no fixed type hold more than tensors and numbers."""
     if isinstance(message, Smashed) and message.targets is not None:
         if not isinstance(message.targets, list):
