@@ -111,6 +111,8 @@ class Client:
         self._turn: Turn | None = None
         self._step = 0
         self._early: Handed | None = None
+        self._ahead: dict[int, tuple[Tensor, Microbatch]] = {}
+        """The batch that was read before its step, by the step of the client's life."""
 
     # A node
 
@@ -146,6 +148,7 @@ class Client:
         self.busy.drop()
         self._turn = turn
         self._step = 0
+        self._ahead.clear()
         self.taken = turn.taken
         if turn.head is None or self.guard is not None:
             kept = self._after(turn.since)
@@ -193,8 +196,7 @@ class Client:
     def _ascend(self, now: float) -> list[Envelope]:
         """The next batch, up to the cut."""
         assert self._turn is not None
-        indices = self.at(self.taken)
-        batch = self._read(indices)
+        indices, batch = self._ahead.pop(self.taken, None) or self._read(self.taken)
         values = self.party.forward(0, self._place, batch, [])
         if self.guard is not None:
             self.guard.sent(batch.inputs, values)
@@ -210,12 +212,18 @@ class Client:
         seconds = self.seconds(batch.examples, [0], False)
         return self.busy.work(seconds, [(SERVER, smashed)], now)
 
-    def _read(self, indices: Tensor) -> Microbatch:
-        """These examples, as the batch of this step."""
+    def meanwhile(self) -> None:
+        """To be called when what it has said is on its way: reads the next batch of the turn."""
+        if self._turn is not None and self._step + 1 < self._turn.steps and not self._ahead:
+            self._ahead[self.taken + 1] = self._read(self.taken + 1)
+
+    def _read(self, taken: int) -> tuple[Tensor, Microbatch]:
+        """The batch of a step of its life, and the indices of its examples."""
+        indices = self.at(taken)
         if self.examples.draws:
-            seed_generators(self.seed, "read", self.taken, self.number, everything=True)
+            seed_generators(self.seed, "read", taken, self.number, everything=True)
         inputs, targets = self.examples.batch(indices)
-        return Microbatch(len(indices), Share(1.0, 1.0), lambda: (inputs, targets))
+        return indices, Microbatch(len(indices), Share(1.0, 1.0), lambda: (inputs, targets))
 
     def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:
         """The end of the model, with the loss, and back to the second cut."""

@@ -167,11 +167,24 @@ class Party:
 
     def __init__(self, side: Side, own: Own, number: int) -> None:
         self.side = side
-        self.own = own
         self.number = number
+        self._own = own
+        self._left: tuple[Sequence[Tensor | None], int] | None = None
+        """A step of the optimizer that is still to be made."""
         self._stages = {stage: side.stage(stage) for stage in side.numbers}
         self._batches: dict[int, Microbatch] = {}
         self._gradients: dict[str, Tensor] = {}
+
+    @property
+    def own(self) -> Own:
+        """What it has learned."""
+        self.settle()
+        return self._own
+
+    @own.setter
+    def own(self, own: Own) -> None:
+        self._left = None
+        self._own = own
 
     def forward(
         self, stage: int, step: int, batch: Microbatch, received: Sequence[Tensor]
@@ -248,7 +261,19 @@ class Party:
         """One step of the optimizer, at a step of the schedule."""
         self.side.take(self.own)
         self.side.update(gradients, step)
-        self.own = self.side.keep()
+        self._own = self.side.keep()
+
+    def leave(self, gradients: Sequence[Tensor | None], step: int) -> None:
+        """Leaves an `update` for `settle`, or for when somebody asks what it has learned."""
+        self.settle()
+        self._left = gradients, step
+
+    def settle(self) -> None:
+        """Makes the step that was left."""
+        left = self._left
+        self._left = None
+        if left is not None:
+            self.update(*left)
 
 
 def copied(own: Own) -> Own:
