@@ -148,7 +148,7 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
         side = halves.side(plan.client_stages)
         machine = halves.client(seen.client, side, side.own(), own)
         began = time.perf_counter()
-        machine.party.forward(0, 0, machine.batch(), [])
+        machine.party.forward(0, 0, machine.read(0)[1], [])
         seconds = time.perf_counter() - began
     values, gradients = message_bytes(plan.compression, cut, 0, batch)
     yield f"training: the head took {seconds:.3f} s for a batch of {batch}"

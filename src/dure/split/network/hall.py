@@ -311,6 +311,7 @@ class Hall:
         if self.server.whole is not whole:
             self.kept()
         self._say(said)
+        self.server.meanwhile()
 
     def _relays(self, name: str, sealed: Sealed) -> None:
         """A head, which nobody here can read, goes on to whom it is for."""

@@ -8,7 +8,8 @@ server hears that it has ended one, so that it may be killed at any moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,6 +132,8 @@ class Site:
             frame = decode(channel.next())
             for said in self._hears(frame, channel):
                 channel.say(encode(said))
+            with self._as_drawn():
+                self.machine.meanwhile()
 
     def _hears(self, frame: Frame, channel: Says) -> list[Frame]:
         if isinstance(frame, Members):
@@ -148,12 +151,18 @@ class Site:
 
     def _trains(self, sender: str, message: Any) -> list[Frame]:
         self._tells(message)
-        before = generators_state() if self.machine.examples.draws else None
-        said = self.node.receive(sender, message, 0.0)
-        if before is not None:
-            restore_generators(before)
+        with self._as_drawn():
+            said = self.node.receive(sender, message, 0.0)
         self._write_kept()
         return [self._out(envelope) for envelope in said]
+
+    @contextmanager
+    def _as_drawn(self) -> Iterator[None]:
+        """Examples may draw as they are read, from generators that go on afterwards as before."""
+        before = generators_state() if self.machine.examples.draws else None
+        yield
+        if before is not None:
+            restore_generators(before)
 
     def _out(self, envelope: Envelope) -> Frame:
         to, message = envelope
