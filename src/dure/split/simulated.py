@@ -14,37 +14,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dure.contracts.strategy import Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, VirtualNetwork
-from dure.parallel.pipeline.draws import Stream
-from dure.randomness.seeds import derive, generator, generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
-from dure.split.batching import Batching, crossings
-from dure.split.client import Client
+from dure.split.batching import crossings
+from dure.split.client import Client, Kept
 from dure.split.cutting import cut_at, shares_of
+from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
-from dure.split.leakage.guard import Guard
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
-from dure.split.messages import SERVER, Own, client
+from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server
-from dure.split.sides import Party, Side, weighed
+from dure.split.states import read, written
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import CountedLoss, mean_over
+from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 _BYTES_PER_MBIT = 125_000.0
@@ -71,37 +69,18 @@ class SimulatedLearner(Learner):
         self.flops = flops_per_step(self.model, self.train, largest)
         self.shares = shares_of(self.cut)
         trained = relabelled(plan.defence, self.train, seed)
-        losses = CountedLoss(task.loss, trained)
-        # Every operation draws from a seed of its own: neither side tells the other what it drew.
-        stream = Stream(derive(seed, "split"), carried=False)
-        drawn = stream.drawing(weighed(losses), -1)
-        self.heads = Side(self.cut, plan.client_stages, task, stream, drawn)
-        self.tails = Side(self.cut, [1], task, stream, drawn)
-        _, targets = self.train.batch(self.parts[0].at(0))
+        halves = Halves(task, self.cut, plan, trained, seed)
+        self.heads = halves.side(plan.client_stages)
+        self.tails = halves.side([1])
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
         )
         head = self.heads.own()
-        tail = self.tails.own()
-        self.order = plan.order(amounts, head, lambda number: Party(self.tails, tail, number), seed)
-        self.server = Server(
-            self.order,
-            lru_cache(maxsize=64)(self._batching),
-            None if plan.rules.labels_stay else tree_flatten(targets)[1],
-        )
+        self.server = halves.server(self.tails, amounts, head)
+        self.order = self.server.order
         self.clients = [
-            Client(
-                number,
-                Party(self.heads, head, number),
-                plan.rules,
-                trained,
-                part.at,
-                losses,
-                seed,
-                partial(self._seconds, number),
-                self._guard(number),
-            )
+            halves.client(number, self.heads, head, part, partial(self._seconds, number))
             for number, part in enumerate(self.parts)
         ]
         self._meters = [Meter(SERVER, is_worker=False)]
@@ -111,15 +90,6 @@ class SimulatedLearner(Learner):
         self.now = 0.0
         self.leaks = self._leaks() if plan.measure_leaks else None
         self._begin()
-
-    def _guard(self, number: int) -> Guard | None:
-        """The defence of a client."""
-        defence = self.plan.defence
-        if defence.guards in ("nothing", "labels"):
-            return None
-        first = crossings(self.cut, 0)
-        last = crossings(self.cut, self.cut.stages - 2)
-        return Guard(defence, first, last, partial(generator, self.seed, "defence", number))
 
     def _leaks(self) -> LeakMeter:
         """The meter, which knows the true labels."""
@@ -135,9 +105,6 @@ class SimulatedLearner(Learner):
         """The batch that a client has in hand: the indices of its examples, and its inputs."""
         one = next(one for one in self.clients if one.name == name)
         return one.at(one.taken), one.party.inputs(0)
-
-    def _batching(self, sizes: tuple[int, ...]) -> Batching:
-        return Batching(self.cut, sizes)
 
     def _begin(self) -> None:
         self.network = VirtualNetwork()
@@ -163,7 +130,7 @@ class SimulatedLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: every client trains its local epochs."""
         before = generators_state()
-        self.network.send(SERVER, self.server.begin(self.round, self.now))
+        self.network.send(SERVER, self.server.begin(self.round))
         over = self.network.run(self._over, math.inf)
         restore_generators(before)
         assert over, "nobody waits for anybody for ever"
@@ -197,7 +164,7 @@ class SimulatedLearner(Learner):
 
     def _load(self) -> None:
         """The newest head and tail into the model."""
-        self.heads.take(self.order.newest([one.party.own for one in self.clients]))
+        self.heads.take(self.order.newest([one.held.own for one in self.clients]))
         self.tails.take(self.order.tails[0].own)
 
     def evaluate(self) -> dict[str, float]:
@@ -211,15 +178,14 @@ class SimulatedLearner(Learner):
     def state(self) -> dict[str, Any]:
         self._load()
         return {
-            "version": 1,
+            "version": 2,
             "round": self.round,
             "now": self.now,
             "order": self.order.state(),
             "head": written(self.order.head),
-            "heads": [written(one.party.own) for one in self.clients],
+            "heads": [written(one.held.own) for one in self.clients],
             "tails": [written(one.own) for one in self.order.tails],
-            "taken": [one.taken for one in self.clients],
-            "remembered": [one.guard and one.guard.memory for one in self.clients],
+            "remembered": [one.held.memory for one in self.clients],
             "buffers": passing_buffers(self.model),
         }
 
@@ -230,12 +196,9 @@ class SimulatedLearner(Learner):
         self.now = state["now"]
         self.order.restore(state["order"])
         self.order.head = read(state["head"])
-        for one, head, taken in zip(self.clients, state["heads"], state["taken"], strict=True):
-            one.party.own = read(head)
-            one.taken = taken
-        for one, memory in zip(self.clients, state["remembered"], strict=True):
-            if one.guard is not None:
-                one.guard.memory = memory
+        held = zip(self.clients, state["heads"], state["remembered"], strict=True)
+        for one, head, memory in held:
+            one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
         for tail, own in zip(self.order.tails, state["tails"], strict=True):
             tail.own = read(own)
         self._begin()
@@ -269,21 +232,3 @@ class SimulatedLearner(Learner):
             "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
             "measured": dict(self.leaks.latest) if self.leaks is not None else {},
         }
-
-
-def written(own: Own) -> dict[str, Any]:
-    """As a tree for checkpoints."""
-    return {
-        "weights": [one.clone() for one in own.weights],
-        "buffers": [one.clone() for one in own.buffers],
-        "optimizer": [dict(one) for one in own.optimizer],
-    }
-
-
-def read(tree: Mapping[str, Any]) -> Own:
-    """The inverse of `written`."""
-    return Own(
-        weights=tuple(one.clone() for one in tree["weights"]),
-        buffers=tuple(one.clone() for one in tree["buffers"]),
-        optimizer=tuple(dict(one) for one in tree["optimizer"]),
-    )

@@ -91,7 +91,9 @@ class Split(Strategy):
         """What clients and the server agree upon."""
 
     @abstractmethod
-    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+    def order(
+        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
+    ) -> Order:
         """Who trains when."""
 
     @property
