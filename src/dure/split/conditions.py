@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dure.fleet.conditions import Conditions
 
 _WITHOUT = ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget")
 
 
-def check_conditions(conditions: Conditions) -> None:
-    """Raises ValueError for conditions that the clients of split learning do not have."""
+def check_conditions(conditions: Conditions, known: Sequence[str] = ()) -> None:
+    """Raises ValueError for conditions that a simulation of split learning does not have.
+
+    known: those that it has besides devices and links.
+    """
     ideal = Conditions()
     for name in _WITHOUT:
-        if getattr(conditions, name) != getattr(ideal, name):
+        if name not in known and getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
                 f"split learning is simulated without {name.replace('_', ' ')}: leave it out"
             )
