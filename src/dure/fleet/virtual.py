@@ -137,6 +137,13 @@ class VirtualNetwork:
         """A node is gone, without a word."""
         self._nodes[name].gone = True
 
+    def lose(self, name: str) -> None:
+        """Of what a node has said and is told, nothing is on its way any more."""
+        self._queue = [event for event in self._queue if name not in event[2:4]]
+        heapq.heapify(self._queue)
+        one = self._nodes[name]
+        one.out_free = one.in_free = self.now
+
     def stop(self, name: str, seconds: float) -> None:
         """A node hears and does nothing for a time; what comes meanwhile waits for it."""
         self._nodes[name].until = self.now + seconds
