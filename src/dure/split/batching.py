@@ -27,10 +27,10 @@ class Batching:
             return
         total = sum(sizes)
         self._into = _dims(cut, 0, sizes[0], total)
-        self._differentiable = [one.differentiable for one in _values(cut, 0, total)]
+        self._differentiable = [one.differentiable for one in values_at(cut, 0, total)]
         if cut.stages == 3:
             self._out = _dims(cut, 1, sizes[0], total)
-            self._out_differentiable = [one.differentiable for one in _values(cut, 1, total)]
+            self._out_differentiable = [one.differentiable for one in values_at(cut, 1, total)]
 
     def together(self, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """What leaves the heads, as what leaves that of the joint batch."""
@@ -71,26 +71,33 @@ class Batching:
         return [list(own) for own in zip(*parts, strict=True)] or [[] for _ in self.sizes]
 
 
-def crossings(cut: CutModel, boundary: int) -> list[Crossing]:
+def crossings(cut: CutModel, boundary: int, training: bool = True) -> list[Crossing]:
     """What is known of the values that cross a cut. Raises ValueError for one of a whole batch."""
     few = cut.examples
-    dims = _dims(cut, boundary, few, 2 * few)
+    dims = _dims(cut, boundary, few, 2 * few, training)
     return [
         Crossing(dim, value.differentiable)
-        for dim, value in zip(dims, _values(cut, boundary, few), strict=True)
+        for dim, value in zip(dims, values_at(cut, boundary, few, training), strict=True)
     ]
 
 
-def _values(cut: CutModel, boundary: int, examples: int) -> list[Value]:
-    trace = cut.trace(examples, True)
-    nodes = crossing(trace, cut.homes(examples, True), cut.stages)[boundary]
+def values_at(cut: CutModel, boundary: int, examples: int, training: bool = True) -> list[Value]:
+    """The values of so many examples that cross a cut, in their order."""
+    trace = cut.trace(examples, training)
+    nodes = crossing(trace, cut.homes(examples, training), cut.stages)[boundary]
     return [trace.value(node) for node in nodes]
 
 
-def _dims(cut: CutModel, boundary: int, few: int, many: int) -> list[int | None]:
+def _dims(
+    cut: CutModel, boundary: int, few: int, many: int, training: bool = True
+) -> list[int | None]:
     """The dimension of each value that counts examples; None where none does."""
     found: list[int | None] = []
-    for one, other in zip(_values(cut, boundary, few), _values(cut, boundary, many), strict=True):
+    for one, other in zip(
+        values_at(cut, boundary, few, training),
+        values_at(cut, boundary, many, training),
+        strict=True,
+    ):
         grown = [n for n, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
         if len(grown) > 1 or (grown and other.shape[grown[0]] * few != one.shape[grown[0]] * many):
             raise ValueError(

@@ -44,8 +44,14 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
     Raises ValueError for places that the model does not have, and for one that cannot be cut there.
     """
     check_at(at)
-    train, _ = examples_for(model, task)
-    cut = CutModel(model, partial(sample, train), stages=len(at) + 1, examples=examples)
+    train, test = examples_for(model, task)
+    cut = CutModel(
+        model,
+        partial(sample, train),
+        stages=len(at) + 1,
+        examples=examples,
+        test=None if test is None else partial(sample, test),
+    )
     cut.decide(starts_of(cut.reference, at))
     _check_apart(cut)
     return cut

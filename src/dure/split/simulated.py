@@ -26,13 +26,15 @@ from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
+from dure.split.across import AcrossTheCut
 from dure.split.attendance import Attendance
 from dure.split.batching import crossings
 from dure.split.client import Client, Kept
+from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import cut_at, shares_of
+from dure.split.facts import facts_of
 from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
-from dure.split.leakage.exposure import exposure
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
@@ -90,6 +92,10 @@ class SimulatedLearner(Learner):
         self.round = 0
         self.now = 0.0
         self.leaks = self._leaks() if plan.measure_leaks else None
+        self.exchange = exchange_of(plan.compression, self.cut)
+        self.measured = (
+            self.model if self.exchange is None else AcrossTheCut(self.cut, plan.compression)
+        )
         self._begin()
 
     def _leaks(self) -> LeakMeter:
@@ -115,11 +121,19 @@ class SimulatedLearner(Learner):
         if self.leaks is not None:
             seen = Metered(self.server, self.leaks, self._held)
         self.attendance = self._attended(seen)
-        self.network.add(SERVER, self.attendance or seen, Link(out=speed, into=speed))
+        self.network.add(
+            SERVER, self._speaking(self.attendance or seen), Link(out=speed, into=speed)
+        )
         for one in self.clients:
             one.busy.drop()
             device = self.conditions.devices.of(one.number, self.seed)
-            self.network.add(one.name, one, Link(out=device.up, into=device.down))
+            self.network.add(one.name, self._speaking(one), Link(out=device.up, into=device.down))
+
+    def _speaking(self, node: Node) -> Node:
+        """A node, as the others hear it."""
+        if self.exchange is None:
+            return node
+        return Compressed(node, self.exchange)
 
     def _attended(self, seen: Node) -> Attendance | None:
         """Who is there when; None where everybody always is."""
@@ -210,7 +224,7 @@ class SimulatedLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         self._load()
-        return evaluate(self.task, self.model, self.test, self.group, self.round)
+        return evaluate(self.task, self.measured, self.test, self.group, self.round)
 
     def weights(self) -> dict[str, Tensor]:
         self._load()
@@ -249,27 +263,5 @@ class SimulatedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        values, gradients = self.cut.message_bytes(0, self.cut.examples)
-        return {
-            "split": {
-                "at": list(self.plan.at),
-                "shares": self.shares,
-                "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
-                "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
-                "smashed_bytes": values,
-                "gradient_bytes": gradients,
-                "examples": self.cut.examples,
-            },
-            "leakage": self._leakage(),
-        }
-
-    def _leakage(self) -> dict[str, Any]:
-        """The defence, who could learn what, and what the meter last said."""
-        rules = self.plan.rules
-        through_server = rules.returns or rules.sums
-        defence = self.plan.defence
-        return {
-            "defence": str(defence),
-            "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
-            "measured": dict(self.leaks.latest) if self.leaks is not None else {},
-        }
+        measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
+        return facts_of(self.plan, self.cut, self.heads, self.tails, self.shares, measured)

@@ -6,6 +6,7 @@
 
     bytes of a step    one cut: values and targets up, gradients down
                        two cuts: values and gradients up, values and gradients down
+                       compressed: as `dure.split.coding` says
 
 A subclass says who trains when (`order`), and by which rules.
 
@@ -22,13 +23,14 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import (
     Kind,
     Learner,
     Place,
     Proof,
     Strategy,
-    World,
     another,
     examples_for,
 )
@@ -39,7 +41,9 @@ from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
+from dure.split.across import AcrossTheCut
 from dure.split.client import Rules
+from dure.split.compressed import check_compression, exchange_of
 from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
@@ -69,6 +73,7 @@ class Split(Strategy):
             max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
         measure_leaks: whether a meter tells, every round, how well the server could guess labels
             and how much of the inputs it sees; in simulations.
+        compression: of what crosses the cut: none, bfloat16, float16, int8 or top-k:0.1.
     """
 
     cut: tuple[str, ...] = ("1",)
@@ -78,13 +83,21 @@ class Split(Strategy):
     partition: Partition = field(default_factory=IID)
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
+    compression: Compression = field(default_factory=NoCompression)
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
-        parse_fields(self, {"partition": partition.parse, "defence": parse_defence})
+        parse_fields(
+            self,
+            {
+                "partition": partition.parse,
+                "defence": parse_defence,
+                "compression": parse_compression,
+            },
+        )
 
     @abstractmethod
     def rules(self) -> Rules:
@@ -99,7 +112,8 @@ class Split(Strategy):
     @property
     def label(self) -> str:
         shape = ", labels stay" if self.labels_stay else ""
-        return f"{self.title} at {' and '.join(self.cut)}{shape}"
+        fewer = f", {self.compression}" if self.compression.compresses else ""
+        return f"{self.title} at {' and '.join(self.cut)}{shape}{fewer}"
 
     @property
     def labels_stay(self) -> bool:
@@ -119,6 +133,7 @@ class Split(Strategy):
             order=self.order,
             defence=self.defence,
             measure_leaks=self.measure_leaks,
+            compression=self.compression,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -130,11 +145,7 @@ class Split(Strategy):
         labels = task.train.labels()
         self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
         self.defence.check(task.train, self.labels_stay)
-
-    def check_in(self, world: World) -> None:
-        """Raises ValueError for clients over a network."""
-        if world.serves:
-            raise ValueError("split learning is simulated: leave the network out")
+        check_compression(self.compression)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Cuts a copy of the model. Raises ValueError for one that cannot be divided so."""
@@ -153,7 +164,10 @@ class Split(Strategy):
                 "of the model have to know their shares before: cut once, or train in turn"
             )
         # A copy, since the model is the one that will be trained.
-        return cut_at(task, another(model, task, 0), self.cut, self._examples(task))
+        cut = cut_at(task, another(model, task, 0), self.cut, self._examples(task))
+        if exchange_of(self.compression, cut) is not None:
+            AcrossTheCut(cut, self.compression)
+        return cut
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""
@@ -176,4 +190,9 @@ class Split(Strategy):
         return describe(self.partition, parts, labels, task.train.classes)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        if place.channels is not None:
+            # Here, since a network needs libraries that a simulation does without.
+            from dure.split.network.served import ServedLearner
+
+            return ServedLearner(task, place, seed, self.plan, place.channels)
         return SimulatedLearner(task, place, seed, self.plan)

@@ -121,7 +121,7 @@ class NetworkChannels:
             channel.waiting -= 1
         return event
 
-    def say(self, client: int, frame: Sequence[bytes | memoryview]) -> None:
+    def say(self, client: int, frame: Sequence[bytes | bytearray | memoryview]) -> None:
         channel = self._channels.get(client)
         if channel is not None:
             self._post(channel, b"".join(frame))
