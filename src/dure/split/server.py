@@ -281,7 +281,7 @@ class Server:
         parts = [self._heads[client].values for client in clients]
         self._heads.clear()
         summed = HeadSum(message.step, total(parts))
-        return [(client, summed) for client in self.order.everyone]
+        return [(client, summed) for client in self.order.present]
 
 
 def total(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:

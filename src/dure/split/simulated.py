@@ -121,8 +121,9 @@ class SimulatedLearner(Learner):
         if self.leaks is not None:
             seen = Metered(self.server, self.leaks, self._held)
         self.attendance = self._attended(seen)
-        node = self._speaking(self.attendance or seen)
-        self.network.add(SERVER, node, Link(out=speed, into=speed))
+        self.network.add(
+            SERVER, self._speaking(self.attendance or seen), Link(out=speed, into=speed)
+        )
         for one in self.clients:
             one.busy.drop()
             device = self.conditions.devices.of(one.number, self.seed)
