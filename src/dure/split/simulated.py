@@ -6,8 +6,8 @@ takes, for so many examples of a part with the share s of the model's operations
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-and the server takes none. All clients of this process share the modules of one model; each has
-tensors of its own (`dure.split.sides`).
+and so does the server, whose speed is one of the conditions. All clients of this process share the
+modules of one model; each has tensors of its own (`dure.split.sides`).
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class SimulatedLearner(Learner):
             self.order,
             lru_cache(maxsize=64)(self._batching),
             None if plan.rules.labels_stay else tree_flatten(targets)[1],
+            self._server_seconds,
         )
         self.clients = [
             Client(
@@ -154,6 +155,11 @@ class SimulatedLearner(Learner):
         device = self.conditions.devices.of(number, self.seed)
         share = sum(self.shares[stage] for stage in stages)
         return (2 if back else 1) / 3 * share * examples / device.examples_per_second
+
+    def _server_seconds(self, examples: int, back: bool) -> float:
+        """How long the server takes for so many examples."""
+        speed = self.conditions.server_examples_per_second
+        return (2 if back else 1) / 3 * self.shares[1] * examples / speed
 
     def flops_per_step(self) -> float:
         return self.flops
