@@ -261,6 +261,7 @@ class SimulatedLearner(Learner):
                 "smashed_bytes": values,
                 "gradient_bytes": gradients,
                 "examples": self.cut.examples,
+                "messages_sent": [one.counters.messages_sent for one in self._meters[1:]],
             },
             "leakage": self._leakage(),
         }
