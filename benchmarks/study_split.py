@@ -193,12 +193,12 @@ def is_split(run: Run) -> bool:
 def curve(run: Run, clients: int) -> JSON:
     """Test accuracy at every epoch, against epochs, bytes of a client and virtual seconds."""
     epochs, accuracy = run.history.curve("test_accuracy", "epoch")
-    _, seconds = run.history.series("virtual_seconds")
+    clock = dict(zip(*run.history.series("virtual_seconds"), strict=True))
     sent = [one.bytes_sent for one in run.history.evaluations]
     return {
         "epochs": epochs,
         "test_accuracy": accuracy,
-        "seconds": seconds[-len(epochs) :],
+        "seconds": [clock.get(one.step, 0.0) for one in run.history.evaluations],
         # Whatever is sent, a client sends or receives it; two of them if peers hand on.
         "client_bytes": [one / clients for one in sent],
     }

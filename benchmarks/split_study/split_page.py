@@ -245,7 +245,7 @@ def times(setting: JSON, conditions: JSON) -> Panel:
 def crossing(found: JSON) -> Panel:
     """The formulas as lines, what was measured as marks."""
     even = found["even"]
-    x = [even * 2 ** (step / 4) for step in range(-12, 13)]
+    x = [0.0, 2.3 * even]
     split = [(found["head_bytes"] + found["example_bytes"] * n) / 1e6 for n in x]
     federated = [found["whole_bytes"] / 1e6] * len(x)
     places = [float(point["examples"]) for point in found["points"]]
@@ -257,5 +257,4 @@ def crossing(found: JSON) -> Panel:
         for place, point in zip(places, found["points"], strict=True):
             curves.append(Curve("", [place], [point[name] / 1e6], marks=True, colour=colour))
     title = f"{found['title']}: as many at {math.floor(even)}"
-    examples = Axis("examples of a client", log=True)
-    return lines(title, curves, examples, Axis("MB", log=True), width=420)
+    return lines(title, curves, Axis("examples of a client"), Axis("MB", low=0.0), width=420)
