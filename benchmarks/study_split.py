@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent / "split_study"))
 
@@ -58,7 +58,7 @@ JSON = dict[str, Any]
 
 SEED = 0
 BESIDE = Path(__file__).parent / "split_study"
-SERVER = {"server_mbit": 1000.0, "server_examples_per_second": 1000.0}
+SERVER: JSON = {"server_mbit": 1000.0, "server_examples_per_second": 1000.0}
 """Of split learning's server: it computes ten times as fast as a client."""
 PHONES = "phones"
 CONDITIONS = {
@@ -106,7 +106,8 @@ def world_of(strategy: Strategy, devices: str) -> dure.World | None:
     """Simulated clients, and for split learning its server; None for one worker."""
     if strategy.kind != "clients":
         return None
-    return dure.Simulated(devices=devices, **({} if strategy.name == "fed-avg" else SERVER))
+    told = {"devices": devices, **({} if strategy.name == "fed-avg" else SERVER)}
+    return dure.Simulated(**told)
 
 
 @torch.no_grad()
@@ -117,7 +118,9 @@ def loss_on(task: dure.Task, model: nn.Module, examples: Examples) -> float:
     for start in range(0, len(examples), 500):
         some = torch.arange(start, min(start + 500, len(examples)))
         inputs, targets = examples.batch(some)
-        total += float(task.loss(model(inputs), targets)) * len(some)
+        loss = task.loss(model(inputs), targets)
+        assert isinstance(loss, Tensor)
+        total += loss.item() * len(some)
     return total / len(examples)
 
 

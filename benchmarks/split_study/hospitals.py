@@ -7,6 +7,7 @@ blood sugar), the other what a heart unit measures. A server has the diagnosis, 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from torch import nn
 
 import dure
 from dure.data.examples import Examples
+from dure.record.run import Run
 
 JSON = dict[str, Any]
 
@@ -51,60 +53,63 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], nn.Module], Seq
 """Of all columns, of so many columns, and the elements that leave each head."""
 
 
-def columns_of(examples: Examples, columns: Sequence[int]) -> Examples:
-    return Examples(examples.inputs[:, list(columns)], examples.targets, classes=examples.classes)
-
-
 def hospitals(data: Path, epochs: int, seeds: int) -> list[JSON]:
     """A row for each model and each way; means over the seeds."""
     whole = dure.load_task("heart", data=data / "heart-disease")
-    assert whole.test is not None
-    rows: list[JSON] = []
+    rows = []
     for title, (all_columns, some_columns, values) in MODELS.items():
-
-        def task_of(columns: Sequence[int], model: Callable[[], nn.Module]) -> dure.Task:
-            parts = [columns_of(one, columns) for one in (whole.train, whole.test)]
-            return dure.Task(model, whole.loss, *parts, optimizer=whole.optimizer, name="heart")
-
-        everything = task_of(range(29), all_columns)
-        single = dure.SingleWorker(BATCH)
-        features = tuple(",".join(map(str, columns)) for columns in COLUMNS)
-        ways: dict[str, tuple[dure.Task, dure.Strategy]] = {
-            "the practice alone": (
-                task_of(PRACTICE, partial(some_columns, len(PRACTICE))),
-                single,
-            ),
-            "the heart unit alone": (
-                task_of(HEART_UNIT, partial(some_columns, len(HEART_UNIT))),
-                single,
-            ),
-            "both, their data in one place": (everything, single),
-            "both, vertical split": (
-                everything,
-                dure.VerticalSplit(features=features, batch_size=BATCH),
-            ),
-        }
-        for way, (task, strategy) in ways.items():
+        for way, (task, strategy) in ways(whole, all_columns, some_columns).items():
             runs = [
                 dure.train(task, strategy, stop=dure.Stop(epochs=epochs), seed=seed)
                 for seed in range(seeds)
             ]
-            row = {
-                "model": title,
-                "way": way,
-                "accuracies": [run.summary["test_accuracy"] for run in runs],
-                "losses": [run.summary["test_loss"] for run in runs],
-                "weights": runs[0].summary["parameters"],
-                "bytes": runs[0].summary["bytes_sent"],
-                "formula": 0,
-            }
-            if isinstance(strategy, dure.VerticalSplit):
-                # Up and down, of each example and epoch.
-                row["formula"] = 2 * 4 * sum(values) * len(task.train) * epochs
-                row["facts"] = runs[0].summary["facts"][0]["vertical"]
-            if row["bytes"] != row["formula"]:
-                raise ValueError(f"{way}: {row['bytes']} bytes, and {row['formula']} by formula")
-            for what, one in (("accuracy", "accuracies"), ("loss", "losses")):
-                row[what] = statistics.mean(row[one])
-            rows.append(row)
+            divided = isinstance(strategy, dure.VerticalSplit)
+            # Up and down, of each example and epoch.
+            formula = 2 * 4 * sum(values) * len(task.train) * epochs if divided else 0
+            rows.append({"model": title, "way": way, **told(runs, formula)})
     return rows
+
+
+def ways(
+    whole: dure.Task,
+    all_columns: Callable[[], nn.Module],
+    some_columns: Callable[[int], nn.Module],
+) -> dict[str, tuple[dure.Task, dure.Strategy]]:
+    """Who trains on what."""
+    single = dure.SingleWorker(BATCH)
+    features = tuple(",".join(map(str, columns)) for columns in COLUMNS)
+    joined = dataclasses.replace(whole, model=all_columns)
+    practice, heart_unit = (
+        dataclasses.replace(
+            whole,
+            model=partial(some_columns, len(columns)),
+            train=columns_of(whole.train, columns),
+            test=columns_of(whole.test, columns),
+        )
+        for columns in COLUMNS
+    )
+    return {
+        "the practice alone": (practice, single),
+        "the heart unit alone": (heart_unit, single),
+        "both, their data in one place": (joined, single),
+        "both, vertical split": (
+            joined,
+            dure.VerticalSplit(features=features, batch_size=BATCH),
+        ),
+    }
+
+
+def columns_of(examples: Any, columns: Sequence[int]) -> Examples:
+    return Examples(examples.inputs[:, list(columns)], examples.targets, classes=examples.classes)
+
+
+def told(runs: Sequence[Run], formula: int) -> JSON:
+    """What came of it. Raises ValueError for bytes that are not those of the formula."""
+    sent = {run.summary["bytes_sent"] for run in runs}
+    if sent != {formula}:
+        raise ValueError(f"{sent} bytes were sent, and {formula} by the formula")
+    row: JSON = {"weights": runs[0].summary["parameters"], "bytes": formula}
+    for name in ("accuracy", "loss"):
+        values = [run.summary[f"test_{name}"] for run in runs]
+        row |= {name: statistics.mean(values), f"{name} of each": values}
+    return row

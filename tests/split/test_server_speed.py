@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -24,8 +26,8 @@ def task_of() -> dure.Task:
     )
 
 
-def run(strategy: dure.Strategy, rounds: int = 2, **conditions: object) -> dure.Run:
-    world = dure.Simulated(**conditions)  # type: ignore[arg-type]
+def run(strategy: dure.Strategy, rounds: int = 2, **conditions: Any) -> dure.Run:
+    world = dure.Simulated(**conditions)
     stop = dure.Stop(rounds=rounds, steps=rounds)
     return dure.train(task_of(), strategy, world, stop, check=False)
 
@@ -53,8 +55,8 @@ def test_a_holder_of_labels_takes_the_share_of_its_part() -> None:
         nn.functional.cross_entropy,
         task_of().train,
     )
-    world = dure.Simulated(devices=INSTANT, server_examples_per_second=SPEED)
-    done = dure.train(task, strategy, world, dure.Stop(steps=3))
+    conditions: dict[str, Any] = {"devices": INSTANT, "server_examples_per_second": SPEED}
+    done = dure.train(task, strategy, dure.Simulated(**conditions), dure.Stop(steps=3))
     # 24 products in the heads, and 24 in the tail.
     assert done.summary["numbers"]["virtual_seconds"] == pytest.approx(3 * 8 * 0.5 / SPEED)
 
