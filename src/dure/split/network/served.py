@@ -279,4 +279,6 @@ class ServedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        return facts_of(self.plan, self.cut, self.heads, self.tails, self.shares, {})
+        return facts_of(
+            self.plan, self.cut, self.heads, self.tails, self.shares, self._meters[1:], {}
+        )
