@@ -42,7 +42,8 @@ from pathlib import Path
 from typing import Any
 
 PEERS = Path(__file__).parent / "split_peers"
-sys.path += [str(Path(__file__).parent / name) for name in ("server_peers", "split_peers")]
+sys.path.insert(0, str(Path(__file__).parent / "server_peers"))
+sys.path.insert(0, str(PEERS))
 
 from cut_models import BATCH, CUT, STEPS
 from ends import End

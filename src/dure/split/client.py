@@ -196,7 +196,7 @@ class Client:
     def _ascend(self, now: float) -> list[Envelope]:
         """The next batch, up to the cut."""
         assert self._turn is not None
-        indices, batch = self._ahead.pop(self.taken, None) or self._read(self.taken)
+        indices, batch = self._ahead.pop(self.taken, None) or self.read(self.taken)
         values = self.party.forward(0, self._place, batch, [])
         if self.guard is not None:
             self.guard.sent(batch.inputs, values)
@@ -215,9 +215,9 @@ class Client:
     def meanwhile(self) -> None:
         """To be called when what it has said is on its way: reads the next batch of the turn."""
         if self._turn is not None and self._step + 1 < self._turn.steps and not self._ahead:
-            self._ahead[self.taken + 1] = self._read(self.taken + 1)
+            self._ahead[self.taken + 1] = self.read(self.taken + 1)
 
-    def _read(self, taken: int) -> tuple[Tensor, Microbatch]:
+    def read(self, taken: int) -> tuple[Tensor, Microbatch]:
         """The batch of a step of its life, and the indices of its examples."""
         indices = self.at(taken)
         if self.examples.draws:

@@ -153,10 +153,10 @@ class SimulatedLearner(Learner):
         self.server.losses = []
         samples = self.server.samples
         self.server.samples = 0
-        counted = sum(count for _, count in steps)
+        counted = math.fsum(count for _, count in steps)
         leaks = {} if self.leaks is None else self.leaks.numbers()
         return Progress(
-            loss=mean_over(sum(loss * count for loss, count in steps), counted),
+            loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish,
             numbers={"virtual_seconds": self.now, **leaks},

@@ -50,18 +50,28 @@ class Says(Protocol):
 
 
 class Identity:
-    """The keys of a client. own: what it says of itself to all others."""
+    """The keys of a client. own: what it says of itself to all others. known: others, by number, of
+    whom its user knows the keys; None: nobody has been asked."""
 
-    def __init__(self, key: Key, box: BoxKey, own: Member, run: str, pinned: Pinned) -> None:
+    def __init__(
+        self,
+        key: Key,
+        box: BoxKey,
+        own: Member,
+        run: str,
+        pinned: Pinned,
+        known: Mapping[int, str] | None,
+    ) -> None:
         self.key = key
         self.box = box
         self.own = own
         self.run = run
         self.pinned = pinned
+        self.known = known
 
-    def takes(self, roster: bytes) -> None:
-        """Raises RosterError for one that is not the first, or not signed."""
-        self.pinned.take(Roster.from_json(roster), self.own)
+    def takes(self, roster: bytes) -> Roster:
+        """Raises RosterError for one that is not the first, or not signed, or has a stranger."""
+        return self.pinned.take(Roster.from_json(roster), self.own, known=self.known)
 
     def member(self, number: int) -> Member:
         assert self.pinned.roster is not None
@@ -127,7 +137,8 @@ class Site:
 
     def _hears(self, frame: Frame, channel: Says) -> list[Frame]:
         if isinstance(frame, Members):
-            self.identity.takes(frame.roster)
+            roster = self.identity.takes(frame.roster)
+            self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
             return []
         if isinstance(frame, Measure):
             return [self._measures(frame, channel)]
