@@ -41,15 +41,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PEERS = Path(__file__).parent / "split_peers"
 sys.path.insert(0, str(Path(__file__).parent / "server_peers"))
-sys.path.insert(0, str(PEERS))
+sys.path.insert(0, str(Path(__file__).parent / "split_peers"))
 
 from cut_models import BATCH, CUT, STEPS
 from ends import End
 from rounds import median_ratio, quartiles, turns
 
 JSON = dict[str, Any]
+PEERS = Path(__file__).parent / "split_peers"
 BY_HAND = ["undivided", "transfers", "raw socket", "grpc", "torch RPC", "machines"]
 GOALS = {"mlp": 1.8, "cnn": 1.15}
 """Times (undivided and transfers), that dure may take."""

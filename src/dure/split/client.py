@@ -196,7 +196,8 @@ class Client:
     def _ascend(self, now: float) -> list[Envelope]:
         """The next batch, up to the cut."""
         assert self._turn is not None
-        indices, batch = self._ahead.pop(self.taken, None) or self.read(self.taken)
+        ahead = self._ahead.pop(self.taken) if self.taken in self._ahead else None
+        indices, batch = ahead or self.read(self.taken)
         values = self.party.forward(0, self._place, batch, [])
         if self.guard is not None:
             self.guard.sent(batch.inputs, values)
