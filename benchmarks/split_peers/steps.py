@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server_peers"))
 
+from cut_models import BATCH, CUT, HALVES, STEPS, Whole, examples, optimizer
 from ends import tell, told
 from exchanges import free_port
-
-from tasks import BATCH, CUT, HALVES, STEPS, Whole, examples, optimizer
 
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """exchange(values, targets): the gradients of the values."""
@@ -324,14 +323,15 @@ def rpc_server(model: str) -> None:
 
 def _halves(model: str) -> tuple[Any, Any, Any]:
     """What dure makes clients and servers of, the cut model, and the client's part of the data."""
+    import cut_models
+
     import dure
-    import tasks
     from dure.contracts.strategy import seeded_model
     from dure.data.own_part import divide
     from dure.split.cutting import cut_at
     from dure.split.halves import Halves
 
-    task = getattr(tasks, model)()
+    task = getattr(cut_models, model)()
     plan = dure.SplitLearning(cut=(CUT,), clients=1, batch_size=BATCH).plan
     cut = cut_at(task, seeded_model(task, 0).train(), plan.at, BATCH)
     parts = divide(plan.partition, 1, task.train, BATCH, 0, joins=False)

@@ -29,7 +29,8 @@ from dure.split.messages import (
     Turn,
 )
 from dure.split.network import frames
-from dure.split.network.frames import KINDS, FrameError, decode, encode
+from dure.split.network.control import Control, Hello, Sealed
+from dure.split.network.frames import KINDS, Frame, FrameError, decode, encode
 
 ADAM = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.zeros(2, 3)}
 HEAD = Own(
@@ -55,7 +56,7 @@ MESSAGES: list[Message] = [
 ]
 
 
-def frame_of(message: Message) -> bytearray:
+def frame_of(message: Frame) -> bytearray:
     return bytearray(b"".join(encode(message)))
 
 
@@ -80,12 +81,23 @@ def alike(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-def named(message: Message) -> str:
+def named(message: Frame) -> str:
     return type(message).__name__
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=named)
 def test_what_comes_out_is_what_went_in(message: Message) -> None:
+    assert alike(message, decode(frame_of(message)))
+
+
+CONTROL: list[Control] = [
+    Hello(100, b"{}", "a digest"),
+    Sealed(3, 1, torch.arange(200, dtype=torch.uint8)),
+]
+
+
+@pytest.mark.parametrize("message", CONTROL, ids=named)
+def test_what_is_said_besides_training_comes_out_too(message: Control) -> None:
     assert alike(message, decode(frame_of(message)))
 
 
@@ -257,7 +269,7 @@ def test_a_frame_may_have_so_many_bytes() -> None:
         decode(content, len(content) - 1)
 
 
-def well_formed(message: Message) -> bool:
+def well_formed(message: Frame) -> bool:
     """Whether all that a message holds can be read, and travels again."""
     return alike(message, decode(frame_of(message)))
 
