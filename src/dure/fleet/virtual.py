@@ -1,8 +1,8 @@
 """Nodes in one process that send each other messages, under a virtual clock.
 
     a message leaves                  when the sender's link is free: bytes / its speed later
-    it arrives                        bytes / the receiver's speed after that, when its link is free:
-                                      whatever has left first comes in first
+    it arrives                        bytes / the receiver's speed after that, when its link is
+                                      free: whatever has left first comes in first
     it is dealt with                  when the receiver has dealt with what came before
     a node's `wake`                   it is told that time has passed
 
