@@ -106,8 +106,8 @@ def world_of(strategy: Strategy, devices: str) -> dure.World | None:
     """Simulated clients, and for split learning its server; None for one worker."""
     if strategy.kind != "clients":
         return None
-    told = {"devices": devices, **({} if strategy.name == "fed-avg" else SERVER)}
-    return dure.Simulated(**told)
+    conditions = {"devices": devices, **({} if strategy.name == "fed-avg" else SERVER)}
+    return dure.Simulated(**conditions)
 
 
 @torch.no_grad()
@@ -122,6 +122,11 @@ def loss_on(task: dure.Task, model: nn.Module, examples: Examples) -> float:
         assert isinstance(loss, Tensor)
         total += loss.item() * len(some)
     return total / len(examples)
+
+
+def told(loss: float) -> float | None:
+    """As JSON can say it: None where it is not finite."""
+    return loss if math.isfinite(loss) else None
 
 
 # One system
@@ -222,7 +227,7 @@ def tried(setting: Setting, data: Path, strategy: Strategy) -> tuple[float, Run,
             losses[f"{rate:g}"] = None
             continue
         loss = loss_on(task, run.model, task.train)
-        losses[f"{rate:g}"] = loss
+        losses[f"{rate:g}"] = told(loss)
         if math.isfinite(loss) and (best is None or loss < best[0]):
             best = loss, rate, run
     if best is None:
@@ -296,7 +301,7 @@ def alone(setting: Setting, data: Path) -> JSON:
     found = [alone_with(setting, data, rate) for rate in setting.rates]
     best = min(found, key=lambda one: one["loss"])
     show(f"  {ALONE}: {best['rate']:g}, {best['test_accuracy']:.1%}")
-    return {**best, "train_losses": {f"{one['rate']:g}": one["loss"] for one in found}}
+    return {**best, "train_losses": {f"{one['rate']:g}": told(one["loss"]) for one in found}}
 
 
 def alone_with(setting: Setting, data: Path, rate: float) -> JSON:
@@ -472,7 +477,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.earlier is None:
         result = measure(asked.data.resolve(), asked.quick)
-        print(json.dumps(result))
+        print(json.dumps(result, allow_nan=False))
     else:
         result = json.loads(asked.earlier.read_text())
     if asked.figures is not None:
