@@ -301,7 +301,7 @@ def test_all_wait_for_whoever_has_the_newest_head_unless_the_server_has_it(tmp_p
     alone = windows(tmp_path, "0,0,inf", *[f"{k},900,inf" for k in range(1, CLIENTS)])
     calm = run(made(dure.SplitLearning), stop=dure.Stop(rounds=1), availability=alone)
     ends = (calm.history.steps[0].numbers or {})["virtual_seconds"]
-    others = [f"{k},{ends},inf" for k in range(1, CLIENTS)]
+    others = [f"{k},{ends + 1},inf" for k in range(1, CLIENTS)]
     there = windows(tmp_path, f"0,0,{ends}", "0,50,inf", *others)
     seconds: dict[str, float] = {}
     for handover in ("peer", "server"):

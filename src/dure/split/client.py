@@ -147,9 +147,10 @@ class Client:
         self._turn = turn
         self._step = 0
         self.taken = turn.taken
+        # Nothing but this turn can be gone on from: what was known after others is not needed.
+        self.kept = {number: one for number, one in self.kept.items() if number == turn.since}
         if turn.head is None or self.guard is not None:
             kept = self.after(turn.since)
-            self.kept = {turn.since: kept}
             if self.guard is not None:
                 self.guard.memory = kept.memory
         if turn.head is not None:
