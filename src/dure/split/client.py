@@ -181,11 +181,6 @@ class Client:
         return self._go_on(0.0, now)
 
     @property
-    def held(self) -> Kept:
-        """What it knew after the newest of its turns."""
-        return self.kept[max(self.kept)]
-
-    @property
     def _place(self) -> int:
         """The step on the way of all."""
         assert self._turn is not None
