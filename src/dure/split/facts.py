@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dure.parallel.pipeline.cut import CutModel
+from dure.record.meter import Meter
 from dure.split.compressed import message_bytes
 from dure.split.leakage.exposure import exposure
 from dure.split.plan import Plan
@@ -18,9 +19,12 @@ def facts_of(
     heads: Side,
     tails: Side,
     shares: Sequence[float],
+    clients: Sequence[Meter],
     measured: Mapping[str, float],
 ) -> dict[str, Any]:
-    """As JSON. shares: of the stages in the operations. measured: what the leak meter last said."""
+    """As JSON. shares: of the stages in the operations. clients: their meters. measured: what the
+    leak meter last said.
+    """
     examples = cut.examples
     values, gradients = cut.message_bytes(0, examples)
     compressed = [
@@ -36,6 +40,7 @@ def facts_of(
             "smashed_bytes": values,
             "gradient_bytes": gradients,
             "examples": examples,
+            "messages_sent": [one.counters.messages_sent for one in clients],
             "compression": str(plan.compression),
             "compressed_bytes": [list(one) for one in compressed],
         },

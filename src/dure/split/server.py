@@ -124,6 +124,11 @@ class Server:
             self.keep()
         return self.order.again(absent)
 
+    def meanwhile(self) -> None:
+        """To be called when what it has said is on its way: computes what nobody waits for."""
+        for tail in self.order.tails:
+            tail.settle()
+
     # Turns are transactions: all of one counts, or nothing
 
     def keep(self) -> None:
@@ -251,7 +256,8 @@ class Server:
         if not math.isfinite(mean):
             raise LossNotFiniteError(mean, " and ".join(joint.clients), f"step {joint.at + 1}")
         self.losses.append((mean, counted))
-        tail.update(tail.gradients(missed if back is not None else 0), self.order.rate(joint.at))
+        # Clients need not wait for the step of the tail.
+        tail.leave(tail.gradients(missed if back is not None else 0), self.order.rate(joint.at))
         said: list[Envelope] = [
             (client, Gradients(one.step, tuple(own), missed, mean, counted, share))
             for client, one, own, share in zip(

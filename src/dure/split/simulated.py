@@ -6,8 +6,8 @@ takes, for so many examples of a part with the share s of the model's operations
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-and the server takes none. All clients of this process share the modules of one model; each has
-tensors of its own (`dure.split.sides`).
+and so does the server, whose speed is one of the conditions. All clients of this process share the
+modules of one model; each has tensors of its own (`dure.split.sides`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SimulatedLearner(Learner):
             examples=[len(part.indices) for part in self.parts],
         )
         head = self.heads.own()
-        self.server = halves.server(self.tails, amounts, head)
+        self.server = halves.server(self.tails, amounts, head, self._server_seconds)
         self.order = self.server.order
         self.clients = [
             halves.client(number, self.heads, head, part, partial(self._seconds, number))
@@ -154,6 +154,11 @@ class SimulatedLearner(Learner):
         share = sum(self.shares[stage] for stage in stages)
         return (2 if back else 1) / 3 * share * examples / device.examples_per_second
 
+    def _server_seconds(self, examples: int, back: bool) -> float:
+        """How long the server takes for so many examples."""
+        speed = self.conditions.server_examples_per_second
+        return (2 if back else 1) / 3 * self.shares[1] * examples / speed
+
     def flops_per_step(self) -> float:
         return self.flops
 
@@ -175,11 +180,11 @@ class SimulatedLearner(Learner):
         self.server.losses = []
         samples = self.server.samples
         self.server.samples = 0
-        counted = sum(count for _, count in steps)
+        counted = math.fsum(count for _, count in steps)
         leaks = {} if self.leaks is None else self.leaks.numbers()
         there = self._there(counted_before)
         return Progress(
-            loss=mean_over(sum(loss * count for loss, count in steps), counted),
+            loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish,
             numbers={"virtual_seconds": self.now, **there, **leaks},
@@ -264,4 +269,6 @@ class SimulatedLearner(Learner):
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
         measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
-        return facts_of(self.plan, self.cut, self.heads, self.tails, self.shares, measured)
+        return facts_of(
+            self.plan, self.cut, self.heads, self.tails, self.shares, self._meters[1:], measured
+        )

@@ -6,8 +6,8 @@ takes, for so many examples of a part with the share s of the model's operations
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-A server takes no time, and nor do the points of an alignment; their bytes do. Each party has its
-own part of the model, its own columns, and its own optimizer.
+So does a server, by a speed of its own. The points of an alignment take none; their bytes do. Each
+party has its own part of the model, its own columns, and its own optimizer.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ class PartiesLearner(Learner):
 
     def _seconds(self, number: int | None, share: float, examples: int, back: bool) -> float:
         """How long somebody takes for so many examples in a part."""
-        if number is None:
-            return 0.0
-        device = self.conditions.devices.of(number, self.seed)
-        return (2 if back else 1) / 3 * share * examples / device.examples_per_second
+        speed = self.conditions.server_examples_per_second
+        if number is not None:
+            speed = self.conditions.devices.of(number, self.seed).examples_per_second
+        return (2 if back else 1) / 3 * share * examples / speed
 
     def _align(self) -> None:
         """Everybody's rows of the people whom all know, in the order for all."""
