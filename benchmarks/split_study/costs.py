@@ -2,7 +2,8 @@
 
     all that cut    a round    n (2 q b + t), or n 2 (q + q') b with two cuts, and
     split                      K h: the head goes from client to client, with what its optimizer
-                               remembers (in the U-shape with the end of the model)
+                               remembers (in the U-shape with the end of the model); once less in
+                               the first round
     parallel split             a step: b |head| up from each client that has a batch, and down to
                                each client
     SplitFed                   2 b |head| K
@@ -85,8 +86,8 @@ def travels(system: str, shape: Shape, work: Work, moments: int = 0) -> int:
         return 2 * work.rounds * work.clients * shape.whole * WIDTH
     cut = at_the_cut(shape, work.rounds * sum(work.sizes))
     if system == "split":
-        # The first one has been nowhere: its optimizer remembers nothing.
-        return cut + head + (work.rounds * work.clients - 1) * handed(shape, moments)
+        # The first client begins with a head of its own, as the seed makes it.
+        return cut + (work.rounds * work.clients - 1) * handed(shape, moments)
     if system == "parallel":
         up = sum(work.steps)
         down = max(work.steps) * work.clients

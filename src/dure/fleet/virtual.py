@@ -1,8 +1,8 @@
 """Nodes in one process that send each other messages, under a virtual clock.
 
     a message leaves                  when the sender's link is free: bytes / its speed later
-    it arrives                        bytes / the receiver's speed after that, when its link is free:
-                                      whatever has left first comes in first
+    it arrives                        bytes / the receiver's speed after that, its link being free;
+                                      what has left first comes in first
     it is dealt with                  when the receiver has dealt with what came before
     a node's `wake`                   it is told that time has passed
 
@@ -122,8 +122,8 @@ class VirtualNetwork:
         self.fate = fate
         self.watch = watch
         self._nodes: dict[str, _Inhabitant] = {}
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        """(when, which in the order of making, what is to be done)."""
+        self._queue: list[tuple[float, int, str, str, Callable[[], None]]] = []
+        """(when, which in the order of making, from, to, what is to be done)."""
         self._made = 0
         self._calendar: list[tuple[float, int, str]] = []
         """(when, place, who): of every node when it wakes, and much that is not so any more."""
@@ -168,7 +168,7 @@ class VirtualNetwork:
             left = partial(self._left, sender, receiver, message, size, delays)
             # The receiver's link is free for others until then.
             if here.out_free > self.now:
-                self._later(here.out_free, left)
+                self._later(here.out_free, sender, receiver, left)
             else:
                 left()
 
@@ -181,10 +181,10 @@ class VirtualNetwork:
             there.in_free = max(there.in_free, self.now) + size / there.link.into
             there.traffic.seconds += size / there.link.into
             arrived = partial(self._deliver, sender, receiver, message)
-            self._later(there.in_free + delay, arrived)
+            self._later(there.in_free + delay, sender, receiver, arrived)
 
-    def _later(self, when: float, done: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (when, self._made, done))
+    def _later(self, when: float, sender: str, receiver: str, done: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (when, self._made, sender, receiver, done))
         self._made += 1
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
@@ -204,7 +204,7 @@ class VirtualNetwork:
         if min(wakes, arrives) > limit or min(wakes, arrives) == math.inf:
             return False
         if arrives <= wakes:
-            when, _, done = heapq.heappop(self._queue)
+            when, _, _, _, done = heapq.heappop(self._queue)
             self.now = max(self.now, when)
             done()
         else:
