@@ -298,14 +298,14 @@ def test_nobody_who_will_ever_be_there_ends_the_run(tmp_path: Path) -> None:
 
 def test_all_wait_for_whoever_has_the_newest_head_unless_the_server_has_it(tmp_path: Path) -> None:
     # In the first round client 0 trains alone. Then it is away, and the others come.
-    alone = windows(tmp_path, "0,0,inf", *[f"{k},900,inf" for k in range(1, CLIENTS)])
-    calm = run(made(dure.SplitLearning), stop=dure.Stop(rounds=1), availability=alone)
-    ends = (calm.history.steps[0].numbers or {})["virtual_seconds"]
-    others = [f"{k},{ends},inf" for k in range(1, CLIENTS)]
-    there = windows(tmp_path, f"0,0,{ends}", "0,50,inf", *others)
     seconds: dict[str, float] = {}
-    for handover in ("peer", "server"):
+    for handover in ("server", "peer"):
         strategy = made(dure.SplitLearning, handover=handover)
+        alone = windows(tmp_path, "0,0,inf", *[f"{k},900,inf" for k in range(1, CLIENTS)])
+        calm = run(strategy, stop=dure.Stop(rounds=1), availability=alone)
+        ends = (calm.history.steps[0].numbers or {})["virtual_seconds"]
+        others = [f"{k},{ends + 1},inf" for k in range(1, CLIENTS)]
+        there = windows(tmp_path, f"0,0,{ends}", "0,50,inf", *others)
         found = run(strategy, stop=dure.Stop(rounds=2), availability=there)
         numbers = [one.numbers or {} for one in found.history.steps]
         assert numbers[0]["turns"] == 1

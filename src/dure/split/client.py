@@ -150,9 +150,10 @@ class Client:
         self._step = 0
         self._ahead.clear()
         self.taken = turn.taken
+        # Nothing but this turn can be gone on from: what was known after others is not needed.
+        self.kept = {number: one for number, one in self.kept.items() if number == turn.since}
         if turn.head is None or self.guard is not None:
             kept = self.after(turn.since)
-            self.kept = {turn.since: kept}
             if self.guard is not None:
                 self.guard.memory = kept.memory
         if turn.head is not None:
@@ -181,11 +182,6 @@ class Client:
             return []
         self.party.own = message.head
         return self._go_on(0.0, now)
-
-    @property
-    def held(self) -> Kept:
-        """What it knew after the newest of its turns."""
-        return self.kept[max(self.kept)]
 
     @property
     def _place(self) -> int:
