@@ -10,6 +10,9 @@ the first client.
 
     bytes of a step, beside those at the cut     2 b |head| K
 
+With personal heads each client has a head of its own, which makes a step by its own gradients: it
+is one model with K heads on the joint batch, and nothing but what crosses the cut travels.
+
 Source: Jeon and Kim 2020, "Privacy-Sensitive Parallel Split Learning", ICOIN.
 """
 
@@ -22,15 +25,15 @@ from typing import Any, ClassVar
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
 from dure.split.orders import Amounts, Order
-from dure.split.sides import Party, copied
+from dure.split.sides import Party
 from dure.split.strategy import Split
 
 
 class Joint(Order):
     """All clients at once."""
 
-    def __init__(self, amounts: Amounts, head: Own, tail: Party) -> None:
-        super().__init__(amounts, head, tail)
+    def __init__(self, amounts: Amounts, head: Own, tail: Party, personal: bool = False) -> None:
+        super().__init__(amounts, head, tail, personal)
         self._first = 0
         self._step = 0
         self._waiting: dict[str, Smashed] = {}
@@ -45,10 +48,11 @@ class Joint(Order):
         self._step = 0
         self.over = False
         number = round * self.amounts.clients
-        until = max(self.amounts.steps)
+        longest = max(self.amounts.steps)
         said: list[Envelope] = []
         for one, steps in enumerate(self.amounts.steps):
-            head = None if self._begun else copied(self.head)
+            head = None if self._begun else self.given()
+            until = steps if self.personal else longest
             said.append((client(one), Turn(number + one, self.done, steps, until, head)))
         self._begun = True
         self._left = self.amounts.clients
@@ -83,7 +87,7 @@ class Joint(Order):
         self.over = not self._left
         return []
 
-    def newest(self, held: Sequence[Own]) -> Own:
+    def shared(self, held: Sequence[Own]) -> Own:
         return held[0]
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -99,7 +103,7 @@ class ParallelSplit(Split):
     title: ClassVar[str] = "parallel split"
 
     def rules(self) -> Rules:
-        return Rules(labels_stay=self.labels_stay, sums=True)
+        return Rules(labels_stay=self.labels_stay, sums=not self.personal_heads)
 
     def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
-        return Joint(amounts, head, tail(0))
+        return Joint(amounts, head, tail(0), self.personal_heads)

@@ -18,7 +18,8 @@ MakeOrder = Callable[[Amounts, Own, Callable[[int], Party], int], Order]
 
 @dataclass(frozen=True)
 class Plan:
-    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks: as in `Split`."""
+    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks,
+    personal_heads, held_out: as in `Split`."""
 
     clients: int
     at: tuple[str, ...]
@@ -29,6 +30,8 @@ class Plan:
     order: MakeOrder
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
+    personal_heads: bool = False
+    held_out: float = 0.0
 
     @property
     def client_stages(self) -> list[int]:

@@ -28,6 +28,7 @@ from dure.fleet.virtual import Link, VirtualNetwork
 from dure.parallel.pipeline.draws import Stream
 from dure.randomness.seeds import derive, generator, generators_state, restore_generators
 from dure.record.meter import Meter
+from dure.split import personal
 from dure.split.batching import Batching, crossings
 from dure.split.client import Client
 from dure.split.cutting import cut_at, shares_of
@@ -40,7 +41,7 @@ from dure.split.messages import SERVER, Own, client
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server
-from dure.split.sides import Party, Side, weighed
+from dure.split.sides import Party, Side, copied, weighed
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -65,7 +66,9 @@ class SimulatedLearner(Learner):
         self.model = place.model(task, seed).train()
         self.train, self.test = examples_for(self.model, task)
         joins = needs_two(self.model, self.train)
-        self.parts = divide(plan.partition, plan.clients, self.train, plan.batch_size, seed, joins)
+        self.parts = divide(
+            plan.partition, plan.clients, self.train, plan.batch_size, seed, joins, plan.held_out
+        )
         largest = max(part.batches.batch_size for part in self.parts)
         self.cut = cut_at(task, self.model, plan.at, largest)
         self.flops = flops_per_step(self.model, self.train, largest)
@@ -93,7 +96,8 @@ class SimulatedLearner(Learner):
         self.clients = [
             Client(
                 number,
-                Party(self.heads, head, number),
+                # A head of one's own begins like all others, without a message.
+                Party(self.heads, copied(head) if plan.personal_heads else head, number),
                 plan.rules,
                 trained,
                 part.at,
@@ -202,7 +206,16 @@ class SimulatedLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         self._load()
-        return evaluate(self.task, self.model, self.test, self.group, self.round)
+        found = evaluate(self.task, self.model, self.test, self.group, self.round)
+        held_out = [part.held_out for part in self.parts]
+        own = personal.measure(
+            self.task, self.model, self.train, held_out, self._load_own, self.seed
+        )
+        return found | own
+
+    def _load_own(self, number: int) -> None:
+        """The head of one client, and the tail, into the model."""
+        self.heads.take(self.clients[number].party.own)
 
     def weights(self) -> dict[str, Tensor]:
         self._load()
@@ -266,7 +279,9 @@ class SimulatedLearner(Learner):
         defence = self.plan.defence
         return {
             "defence": str(defence),
-            "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
+            "exposure": exposure(
+                rules.labels_stay, through_server, rules.hands, defence, self.plan.personal_heads
+            ),
             "measured": dict(self.leaks.latest) if self.leaks is not None else {},
         }
 

@@ -39,6 +39,7 @@ from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
+from dure.split import personal
 from dure.split.client import Rules
 from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
@@ -69,6 +70,10 @@ class Split(Strategy):
             max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
         measure_leaks: whether a meter tells, every round, how well the server could guess labels
             and how much of the inputs it sees; in simulations.
+        personal_heads: whether every client keeps a head of its own, which never travels and is not
+            averaged: only the tail is shared.
+        held_out: the share of each client's data that it does not train on, for measuring models
+            with their own heads.
     """
 
     cut: tuple[str, ...] = ("1",)
@@ -78,6 +83,8 @@ class Split(Strategy):
     partition: Partition = field(default_factory=IID)
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
+    personal_heads: bool = False
+    held_out: float = 0.0
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
@@ -97,7 +104,8 @@ class Split(Strategy):
     @property
     def label(self) -> str:
         shape = ", labels stay" if self.labels_stay else ""
-        return f"{self.title} at {' and '.join(self.cut)}{shape}"
+        own = ", personal heads" if self.personal_heads else ""
+        return f"{self.title} at {' and '.join(self.cut)}{shape}{own}"
 
     @property
     def labels_stay(self) -> bool:
@@ -117,6 +125,8 @@ class Split(Strategy):
             order=self.order,
             defence=self.defence,
             measure_leaks=self.measure_leaks,
+            personal_heads=self.personal_heads,
+            held_out=self.held_out,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -125,6 +135,15 @@ class Split(Strategy):
         for name in ("clients", "local_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(
+                f"held_out is {self.held_out}, but a share of each client's data is in [0, 1)"
+            )
+        if self.held_out and not self.personal_heads:
+            raise ValueError(
+                "held_out measures models with heads of clients' own, and all have one head: give "
+                "personal_heads too"
+            )
         labels = task.train.labels()
         self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
         self.defence.check(task.train, self.labels_stay)
@@ -165,6 +184,11 @@ class Split(Strategy):
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that the clients of split learning do not have."""
         check_conditions(conditions)
+
+    def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
+        """What evaluations measure, by name: on the test data, and on what clients hold out."""
+        own = personal.names(task) if self.held_out else []
+        return super().measures(task, model, conditions) + own
 
     def division(self, task: Task, seed: int) -> Description | None:
         labels = task.train.labels()
