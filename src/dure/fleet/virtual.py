@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -85,11 +85,27 @@ class Traffic:
             meter.counters.idle_seconds += max(0.0, elapsed - computed - self.seconds)
 
 
-Watch = Callable[[str, float, float], None]
-"""watch(sender, began, ended): a message with a payload took so long to leave."""
+class Passage(NamedTuple):
+    """A message with a payload of so many bytes, and when links were busy with it.
+
+    left, gone: the sender's. arriving, there: the receiver's, at the earliest.
+    """
+
+    sender: str
+    receiver: str
+    message: Message
+    nbytes: int
+    left: float
+    gone: float
+    arriving: float
+    there: float
 
 
-def unwatched(sender: str, began: float, ended: float) -> None:
+Watch = Callable[[Passage], None]
+"""Is told of every message that has a payload."""
+
+
+def unwatched(passage: Passage) -> None:
     """Nobody looks."""
 
 
@@ -155,7 +171,20 @@ class VirtualNetwork:
             here.traffic.seconds += size / here.link.out
             if size > HEADER:
                 here.traffic.sent.append(size - HEADER)
-                self.watch(sender, began, here.out_free)
+                arriving = max(there.in_free, here.out_free)
+                there_at = arriving + size / there.link.into
+                self.watch(
+                    Passage(
+                        sender,
+                        receiver,
+                        message,
+                        size - HEADER,
+                        began,
+                        here.out_free,
+                        arriving,
+                        there_at,
+                    )
+                )
             for delay in self.fate(sender, receiver, message, self.now):
                 there.in_free = max(there.in_free, here.out_free) + size / there.link.into
                 there.traffic.seconds += size / there.link.into

@@ -24,11 +24,12 @@ from dure.contracts.strategy import Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link, VirtualNetwork
+from dure.fleet.virtual import Link, VirtualNetwork, nbytes
 from dure.parallel.pipeline.draws import Stream
 from dure.randomness.seeds import derive, generator, generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split import personal
+from dure.split.account import Account
 from dure.split.batching import Batching, crossings
 from dure.split.client import Client
 from dure.split.cutting import cut_at, shares_of
@@ -49,6 +50,9 @@ from dure.tasks.loss_shares import CountedLoss, mean_over
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 _BYTES_PER_MBIT = 125_000.0
+
+_WITH_HEADS = ("Turn", "Handed", "Ended")
+"""Kinds of messages whose payload is a head."""
 
 
 class SimulatedLearner(Learner):
@@ -113,6 +117,7 @@ class SimulatedLearner(Learner):
         self.units_per_epoch = 1
         self.round = 0
         self.now = 0.0
+        self.account = Account()
         self.leaks = self._leaks() if plan.measure_leaks else None
         self._begin()
 
@@ -144,8 +149,11 @@ class SimulatedLearner(Learner):
         return Batching(self.cut, sizes)
 
     def _begin(self) -> None:
-        self.network = VirtualNetwork()
+        self.network = VirtualNetwork(watch=self.account.passed)
         self.network.now = self.now
+        self.server.busy.watch = partial(self.account.did, SERVER)
+        for one in self.clients:
+            one.busy.watch = partial(self.account.did, one.name)
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
         seen = self.server if self.leaks is None else Metered(self.server, self.leaks, self._held)
         self.network.add(SERVER, seen, Link(out=speed, into=speed))
@@ -167,6 +175,7 @@ class SimulatedLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: every client trains its local epochs."""
         before = generators_state()
+        self.account.begin(self.round)
         self.network.send(SERVER, self.server.begin(self.round, self.now))
         over = self.network.run(self._over, math.inf)
         restore_generators(before)
@@ -234,6 +243,7 @@ class SimulatedLearner(Learner):
             "taken": [one.taken for one in self.clients],
             "remembered": [one.guard and one.guard.memory for one in self.clients],
             "buffers": passing_buffers(self.model),
+            "account": self.account.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -251,6 +261,7 @@ class SimulatedLearner(Learner):
                 one.guard.memory = memory
         for tail, own in zip(self.order.tails, state["tails"], strict=True):
             tail.own = read(own)
+        self.account.restore(state["account"])
         self._begin()
 
     def meters(self) -> Sequence[Meter]:
@@ -264,13 +275,41 @@ class SimulatedLearner(Learner):
                 "at": list(self.plan.at),
                 "shares": self.shares,
                 "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
+                "weights": [self._weights_of(stage) for stage in range(self.cut.stages)],
                 "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
                 "smashed_bytes": values,
                 "gradient_bytes": gradients,
                 "examples": self.cut.examples,
+                "flops": self.flops,
+                "formulas": self._formulas(),
+                **self.account.facts(),
             },
             "leakage": self._leakage(),
         }
+
+    def _weights_of(self, stage: int) -> int:
+        """How many weights a part of the model trains."""
+        side = self.tails if stage == 1 else self.heads
+        names = set(self.cut.names[stage])
+        return sum(one.numel() for name, one in side.parameters.items() if name in names)
+
+    def _formulas(self) -> dict[str, int]:
+        """Bytes of each kind of message, by the formula: of a full batch, and of a head's weights,
+        without what its optimizer remembers.
+        """
+        values, gradients = self.cut.message_bytes(0, self.cut.examples)
+        head = [*self.heads.parameters.values(), *self.heads.buffers()]
+        of = {"Gradients": gradients}
+        of |= dict.fromkeys(_WITH_HEADS, sum(one.nbytes for one in head))
+        weights = sum(one.nbytes for one in self.heads.parameters.values())
+        of |= {"HeadGradients": weights, "HeadSum": weights}
+        if self.plan.rules.labels_stay:
+            outputs, back = self.cut.message_bytes(1, self.cut.examples)
+            return of | {"Smashed": values, "Outputs": outputs, "OutputGradients": back}
+        # Those of the part that has the largest batch.
+        largest = max(self.parts, key=lambda part: part.batches.batch_size)
+        _, targets = self.train.batch(largest.at(0))
+        return of | {"Smashed": values + nbytes(tree_flatten(targets)[0])}
 
     def _leakage(self) -> dict[str, Any]:
         """The defence, who could learn what, and what the meter last said."""
