@@ -21,6 +21,7 @@ LEAST_ACCURACY = {
     "threads": 0.7,
     "parameter_server": 0.7,
     "federated": 0.6,
+    "split_learning": 0.8,
     "lora": 0.7,
     "foreign_loop": 0.85,
     "four_hospitals": 0.9,

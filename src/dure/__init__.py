@@ -76,6 +76,9 @@ if TYPE_CHECKING:
     from dure.run.serve import serve as serve
     from dure.run.train import resume as resume
     from dure.run.train import train as train
+    from dure.split.export import end_of as end_of
+    from dure.split.export import head_of as head_of
+    from dure.split.export import tail_of as tail_of
     from dure.split.in_turn import SplitLearning as SplitLearning
     from dure.split.parallel import ParallelSplit as ParallelSplit
     from dure.split.parties.model import VerticalModel as VerticalModel
@@ -116,6 +119,9 @@ _WHERE = {
     "World": "dure.contracts.strategy",
     "Task": "dure.contracts.task",
     "VerticalModel": "dure.split.parties.model",
+    "head_of": "dure.split.export",
+    "tail_of": "dure.split.export",
+    "end_of": "dure.split.export",
     "accuracy": "dure.contracts.task",
     "load_task": "dure.tasks.builtin",
     "backup": "dure.run.backup",

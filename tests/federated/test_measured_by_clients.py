@@ -13,9 +13,9 @@ from torch import Tensor
 import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import Place
+from dure.data.held_out import split
 from dure.data.partition import NaturalKey
 from dure.federated.client.clients import Clients
-from dure.federated.client.held_out import split
 from dure.federated.server.server import Server
 from dure.federated.strategy import Federated
 from dure.tasks.measurement import Measurement

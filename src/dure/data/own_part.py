@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
+import torch
 from torch import Tensor
 
 from dure.data.batches import Batches
 from dure.data.examples import Examples
+from dure.data.held_out import split
 from dure.data.partition import Partition
+
+NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class OwnPart:
-    """Someone's examples."""
+    """Someone's examples. held_out: the indices of those that it measures with, and trains on no
+    more; empty where it holds nothing out.
+    """
 
     indices: Tensor
     batches: Batches
+    held_out: Tensor
 
     def at(self, step: int) -> Tensor:
         """The indices of the examples of a step, int64."""
@@ -35,13 +43,16 @@ def divide(
     batch_size: int | None,
     seed: int,
     joins: bool,
+    held_out: float = 0.0,
 ) -> Sequence[OwnPart]:
     """The part of each owner, the same wherever it is asked for.
 
-    batch_size: of a step; None is all of a part. joins: as in `batches_per_epoch`.
+    batch_size: of a step; None is all of a part. joins: as in `batches_per_epoch`. held_out: the
+    share of each part that nobody trains on.
     """
     parts = partition.divide(owners, len(examples), examples.labels(), examples.keys, seed=seed)
+    own, kept = split(parts, held_out, seed)
     return [
-        OwnPart(part, Batches(len(part), batch_size, seed, number, joins))
-        for number, part in enumerate(parts)
+        OwnPart(part, Batches(len(part), batch_size, seed, number, joins), rest)
+        for number, (part, rest) in enumerate(zip(own, kept or repeat(NOTHING), strict=False))
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import Learner, Place, another, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
 from dure.data.partition import Parts
 from dure.data.partition.natural_key import strangers
@@ -26,7 +27,6 @@ from dure.errors import warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm, Start, start_of
 from dure.federated.client.clients import Clients, LocalWork, Make
-from dure.federated.client.held_out import HeldOutOrder, split
 from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting

@@ -20,12 +20,12 @@ from dure.contracts.strategy import Kind, Learner, Place, Strategy, examples_for
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
+from dure.data.held_out import HeldOutOrder
 from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
 from dure.federated import aggregate, halves
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start, start_of
 from dure.federated.client.clients import LocalWork
-from dure.federated.client.held_out import HeldOutOrder
 from dure.federated.client.poisoning import check_poison
 from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine

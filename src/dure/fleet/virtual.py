@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -87,11 +87,27 @@ class Traffic:
             meter.counters.idle_seconds += max(0.0, elapsed - computed - self.seconds)
 
 
-Watch = Callable[[str, float, float], None]
-"""watch(sender, began, ended): a message with a payload took so long to leave."""
+class Passage(NamedTuple):
+    """A message with a payload of so many bytes, and when links were busy with it.
+
+    left, gone: the sender's. arriving, there: the receiver's, at the earliest.
+    """
+
+    sender: str
+    receiver: str
+    message: Message
+    nbytes: int
+    left: float
+    gone: float
+    arriving: float
+    there: float
 
 
-def unwatched(sender: str, began: float, ended: float) -> None:
+Watch = Callable[[Passage], None]
+"""Is told of every message that has a payload."""
+
+
+def unwatched(passage: Passage) -> None:
     """Nobody looks."""
 
 
@@ -163,9 +179,8 @@ class VirtualNetwork:
             here.traffic.seconds += size / here.link.out
             if size > HEADER:
                 here.traffic.sent.append(size - HEADER)
-                self.watch(sender, began, here.out_free)
             delays = self.fate(sender, receiver, message, self.now)
-            left = partial(self._left, sender, receiver, message, size, delays)
+            left = partial(self._left, sender, receiver, message, size, began, delays)
             # The receiver's link is free for others until then.
             if here.out_free > self.now:
                 self._later(here.out_free, sender, receiver, left)
@@ -173,10 +188,21 @@ class VirtualNetwork:
                 left()
 
     def _left(
-        self, sender: str, receiver: str, message: Message, size: int, delays: Sequence[float]
+        self,
+        sender: str,
+        receiver: str,
+        message: Message,
+        size: int,
+        began: float,
+        delays: Sequence[float],
     ) -> None:
         """A message has left, and begins to come in as soon as the receiver's link is free."""
         there = self._nodes[receiver]
+        if size > HEADER:
+            arriving = max(there.in_free, self.now)
+            over = arriving + size / there.link.into
+            payload = size - HEADER
+            self.watch(Passage(sender, receiver, message, payload, began, self.now, arriving, over))
         for delay in delays:
             there.in_free = max(there.in_free, self.now) + size / there.link.into
             there.traffic.seconds += size / there.link.into

@@ -17,7 +17,7 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link
+from dure.fleet.virtual import Link, Passage
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
@@ -150,10 +150,11 @@ class SimulatedLearner(Learner):
         self._mark(worker(number), "compute", self.virtual.network.now, seconds, clock)
         return seconds
 
-    def _sends(self, name: str, began: float, ended: float) -> None:
+    def _sends(self, passage: Passage) -> None:
         """A server's link was busy: where many workers wait for it, that is seen here."""
-        if name.startswith("server"):
-            self._mark(name, "communication", began, ended - began)
+        if passage.sender.startswith("server"):
+            seconds = passage.gone - passage.left
+            self._mark(passage.sender, "communication", passage.left, seconds)
 
     def _mark(
         self, name: str, category: str, began: float, seconds: float, clock: int | None = None

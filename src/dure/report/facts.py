@@ -11,13 +11,17 @@ from typing import Any
 from dure.report.runs import (
     Assignment,
     Busy,
+    Divided,
+    Doing,
     Federation,
     Held,
+    Leakage,
     Member,
     Presence,
     Rank,
     Sent,
     Servers,
+    Sort,
     Stage,
 )
 from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole, whole_number
@@ -216,6 +220,61 @@ def _busy(raw: Sequence[Any]) -> Busy:
         seconds=length,
         clock=None if number(clock) is None else whole(clock),
     )
+
+
+def divided_of(summary: Mapping[str, Any]) -> Divided | None:
+    """What split learning told; None where no model was cut."""
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    told = mapping(facts.get("split"))
+    at = [one for one in listing(told.get("at")) if isinstance(one, str)]
+    if not at:
+        return None
+    formulas = mapping(told.get("formulas"))
+    return Divided(
+        at=at,
+        shares=[share for raw in listing(told.get("shares")) if (share := number(raw)) is not None],
+        weights=list(map(whole, listing(told.get("weights")))),
+        examples=whole(told.get("examples")),
+        flops=number(told.get("flops")),
+        first=rows(told.get("first"), _doing),
+        newest=rows(told.get("newest"), _doing),
+        round=whole(told.get("round")),
+        sorts=[one._replace(formula=_known(formulas, one.kind)) for one in _sorts(told)],
+    )
+
+
+def _sorts(told: Mapping[str, Any]) -> list[Sort]:
+    return rows(told.get("kinds"), _sort)
+
+
+def _sort(raw: Sequence[Any]) -> Sort:
+    kind, *counts = raw
+    messages, nbytes, largest = map(whole_number, counts)
+    return Sort(str(kind), messages, nbytes, largest, formula=None)
+
+
+def _known(formulas: Mapping[str, Any], kind: str) -> int | None:
+    return whole(formulas[kind]) if number(formulas.get(kind)) else None
+
+
+def _doing(raw: Sequence[Any]) -> Doing:
+    who, what, began, seconds = raw
+    first = number(began)
+    length = number(seconds)
+    if first is None or length is None or length < 0:
+        raise ValueError("what took time has a beginning and a length")
+    return Doing(str(who), str(what), first, length)
+
+
+def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
+    """Who could learn what; None where the run does not say."""
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    told = mapping(facts.get("leakage"))
+    exposure = text_of(told.get("exposure"))
+    if exposure is None:
+        return None
+    defence = text_of(told.get("defence")) or "none"
+    return Leakage(defence, exposure, numbers(mapping(told.get("measured"))))
 
 
 def _by_name(raw: object) -> dict[str, int]:

@@ -196,24 +196,25 @@
   }
 
   const many = (series) => series.reduce((sum, one) => sum + one.spans.length, 0);
-  const lanes = (element, { rows, series, x, who = "client", unit = "round" }) => {
+  const lanes = (element, { rows, series, x, range, who = "client", unit = "round" }) => {
     const height = Math.min(22, Math.max(12, 760 / rows.length));
     // Bars that touch are told apart by a gap, where there is room for one.
     const line = { color: "var(--page)", width: many(series) > 25 * rows.length ? 0 : 1 };
     const steps = Math.ceil(14 / height);
     const ticks = rows.map((_, i) => i).filter((i) => i % steps === 0);
     draw(element, series.map(({ name, color, wide, spans }) => ({
-      type: "bar", orientation: "h", name, width: wide ? 1 : 0.8, marker: { color, line }, textposition: "none",
+      // What takes no time is a mark.
+      type: "bar", orientation: "h", name, width: wide ? 1 : 0.8, marker: { color, line: spans.every((span) => span[2] === 0) ? { color, width: 2 } : line }, textposition: "none",
       y: spans.map((span) => span[0]), base: spans.map((span) => span[1]), x: spans.map((span) => span[2]),
       customdata: spans.map((span) => [rows[span[0]], span[3]]),
       hovertemplate: `<b>${who} %{customdata[0]}</b>${wide || spans[0]?.[3] === null ? "" : `, ${unit} %{customdata[1]:,}`}<br>${name}<br>%{x:.4~r} s, from %{base:.6~r} s<extra></extra>`,
     })), {
       barmode: "overlay", height: height * rows.length + 70,
-      xaxis: axis({ title: x, rangemode: "tozero", nticks: narrow() ? 5 : 12 }),
+      xaxis: axis({ title: x, nticks: narrow() ? 5 : 12, ...(range ? { range } : { rangemode: "tozero" }) }),
       yaxis: axis({ title: who, tickvals: ticks, ticktext: ticks.map((i) => rows[i]), range: [rows.length - 0.5, -0.5], fixedrange: true, showgrid: false }),
     });
   };
-  const xy = (element, { x, y, series, share, shares, log, diagonal }) => {
+  const xy = (element, { x, y, series, share, shares, log, diagonal, ranges = {}, whole, guess }) => {
     const value = share ? ".1%" : ".4~g";
     const traces = series.map((one) => ({
       ...(one.type === "bar" ? { type: "bar" } : { type: "scatter", mode: one.type }),
@@ -228,11 +229,13 @@
     const equal = { type: "scatter", mode: "lines", x: line, y: line, hoverinfo: "skip", line: { color: "var(--soft)", dash: "dot", width: 1 } };
     const percent = { tickformat: ".0%" };
     // Bars stand at whole numbers: no labels between them.
-    const counted = series.some((one) => one.type === "bar" && Math.max(...one.x) <= 12);
+    const counted = series.some((one) => (whole || one.type === "bar") && Math.max(...one.x) <= 12);
+    const across = guess === undefined ? {} : { shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: guess, y1: guess, line: { color: "var(--soft)", dash: "dot", width: 1 } }] };
     draw(element, diagonal ? [...traces, equal] : traces, {
+      ...across,
       height: 320, bargap: 0.18,
-      xaxis: axis({ title: x, nticks: narrow() ? 5 : 9, ...(shares || (share && diagonal) ? percent : {}), ...(shares ? { range: [0, 1.03] } : {}), ...(counted ? { dtick: 1 } : {}) }),
-      yaxis: axis({ title: y, ...(log ? { type: "log", dtick: 1 } : {}), ...(share ? percent : {}) }),
+      xaxis: axis({ title: x, nticks: narrow() ? 5 : 9, ...(shares || (share && diagonal) ? percent : {}), ...(shares ? { range: [0, 1.03] } : {}), ...(counted ? { dtick: 1 } : {}), ...(ranges.x ? { range: ranges.x } : {}) }),
+      yaxis: axis({ title: y, ...(log ? { type: "log", dtick: 1 } : {}), ...(share ? percent : {}), ...(ranges.y ? { range: ranges.y } : {}) }),
     });
   };
   for (const element of document.querySelectorAll("[data-figure]")) {

@@ -19,6 +19,9 @@ from dure.report.repeat import command, plain, settings
 from dure.report.runs import Run, Runs, Worker
 from dure.report.servers import figures as figures_of_servers
 from dure.report.servers import parameter_servers
+from dure.report.split import divided_models
+from dure.report.split_figures import figures as figures_of_split
+from dure.report.split_leaks import leaks
 from dure.report.table import table
 from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
@@ -56,7 +59,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     timelines = charts.timelines(runs.runs)
     partitions = charts.partitions(runs.runs)
     # What there is nothing of has no figure, and then no place in the page either.
-    drawn = figures(runs.runs) | figures_of_servers(runs.runs)
+    drawn = figures(runs.runs) | figures_of_servers(runs.runs) | figures_of_split(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
         "curves": curves,
@@ -73,6 +76,8 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         holdings(runs.runs),
         _timelines(runs.runs, timelines),
         parameter_servers(runs.runs, drawn),
+        divided_models(runs.runs, drawn),
+        leaks(runs.runs, drawn),
         federations(runs.runs, drawn),
         fairness(runs.runs, drawn),
         _partitions(partitions),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.report.facts import federation_of, ranks_of, servers_of
+from dure.report.facts import divided_of, federation_of, leakage_of, ranks_of, servers_of
 from dure.report.runs import Line, Partition, Result, Run, Runs, Span, Target, Trace, Worker
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
 from dure.report.words import higher_is_better
@@ -86,6 +86,8 @@ def read_run(folder: Path) -> Run:
         ranks=ranks_of(summary),
         federation=federation_of(summary),
         servers=servers_of(summary),
+        divided=divided_of(summary),
+        leakage=leakage_of(summary),
     )
 
 

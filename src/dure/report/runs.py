@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CLOCKS = {"virtual_seconds": "virtual", "wall_seconds": "wall"}
 """What a history calls the time on a federation's clock, and which time that is."""
@@ -272,6 +272,58 @@ class Servers:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
+class Doing(NamedTuple):
+    """Who did what: computed with a part of the model, or its link was busy.
+
+    Seconds of the run's clock.
+    """
+
+    who: str
+    what: str
+    began: float
+    seconds: float
+
+
+class Sort(NamedTuple):
+    """Messages of a kind. largest: bytes of the largest. formula: what it is of; None unknown."""
+
+    kind: str
+    messages: int
+    nbytes: int
+    largest: int
+    formula: int | None
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What a run of split learning told of itself.
+
+    at: where the model is cut. shares: of its parts in the operations. weights: that they train.
+    flops: of a step of so many
+    examples with the whole model. first, newest: the beginnings of two rounds, the newest of which
+    is `round`, from 0.
+    """
+
+    at: Sequence[str]
+    shares: Sequence[float]
+    weights: Sequence[int]
+    examples: int
+    flops: float | None
+    first: Sequence[Doing]
+    newest: Sequence[Doing]
+    round: int
+    sorts: Sequence[Sort]
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Who could learn what, and what the meters of the newest round say, if there were any."""
+
+    defence: str
+    exposure: str
+    measured: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Target:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
@@ -317,6 +369,8 @@ class Run:
     ranks: Sequence[Rank] = ()
     federation: Federation | None = None
     servers: Servers | None = None
+    divided: Divided | None = None
+    leakage: Leakage | None = None
 
 
 @dataclass(frozen=True)

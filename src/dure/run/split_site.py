@@ -174,7 +174,7 @@ def own_part(
         return parts[welcome.client]
     everything: Tensor = torch.arange(len(train))
     batches = Batches(len(train), size, welcome.seed, welcome.client, joins)
-    return OwnPart(everything, batches)
+    return OwnPart(everything, batches, everything[:0])
 
 
 def _in_words(told: requests.Failed) -> str:

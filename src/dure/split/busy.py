@@ -6,8 +6,16 @@ What it computes is computed at once; what it says then leaves when it would hav
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from dure.fleet.virtual import Envelope
+
+Watch = Callable[[str, float, float], None]
+"""watch(what, began, seconds): it computed with a part of the model."""
+
+
+def unwatched(what: str, began: float, seconds: float) -> None:
+    """Nobody looks."""
 
 
 class Busy:
@@ -18,11 +26,20 @@ class Busy:
         self._later: list[tuple[float, list[Envelope]]] = []
         self.computed = 0.0
         """Seconds of computing."""
+        self.watch: Watch = unwatched
 
-    def work(self, seconds: float, said: list[Envelope], now: float) -> list[Envelope]:
-        """It computes for so long, and then says this. Returns what is said now."""
+    def work(
+        self, seconds: float, said: list[Envelope], now: float, what: str = ""
+    ) -> list[Envelope]:
+        """It computes for so long, and then says this. Returns what is said now.
+
+        what: with which part of the model; nothing where there is nothing to tell.
+        """
         self.computed += seconds
-        self._until = max(self._until, now) + seconds
+        began = max(self._until, now)
+        self._until = began + seconds
+        if what:
+            self.watch(what, began, seconds)
         if self._until <= now and not self._later:
             return said
         self._later.append((self._until, said))

@@ -207,7 +207,7 @@ class Client:
             targets=targets,
         )
         seconds = self.seconds(batch.examples, [0], False)
-        return self.busy.work(seconds, [(SERVER, smashed)], now)
+        return self.busy.work(seconds, [(SERVER, smashed)], now, "head")
 
     def meanwhile(self) -> None:
         """To be called when what it has said is on its way: reads the next batch of the turn."""
@@ -245,7 +245,7 @@ class Client:
         )
         seconds = self.seconds(batch.examples, [self.end], False)
         seconds += self.seconds(batch.examples, [self.end], True)
-        return self.busy.work(seconds, [(SERVER, said)], now)
+        return self.busy.work(seconds, [(SERVER, said)], now, "end")
 
     def _descend(self, message: Gradients, now: float) -> list[Envelope]:
         """Back to the examples."""
@@ -261,9 +261,10 @@ class Client:
         seconds = self.seconds(examples, [0], True)
         if self.rules.sums:
             said = HeadGradients(self._turn.number, self._step, gradients)
-            return self.busy.work(seconds, [(SERVER, said)], now)
+            return self.busy.work(seconds, [(SERVER, said)], now, "head")
         self.party.update(gradients, self._rate)
-        return self._next(seconds, now)
+        self.busy.work(seconds, [], now, "head")
+        return self._next(0.0, now)
 
     def _summed(self, message: HeadSum, now: float) -> list[Envelope]:
         self.party.update(message.values, self._rate)

@@ -11,6 +11,9 @@ through the server, the bits are the same.
                                                  b |head| for SGD, 3 b |head| and 4 bytes a tensor
                                                  for Adam; twice through the server
 
+With personal heads nobody hands anything on: each client has a head of its own, and the tail alone
+goes from one to the next.
+
 Source: Gupta and Raskar 2018, "Distributed Learning of Deep Neural Network over Multiple Agents".
 """
 
@@ -24,15 +27,22 @@ from dure.contracts.task import Task
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, Own, Pass, Smashed, client
 from dure.split.orders import Amounts, Order
-from dure.split.sides import Party, copied
+from dure.split.sides import Party
 from dure.split.strategy import Split
 
 
 class InTurn(Order):
     """One client after another. hands: whether they hand the head on among themselves."""
 
-    def __init__(self, amounts: Amounts, head: Own | None, tail: Party, hands: bool) -> None:
-        super().__init__(amounts, head, tail)
+    def __init__(
+        self,
+        amounts: Amounts,
+        head: Own | None,
+        tail: Party,
+        hands: bool,
+        personal: bool = False,
+    ) -> None:
+        super().__init__(amounts, head, tail, personal)
         self.hands = hands
         self.holder: int | None = None
         """Who has the newest head."""
@@ -61,7 +71,7 @@ class InTurn(Order):
         # The first one begins with the head that the seed has made, as the others do elsewhere.
         stays = self.holder == self._at or (self.hands and self.holder is None)
         comes = self.hands and not stays
-        head = None if stays or comes or self.head is None else copied(self.head)
+        head = None if stays or comes else self.given()
         said = [self.turn(name, first=self.done, head=head, comes=comes)]
         if comes:
             assert self.holder is not None
@@ -123,10 +133,11 @@ class SplitLearning(Split):
             raise ValueError(f"handover is {self.handover!r}, but it is peer or server")
 
     def rules(self) -> Rules:
-        hands = self.handover == "peer"
-        return Rules(labels_stay=self.labels_stay, hands=hands, returns=not hands)
+        hands = self.handover == "peer" and not self.personal_heads
+        returns = self.handover == "server" and not self.personal_heads
+        return Rules(labels_stay=self.labels_stay, hands=hands, returns=returns)
 
     def order(
         self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
     ) -> Order:
-        return InTurn(amounts, head, tail(0), hands=self.handover == "peer")
+        return InTurn(amounts, head, tail(0), self.rules().hands, self.personal_heads)

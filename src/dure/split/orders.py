@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dure.split.average import mean
 from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
-from dure.split.sides import Party
+from dure.split.sides import Party, copied
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,18 @@ class Amounts:
 
 
 class Order(ABC):
-    """Of the clients of a round. tails: the server's part, or its copies."""
+    """Of the clients of a round. tails: the server's part, or its copies.
 
-    def __init__(self, amounts: Amounts, head: Own | None, tail: Party) -> None:
+    personal: whether every client keeps a head of its own, which nobody sends.
+    """
+
+    def __init__(
+        self, amounts: Amounts, head: Own | None, tail: Party, personal: bool = False
+    ) -> None:
         self.amounts = amounts
         self.head = head
         """The newest head that the server knows; None where it knows none."""
+        self.personal = personal
         self.tails = [tail]
         self.done = 0
         """Steps that are done, on the way of all."""
@@ -159,8 +166,18 @@ class Order(ABC):
         """The client that has the newest head, where clients keep heads."""
         return 0
 
+    def given(self) -> Own | None:
+        """The head that a client is given; None where it has one."""
+        return None if self.personal or self.head is None else copied(self.head)
+
     def newest(self, held: Sequence[Own]) -> Own:
-        """The head that stands for all, where clients hold these."""
+        """The head that stands for all, where clients hold these: of heads of their own the mean,
+        which nobody but a simulation could know.
+        """
+        return mean(held, self.amounts.examples) if self.personal else self.shared(held)
+
+    def shared(self, held: Sequence[Own]) -> Own:
+        """The one head of all, where clients hold these."""
         return held[self.keeper]
 
     def state(self) -> dict[str, Any]:

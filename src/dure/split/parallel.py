@@ -10,6 +10,9 @@ the first client.
 
     bytes of a step, beside those at the cut     2 b |head| K
 
+With personal heads each client has a head of its own, which makes a step by its own gradients: it
+is one model with K heads on the joint batch, and nothing but what crosses the cut travels.
+
 Source: Jeon and Kim 2020, "Privacy-Sensitive Parallel Split Learning", ICOIN.
 """
 
@@ -22,15 +25,17 @@ from typing import Any, ClassVar
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, Own, Smashed
 from dure.split.orders import Amounts, Order
-from dure.split.sides import Party, copied
+from dure.split.sides import Party
 from dure.split.strategy import Split
 
 
 class Joint(Order):
     """All clients at once."""
 
-    def __init__(self, amounts: Amounts, head: Own | None, tail: Party) -> None:
-        super().__init__(amounts, head, tail)
+    def __init__(
+        self, amounts: Amounts, head: Own | None, tail: Party, personal: bool = False
+    ) -> None:
+        super().__init__(amounts, head, tail, personal)
         self._first = 0
         self._step = 0
         self._waiting: dict[str, Smashed] = {}
@@ -46,18 +51,20 @@ class Joint(Order):
         self._waiting.clear()
         self._ended.clear()
         self._brought = None
-        until = max(self.amounts.steps[self.everyone.index(name)] for name in self.present)
+        steps = {name: self.amounts.steps[self.everyone.index(name)] for name in self.present}
+        longest = max(steps.values())
         # Whoever is away now will need the head, which so comes to the server.
-        brings = self.present[0] if len(self.present) < len(self.everyone) else None
+        away = len(self.present) < len(self.everyone) and not self.personal
+        brings = self.present[0] if away else None
         return [
             self.turn(
                 name,
                 first=self.done,
-                until=until,
-                head=None if name in self.holders or self.head is None else copied(self.head),
+                until=own if self.personal else longest,
+                head=None if name in self.holders else self.given(),
                 brings=name == brings,
             )
-            for name in self.present
+            for name, own in steps.items()
         ]
 
     def _active(self) -> list[str]:
@@ -121,9 +128,9 @@ class ParallelSplit(Split):
     title: ClassVar[str] = "parallel split"
 
     def rules(self) -> Rules:
-        return Rules(labels_stay=self.labels_stay, sums=True)
+        return Rules(labels_stay=self.labels_stay, sums=not self.personal_heads)
 
     def order(
         self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
     ) -> Order:
-        return Joint(amounts, head, tail(0))
+        return Joint(amounts, head, tail(0), self.personal_heads)

@@ -19,8 +19,8 @@ MakeOrder = Callable[[Amounts, Own | None, Callable[[int], Party], int], Order]
 
 @dataclass(frozen=True)
 class Plan:
-    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks, compression: as in
-    `Split`.
+    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks, compression,
+    personal_heads, held_out: as in `Split`.
     """
 
     clients: int
@@ -33,6 +33,8 @@ class Plan:
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
     compression: Compression = field(default_factory=NoCompression)
+    personal_heads: bool = False
+    held_out: float = 0.0
 
     @property
     def client_stages(self) -> list[int]:

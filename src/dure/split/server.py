@@ -214,7 +214,7 @@ class Server:
                 clients, smashed, joint.batching.apart_again(found), joint.shares, strict=True
             )
         ]
-        return self.busy.work(seconds, said, now)
+        return self.busy.work(seconds, said, now, "tail")
 
     def _targets(self, smashed: Sequence[Smashed]) -> Any:
         """Those of the joint batch."""
@@ -268,7 +268,8 @@ class Server:
                 strict=True,
             )
         ]
-        return self.busy.work(seconds + self.seconds(examples, True), said, now)
+        seconds += self.seconds(examples, True)
+        return self.busy.work(seconds, said, now, "tail")
 
     # Heads that make one step
 

@@ -18,14 +18,17 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from dure.contracts.strategy import Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork
+from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork, nbytes
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
+from dure.split import personal
+from dure.split.account import Account
 from dure.split.across import AcrossTheCut
 from dure.split.attendance import Attendance
 from dure.split.batching import crossings
@@ -66,7 +69,9 @@ class SimulatedLearner(Learner):
         self.model = place.model(task, seed).train()
         self.train, self.test = examples_for(self.model, task)
         joins = needs_two(self.model, self.train)
-        self.parts = divide(plan.partition, plan.clients, self.train, plan.batch_size, seed, joins)
+        self.parts = divide(
+            plan.partition, plan.clients, self.train, plan.batch_size, seed, joins, plan.held_out
+        )
         largest = max(part.batches.batch_size for part in self.parts)
         self.cut = cut_at(task, self.model, plan.at, largest)
         self.flops = flops_per_step(self.model, self.train, largest)
@@ -91,6 +96,7 @@ class SimulatedLearner(Learner):
         self.units_per_epoch = 1
         self.round = 0
         self.now = 0.0
+        self.account = Account()
         self.leaks = self._leaks() if plan.measure_leaks else None
         self.exchange = exchange_of(plan.compression, self.cut)
         self.measured = (
@@ -114,8 +120,11 @@ class SimulatedLearner(Learner):
         return one.at(one.taken), one.party.inputs(0)
 
     def _begin(self) -> None:
-        self.network = VirtualNetwork()
+        self.network = VirtualNetwork(watch=self.account.passed)
         self.network.now = self.now
+        self.server.busy.watch = partial(self.account.did, SERVER)
+        for one in self.clients:
+            one.busy.watch = partial(self.account.did, one.name)
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
         seen: Node = self.server
         if self.leaks is not None:
@@ -167,6 +176,7 @@ class SimulatedLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: every client that is there trains its local epochs."""
         before = generators_state()
+        self.account.begin(self.round)
         counted_before = dict(self.order.since)
         first = self._first()
         self.network.send(SERVER, first)
@@ -229,7 +239,16 @@ class SimulatedLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         self._load()
-        return evaluate(self.task, self.measured, self.test, self.group, self.round)
+        found = evaluate(self.task, self.measured, self.test, self.group, self.round)
+        held_out = [part.held_out for part in self.parts]
+        own = personal.measure(
+            self.task, self.measured, self.train, held_out, self._load_own, self.seed
+        )
+        return found | own
+
+    def _load_own(self, number: int) -> None:
+        """The head of one client, and the tail, into the model."""
+        self.heads.take(self._known(self.clients[number]).own)
 
     def weights(self) -> dict[str, Tensor]:
         self._load()
@@ -247,6 +266,7 @@ class SimulatedLearner(Learner):
             "tails": [written(one.own) for one in self.order.tails],
             "remembered": [self._known(one).memory for one in self.clients],
             "buffers": passing_buffers(self.model),
+            "account": self.account.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -261,6 +281,7 @@ class SimulatedLearner(Learner):
             one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
         for tail, own in zip(self.order.tails, state["tails"], strict=True):
             tail.own = read(own)
+        self.account.restore(state["account"])
         self._begin()
 
     def meters(self) -> Sequence[Meter]:
@@ -269,6 +290,18 @@ class SimulatedLearner(Learner):
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
         measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
-        return facts_of(
-            self.plan, self.cut, self.heads, self.tails, self.shares, self._meters[1:], measured
+        # Those of the part that has the largest batch.
+        largest = max(self.parts, key=lambda part: part.batches.batch_size)
+        _, targets = self.train.batch(largest.at(0))
+        facts = facts_of(
+            self.plan,
+            self.cut,
+            (self.heads, self.tails),
+            self._meters[1:],
+            shares=self.shares,
+            flops=self.flops,
+            target_bytes=nbytes(tree_flatten(targets)[0]),
+            measured=measured,
         )
+        facts["split"] |= self.account.facts()
+        return facts

@@ -7,6 +7,8 @@
     v2        the server has one tail, which makes one step for each client's batch, in the round's
               order of clients, a random one
 
+With personal heads each client has a head of its own, and tails alone are averaged.
+
 Optimizers begin anew in every round, as those of FedAvg's clients do; v2's tail goes on with its
 own. Schedules count rounds.
 
@@ -20,10 +22,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from dure.contracts.task import Task
 from dure.randomness.seeds import generator
+from dure.split.average import mean
 from dure.split.client import Rules
 from dure.split.messages import Ended, Envelope, Own, Smashed, client
 from dure.split.orders import Amounts, Order
@@ -35,14 +37,21 @@ class Averaged(Order):
     """copies: a tail for each client (v1), which are averaged; else one for all (v2)."""
 
     def __init__(
-        self, amounts: Amounts, head: Own | None, tails: Sequence[Party], seed: int, copies: bool
+        self,
+        amounts: Amounts,
+        head: Own | None,
+        tails: Sequence[Party],
+        seed: int,
+        copies: bool,
+        personal: bool = False,
     ) -> None:
-        super().__init__(amounts, head, tails[0])
+        super().__init__(amounts, head, tails[0], personal)
         self.tails = list(tails)
         self.seed = seed
         self.copies = copies
         self._waiting: dict[str, Smashed] = {}
-        self._heads: dict[str, Own] = {}
+        self._heads: dict[str, Own | None] = {}
+        """Of clients that have ended the round; None of one that keeps its own."""
         self._first = 0
         self._step = 0
         self._turns: list[int] = []
@@ -61,10 +70,7 @@ class Averaged(Order):
         if self.copies:
             for tail in self.tails:
                 tail.own = fresh(copied(self.tails[0].own))
-        return [
-            self.turn(name, first=self.done, head=None if self.head is None else copied(self.head))
-            for name in self.present
-        ]
+        return [self.turn(name, first=self.done, head=self.given()) for name in self.present]
 
     def came(self, sender: str, message: Smashed) -> None:
         if sender in self._waiting or sender in self._heads:
@@ -112,12 +118,11 @@ class Averaged(Order):
         done = self._waiting.keys() | self._heads.keys()
         return [one for one in self.present if one not in done]
 
-    def newest(self, held: Sequence[Own]) -> Own:
+    def shared(self, held: Sequence[Own]) -> Own:
         assert self.head is not None
         return self.head
 
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
-        assert message.head is not None
         self._heads[sender] = message.head
         if len(self._heads) == len(self.present):
             self._average()
@@ -131,37 +136,13 @@ class Averaged(Order):
         """Of the clients that took part."""
         places = [self.everyone.index(name) for name in self.present]
         examples = [self.amounts.examples[place] for place in places]
-        self.head = mean([self._heads[name] for name in self.present], examples)
+        if not self.personal:
+            heads = [self._heads[name] for name in self.present]
+            self.head = mean([head for head in heads if head is not None], examples)
         if self.copies:
             own = mean([self.tails[place].own for place in places], examples)
             for tail in self.tails:
                 tail.own = copied(own)
-
-
-def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
-    """The weighted mean of weights and buffers, without what optimizers remember.
-
-    Buffers that count, such as batches seen, are those of the first.
-    """
-    return Own(
-        weights=_means([one.weights for one in owns], weights),
-        buffers=_means([one.buffers for one in owns], weights),
-        optimizer=tuple({} for _ in owns[0].optimizer),
-    )
-
-
-def _means(tensors: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> tuple[Tensor, ...]:
-    total = sum(weights)
-    found = []
-    for each in zip(*tensors, strict=True):
-        if not each[0].is_floating_point():
-            found.append(each[0].clone())
-            continue
-        sums = torch.zeros_like(each[0], dtype=torch.float64)
-        for tensor, weight in zip(each, weights, strict=True):
-            sums.add_(tensor, alpha=weight / total)
-        found.append(sums.to(each[0].dtype))
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -186,10 +167,11 @@ class SplitFed(Split):
             raise ValueError(f"version is {self.version}, but SplitFed has the versions 1 and 2")
 
     def rules(self) -> Rules:
-        return Rules(self.labels_stay, returns=True, forgets=True, by_round=True)
+        returns = not self.personal_heads
+        return Rules(self.labels_stay, returns=returns, forgets=True, by_round=True)
 
     def order(
         self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
     ) -> Order:
         tails = [tail(number) for number in range(self.clients if self.version == 1 else 1)]
-        return Averaged(amounts, head, tails, seed, copies=self.version == 1)
+        return Averaged(amounts, head, tails, seed, self.version == 1, self.personal_heads)

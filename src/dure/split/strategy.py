@@ -41,6 +41,7 @@ from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
+from dure.split import personal
 from dure.split.across import AcrossTheCut
 from dure.split.client import Rules
 from dure.split.compressed import check_compression, exchange_of
@@ -74,6 +75,10 @@ class Split(Strategy):
         measure_leaks: whether a meter tells, every round, how well the server could guess labels
             and how much of the inputs it sees; in simulations.
         compression: of what crosses the cut: none, bfloat16, float16, int8 or top-k:0.1.
+        personal_heads: whether every client keeps a head of its own, which never travels and is not
+            averaged: only the tail is shared.
+        held_out: the share of each client's data that it does not train on, for measuring models
+            with their own heads.
     """
 
     cut: tuple[str, ...] = ("1",)
@@ -84,6 +89,8 @@ class Split(Strategy):
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
     compression: Compression = field(default_factory=NoCompression)
+    personal_heads: bool = False
+    held_out: float = 0.0
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
@@ -112,8 +119,9 @@ class Split(Strategy):
     @property
     def label(self) -> str:
         shape = ", labels stay" if self.labels_stay else ""
+        own = ", personal heads" if self.personal_heads else ""
         fewer = f", {self.compression}" if self.compression.compresses else ""
-        return f"{self.title} at {' and '.join(self.cut)}{shape}{fewer}"
+        return f"{self.title} at {' and '.join(self.cut)}{shape}{own}{fewer}"
 
     @property
     def labels_stay(self) -> bool:
@@ -134,6 +142,8 @@ class Split(Strategy):
             defence=self.defence,
             measure_leaks=self.measure_leaks,
             compression=self.compression,
+            personal_heads=self.personal_heads,
+            held_out=self.held_out,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -142,10 +152,28 @@ class Split(Strategy):
         for name in ("clients", "local_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(
+                f"held_out is {self.held_out}, but a share of each client's data is in [0, 1)"
+            )
+        if self.held_out and not self.personal_heads:
+            raise ValueError(
+                "held_out measures models with heads of clients' own, and all have one head: give "
+                "personal_heads too"
+            )
         labels = task.train.labels()
         self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
         self.defence.check(task.train, self.labels_stay)
         check_compression(self.compression)
+
+    def check_in(self, world: World) -> None:
+        """Raises ValueError for what only a simulation has."""
+        for name in ("personal_heads", "held_out", "measure_leaks"):
+            if world.serves and getattr(self, name):
+                raise ValueError(
+                    f"{name} is for simulations, in which all heads and labels are at hand: leave "
+                    f"it out over a network"
+                )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Cuts a copy of the model. Raises ValueError for one that cannot be divided so."""
@@ -181,6 +209,11 @@ class Split(Strategy):
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that the clients of split learning do not have."""
         check_conditions(conditions, known=("availability", "drop_out"))
+
+    def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
+        """What evaluations measure, by name: on the test data, and on what clients hold out."""
+        own = personal.names(task) if self.held_out else []
+        return super().measures(task, model, conditions) + own
 
     def division(self, task: Task, seed: int) -> Description | None:
         labels = task.train.labels()

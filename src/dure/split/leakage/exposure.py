@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from dure.split.leakage.defence import Defence
 
 
-def exposure(labels_stay: bool, through_server: bool, hands: bool, defence: Defence) -> str:
+def exposure(
+    labels_stay: bool, through_server: bool, hands: bool, defence: Defence, personal: bool = False
+) -> str:
     """labels_stay: whether the end of the model is with clients.
 
     through_server: whether heads, or their gradients, are sent to the server. hands: whether
-    clients hand heads on among themselves.
+    clients hand heads on among themselves. personal: whether each keeps a head of its own.
     """
-    return f"{_labels(labels_stay, defence)}; {_inputs(through_server, hands, defence)}"
+    return f"{_labels(labels_stay, defence)}; {_inputs(through_server, hands, defence, personal)}"
 
 
 def _labels(labels_stay: bool, defence: Defence) -> str:
@@ -35,9 +37,11 @@ def _labels(labels_stay: bool, defence: Defence) -> str:
     return f"the server sees gradients of the outputs{noise}, and could guess labels from them"
 
 
-def _inputs(through_server: bool, hands: bool, defence: Defence) -> str:
+def _inputs(through_server: bool, hands: bool, defence: Defence, personal: bool) -> str:
     fewer = f" (which {defence} makes say less)" if defence.guards == "activations" else ""
     seen = f"the server sees what leaves the heads{fewer}"
+    if personal:
+        return f"{seen}, and knows of no head but how it began; nor do other clients"
     if through_server:
         return f"{seen} and is handed the heads, and could rebuild inputs with both"
     if hands:

@@ -11,13 +11,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import CHECKPOINT, STOP, Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.errors import RunFolderError
+from dure.fleet.virtual import nbytes
 from dure.machine.threads import threads_for
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
@@ -107,6 +110,9 @@ class ServedLearner(Learner):
         self.server = halves.server(self.tails, self.amounts, head)
         self.server.keeps = True
         self.order = self.server.order
+        _, one = sample.batch(torch.arange(1))
+        self._target_bytes = nbytes(tree_flatten(one)[0])
+        """Of the targets of an example."""
         targets = 0 if self.server.targets is None else self.server.targets.num_leaves
         self.hall = Hall(
             self.server,
@@ -280,5 +286,12 @@ class ServedLearner(Learner):
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
         return facts_of(
-            self.plan, self.cut, self.heads, self.tails, self.shares, self._meters[1:], {}
+            self.plan,
+            self.cut,
+            (self.heads, self.tails),
+            self._meters[1:],
+            shares=self.shares,
+            flops=self.flops,
+            target_bytes=self.cut.examples * self._target_bytes,
+            measured={},
         )

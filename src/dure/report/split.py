@@ -1,0 +1,140 @@
+"""Split learning in the report: who has how much of the model, what travelled against its formula,
+and when clients and server computed and sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dure.report.charts import JSON
+from dure.report.document import section
+from dure.report.parts import figure_of, swatch, table
+from dure.report.runs import Divided, Run, Sort, Worker
+from dure.report.split_figures import PARTS
+from dure.report.words import UNKNOWN, count, escape, plural, size
+
+_KINDS = {
+    "Smashed": ("smashed data", "up"),
+    "Outputs": ("values at the second cut", "down"),
+    "OutputGradients": ("gradients at the second cut", "up"),
+    "Gradients": ("gradients at the first cut", "down"),
+    "HeadGradients": ("gradients of a head’s weights", "up"),
+    "HeadSum": ("their sum over clients", "down"),
+    "Turn": ("head, from the server", "down"),
+    "Ended": ("head, to the server", "up"),
+    "Handed": ("head, from client to client", "across"),
+}
+"""Messages by the name of their class, in the order of a step, and which way they go."""
+
+
+def divided_models(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+    """The section, a block for each run; empty if no model was cut. drawn: its figures."""
+    blocks = "".join(
+        _block(place, run, run.divided, drawn)
+        for place, run in enumerate(runs)
+        if run.divided is not None
+    )
+    if not blocks:
+        return ""
+    lead = (
+        f"{_legend()}The model is cut: the head is with the clients, and in the U-shape its end "
+        "too; the tail is on the server. Smashed data are the values at the cut. A message is set "
+        "against its formula for a full batch, and one with a head against the bytes of its "
+        "weights: what an optimizer remembers travels besides, once the weights with momentum, "
+        "twice with Adam."
+    )
+    return section("split", "Split learning", lead, blocks)
+
+
+def _legend() -> str:
+    names = "".join(
+        f'<span class="key"><i class="{colour}"></i>{what}</span>' for what, colour in PARTS.items()
+    )
+    return f"{names}<br>"
+
+
+def _block(place: int, run: Run, divided: Divided, drawn: Mapping[str, JSON]) -> str:
+    def figure(key: str, heading: str, note: str) -> str:
+        name = f"{key}-{place}"
+        return figure_of(name, heading, note) if name in drawn else ""
+
+    waits = "Where a lane is empty, it waits. What takes no time is a mark."
+    first = figure("steps", "The first steps", f"Of the first round. {waits}")
+    kept = "" if len(divided.newest) < _KEPT else " Its beginning, as far as the account goes."
+    newest = figure("round", f"Round {divided.round + 1}", f"The newest one.{kept}")
+    return (
+        f'<div class="pipeline"><h3>{swatch(place)}<span>{escape(run.label)}</span></h3>'
+        f"<p>{escape(_facts(run, divided))}</p>{_parts(divided)}{_traffic(divided)}"
+        f"{first}{newest}</div>"
+    )
+
+
+_KEPT = 1_500
+"""Spans of the newest round, at the most."""
+
+
+def _facts(run: Run, divided: Divided) -> str:
+    clients = [one for one in run.result.workers if one.name.startswith("client")]
+    said = [f"cut at {' and '.join(divided.at)}", plural(len(clients), "client")]
+    if len(divided.shares) > 2:
+        said.append("labels stay with them")
+    everyone = _together(clients)
+    if everyone.total:
+        computed, sent, waited = (
+            f"{value / everyone.total:.0%}"
+            for value in (everyone.compute, everyone.communication, everyone.idle)
+        )
+        said.append(
+            f"of their time clients computed {computed}, sent and received {sent} and waited "
+            f"{waited}"
+        )
+    return "; ".join(said) + "."
+
+
+def _together(clients: Sequence[Worker]) -> Worker:
+    return Worker(
+        "clients",
+        compute=sum(one.compute for one in clients),
+        communication=sum(one.communication for one in clients),
+        idle=sum(one.idle for one in clients),
+    )
+
+
+def _parts(divided: Divided) -> str:
+    """Head, tail and end: who has them, and how much of the model they are."""
+    rows = ""
+    for name, share, weights in zip(
+        ("head", "tail", "end"), divided.shares, divided.weights, strict=False
+    ):
+        flops = UNKNOWN if divided.flops is None else count(divided.flops * share / 1e6)
+        rows += (
+            f'<tr><th scope="row">{name}</th><td class="text">'
+            f"{'server' if name == 'tail' else 'clients'}</td><td>{count(weights)}</td>"
+            f"<td>{share:.1%}</td>"
+            f"<td>{flops}</td></tr>"
+        )
+    of = plural(divided.examples, "example")
+    head = ("part", "with", "weights", "operations", f"MFLOP a step of {of}")
+    return table("Parts of the model", "long", head, rows, texts=["with"])
+
+
+def _traffic(divided: Divided) -> str:
+    """Messages against their formulas."""
+    order = list(_KINDS)
+    known = [one for one in divided.sorts if one.kind in _KINDS]
+    others = [one for one in divided.sorts if one.kind not in _KINDS]
+    rows = "".join(map(_row, sorted(known, key=lambda one: order.index(one.kind)) + others))
+    if not rows:
+        return ""
+    head = ("message", "way", "formula, bytes", "measured", "ratio", "messages", "all of them")
+    return table("Bytes", "long", head, rows, texts=["way"])
+
+
+def _row(one: Sort) -> str:
+    name, way = _KINDS.get(one.kind, (escape(one.kind), UNKNOWN))
+    ratio = f"{one.largest / one.formula:.4g}" if one.formula else UNKNOWN
+    return (
+        f'<tr><th scope="row">{name}</th><td class="text">{way}</td>'
+        f"<td>{count(one.formula)}</td><td>{count(one.largest)}</td><td>{ratio}</td>"
+        f"<td>{count(one.messages)}</td><td>{size(one.nbytes)}</td></tr>"
+    )

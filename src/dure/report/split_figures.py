@@ -1,0 +1,132 @@
+"""What the report draws of split learning, as plain JSON: rounds, and what leaks in each."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from dure.report.charts import JSON, metrics, short, style, xy
+from dure.report.federated_figures import ROWS
+from dure.report.runs import Divided, Doing, Run, clock_of
+from dure.report.words import metric_name
+
+PARTS = {"head": "compute", "tail": "checkpoint", "end": "evaluation", "link": "communication"}
+"""What somebody may do, and the name of its colour."""
+
+_ABOVE = 1.03
+"""Where an axis ends whose values end at 1."""
+
+STEPS = 48
+"""Spans in the picture of the first steps."""
+
+LEAKS = {
+    "norm_leak_auc": "Labels, by the length of gradients",
+    "direction_leak_auc": "Labels, by the direction of gradients",
+    "cluster_leak_auc": "Labels, by clusters of smashed data",
+    "distance_correlation": "Inputs, by distance correlation",
+}
+"""What meters say of a round, in words."""
+
+
+def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+    """The figures by name; what there is nothing of has none.
+
+    Those of a run with its place in the report: steps-0, round-0. Those of all runs with the
+    meter: leaks-norm_leak_auc, trade-norm_leak_auc.
+    """
+    drawn: dict[str, JSON | None] = {}
+    for place, run in enumerate(runs):
+        if run.divided is not None:
+            seconds = f"{clock_of(run) or 'virtual'} seconds"
+            drawn[f"steps-{place}"] = _lanes(run.divided.first[:STEPS], run.divided, seconds)
+            drawn[f"round-{place}"] = _lanes(run.divided.newest, run.divided, seconds)
+    for meter in LEAKS:
+        drawn[f"leaks-{meter}"] = _curves(runs, meter)
+        drawn[f"trade-{meter}"] = _trade(runs, meter)
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _lanes(doings: Sequence[Doing], divided: Divided, seconds: str) -> JSON | None:
+    """A lane for the server and each client, where anything took time."""
+    if not any(one.seconds for one in doings):
+        return None
+    everybody = [*divided.first, *divided.newest]
+    names = sorted({one.who for one in everybody}, key=_in_order)[:ROWS]
+    row = {name: place for place, name in enumerate(names)}
+    series = []
+    for what, colour in PARTS.items():
+        spans = [
+            [row[one.who], short(one.began, 8), short(one.seconds), None]
+            for one in doings
+            if one.what == what and one.who in row
+        ]
+        if spans:
+            series.append({"name": what, "color": f"var(--{colour})", "spans": spans})
+    begin = min(one.began for one in doings)
+    end = max(one.began + one.seconds for one in doings)
+    margin = (end - begin) / 100
+    return {
+        "kind": "lanes",
+        "x": seconds,
+        "who": "",
+        "range": [short(begin - margin, 8), short(end + margin, 8)],
+        "rows": [html.escape(name, quote=False) for name in names],
+        "series": series,
+    }
+
+
+def _in_order(name: str) -> tuple[bool, int, str]:
+    """The server first, then clients by their numbers."""
+    kind, _, number = name.partition(" ")
+    return bool(number), int(number) if number.isdigit() else 0, kind
+
+
+def _curves(runs: Sequence[Run], meter: str) -> JSON | None:
+    """What the meter says, round by round, a line for each run that has one."""
+    series = []
+    for place, run in enumerate(runs):
+        known = [
+            (line.step, value)
+            for line in run.steps
+            if (value := line.metrics.get(meter)) is not None
+        ]
+        if known:
+            x = [round for round, _ in known]
+            y = [short(value) for _, value in known]
+            kind = "lines" if len(known) > 1 else "markers"
+            series.append({"type": kind, "name": _named(run), **style(place), "x": x, "y": y})
+    if not series:
+        return None
+    whole = {"whole": True, "ranges": {"y": [0, _ABOVE]}}
+    if meter == "distance_correlation":
+        return {**xy("round", "distance correlation", series), **whole}
+    return {**xy("round", "AUC", series), **whole, "guess": 0.5}
+
+
+def _trade(runs: Sequence[Run], meter: str) -> JSON | None:
+    """What a run has reached over what leaked in its newest round, of several runs."""
+    keys = [key for key in metrics(runs) if key.startswith("test_")]
+    series = []
+    for place, run in enumerate(runs):
+        leaked = run.leakage.measured.get(meter) if run.leakage else None
+        reached = run.result.final.get(keys[0]) if keys else None
+        if leaked is not None and reached is not None:
+            series.append(
+                {
+                    "type": "markers",
+                    "name": _named(run),
+                    **style(place),
+                    "x": [short(leaked)],
+                    "y": [short(reached)],
+                }
+            )
+    if len(series) < 2:
+        return None
+    figure = xy("leak in the newest round", metric_name(keys[0]), series, metric=keys[0])
+    return {**figure, "ranges": {"x": [0, _ABOVE]}}
+
+
+def _named(run: Run) -> str:
+    defence = run.leakage.defence if run.leakage else "none"
+    more = "" if defence == "none" or defence in run.label else f", {defence}"
+    return html.escape(f"{run.label}{more}", quote=False)

@@ -1,0 +1,69 @@
+"""What split learning tells of what it should not, in the report: who could learn what, by which
+defence less, and what meters say, round by round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dure.report.charts import JSON
+from dure.report.document import section
+from dure.report.parts import figure_of, grid, swatch, table
+from dure.report.runs import Run
+from dure.report.split_figures import LEAKS
+from dure.report.words import UNKNOWN, escape
+
+_SHORT = {
+    "norm_leak_auc": "norm AUC",
+    "direction_leak_auc": "direction AUC",
+    "cluster_leak_auc": "clusters AUC",
+    "distance_correlation": "distance correlation",
+}
+"""The meters as heads of columns."""
+
+
+def leaks(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+    """The section; empty where no run says who could learn what. drawn: its figures."""
+    told = [(place, run) for place, run in enumerate(runs) if run.leakage is not None]
+    if not told:
+        return ""
+    lead = (
+        "Who could learn what, and by which defence less. Where it was measured: how well labels "
+        "are guessed from what crosses the cuts, as AUC (0.5 is guessing at random, 1 is all of "
+        "them), and how much of the inputs is in the smashed data, as distance correlation (0 is "
+        "nothing, 1 is all); of the newest round in the table, of every round in the figures. Of "
+        "several runs it is drawn, too, what they have reached over what leaked."
+    )
+    figures = [
+        figure_of(f"leaks-{meter}", heading)
+        for meter, heading in LEAKS.items()
+        if f"leaks-{meter}" in drawn
+    ]
+    trades = [
+        figure_of(f"trade-{meter}", f"What it costs: {_SHORT[meter]}")
+        for meter in LEAKS
+        if f"trade-{meter}" in drawn
+    ]
+    return section("leaks", "Who could learn what", lead, _table(told) + grid(figures + trades))
+
+
+def _table(told: Sequence[tuple[int, Run]]) -> str:
+    shown = [key for key in LEAKS if any(key in _measured(run) for _, run in told)]
+    rows = ""
+    for place, run in told:
+        assert run.leakage is not None
+        measured = _measured(run)
+        cells = "".join(
+            f"<td>{f'{measured[key]:.3f}' if key in measured else UNKNOWN}</td>" for key in shown
+        )
+        rows += (
+            f'<tr><th scope="row">{swatch(place)} {escape(run.label)}</th>'
+            f'<td class="text">{escape(run.leakage.defence)}</td>'
+            f'<td class="text said">{escape(run.leakage.exposure)}</td>{cells}</tr>'
+        )
+    head = ("run", "defence", "who could learn what", *(_SHORT[key] for key in shown))
+    return table("Exposure", "long", head, rows, texts=["defence", "who could learn what"])
+
+
+def _measured(run: Run) -> Mapping[str, float]:
+    return run.leakage.measured if run.leakage is not None else {}

@@ -1,0 +1,39 @@
+"""The weighted mean of what several sides have learned.
+
+w = sum of n_k/n · w_k, summed in float64 in the order of clients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dure.split.messages import Own
+
+
+def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
+    """The weighted mean of weights and buffers, without what optimizers remember.
+
+    Buffers that count, such as batches seen, are those of the first.
+    """
+    return Own(
+        weights=_means([one.weights for one in owns], weights),
+        buffers=_means([one.buffers for one in owns], weights),
+        optimizer=tuple({} for _ in owns[0].optimizer),
+    )
+
+
+def _means(tensors: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> tuple[Tensor, ...]:
+    total = sum(weights)
+    found = []
+    for each in zip(*tensors, strict=True):
+        if not each[0].is_floating_point():
+            found.append(each[0].clone())
+            continue
+        sums = torch.zeros_like(each[0], dtype=torch.float64)
+        for tensor, weight in zip(each, weights, strict=True):
+            sums.add_(tensor, alpha=weight / total)
+        found.append(sums.to(each[0].dtype))
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""Parts of a model that split learning has trained, as modules of their own.
+
+    head_of(run, task)(x)      what leaves the head: a tensor, or several as a tuple
+    tail_of(run, task)(that)   what the model gives; in the U-shape, what leaves the tail
+    end_of(run, task)(that)    what the model gives, in the U-shape
+
+One after another they compute what the model computes in evaluation, to the bit where torch
+computes the model's layers as it traces them. A `state_dict` has the part's own weights and
+buffers, under the model's names, and nothing of the other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from dure.contracts.strategy import seeded_model
+from dure.contracts.task import Task
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.trace import leaves_of
+from dure.record.run import Run, load_run
+from dure.split.batching import crossings
+from dure.split.cutting import cut_at
+
+
+def head_of(run: Run | str | Path, task: Task) -> Part:
+    """The head of a run, or of the run in a folder: maps examples to smashed data.
+
+    With personal heads it is their mean, as in the run's model. Raises ValueError for a run of
+    another system, RunFolderError for a folder without an ended run.
+    """
+    return Part(_cut(run, task), 0)
+
+
+def tail_of(run: Run | str | Path, task: Task) -> Part:
+    """The server's part; as `head_of`."""
+    return Part(_cut(run, task), 1)
+
+
+def end_of(run: Run | str | Path, task: Task) -> Part:
+    """The end of the model, which stays with clients in the U-shape; as `head_of`.
+
+    Raises ValueError for a model that was cut once.
+    """
+    cut = _cut(run, task)
+    if cut.stages < 3:
+        raise ValueError("the model was cut once, and its end is the tail: take tail_of")
+    return Part(cut, 2)
+
+
+def _cut(run: Run | str | Path, task: Task) -> CutModel:
+    """The run's model, cut where it was trained."""
+    if not isinstance(run, Run):
+        run = load_run(run, partial(seeded_model, task, 0))
+    facts = run.summary.get("facts") or [{}]
+    told = facts[0].get("split")
+    if told is None:
+        raise ValueError("no system of split learning has trained this run: its model is not cut")
+    # A copy, since traces hold a model's own tensors.
+    model = seeded_model(task, 0)
+    model.load_state_dict(run.model.state_dict())
+    return cut_at(task, model, told["at"], told["examples"])
+
+
+class Part(nn.Module):
+    """A part of a cut model, in evaluation mode. number: 0 is the head.
+
+    Called with batches of any size.
+    """
+
+    def __init__(self, cut: CutModel, number: int) -> None:
+        super().__init__()
+        self._number = number
+        self._last = number == cut.stages - 1
+        # In lists, so that torch does not count the whole model as a part of this one.
+        self._cuts = [cut]
+        self._counts = _counted_by(cut, number) if number else (0, 1, 1)
+        of = {**dict(cut.model.named_parameters()), **dict(cut.model.named_buffers())}
+        for name in cut.names[number]:
+            _put(self, name, of[name])
+        self.eval()
+
+    def forward(self, values: Any) -> Any:
+        """values: examples, for the head; else what the part before gives."""
+        cut = self._cuts[0]
+        given = _leaves(values) if self._number else leaves_of(values)
+        place, dim, per = self._counts
+        examples = given[place].shape[dim] // per if self._number else given[0].shape[0]
+        program = cut.program(
+            self._number, examples, training=False, stream=Stream(0, carried=False), later=None
+        )
+        if self._number == 0:
+            given = [given[index] for index in program.inputs]
+            _check_shapes(given, program.shapes)
+        found = program.module(*given)
+        if self._last:
+            return tree_unflatten(list(found), cut.structure(examples, False))
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _check_shapes(given: Sequence[Any], shapes: Sequence[torch.Size | None]) -> None:
+    """Raises ValueError for examples of another shape than those of training."""
+    for one, shape in zip(given, shapes, strict=False):
+        if shape is not None and one.shape != shape:
+            raise ValueError(
+                f"examples have the shape {list(one.shape[1:])}, and the head was cut for "
+                f"{list(shape[1:])}"
+            )
+
+
+def _leaves(values: Any) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else list(values)
+
+
+def _counted_by(cut: CutModel, number: int) -> tuple[int, int, int]:
+    """Which value, which dimension of it, and how much of that an example is."""
+    program = cut.program(
+        number, cut.examples, training=False, stream=Stream(0, carried=False), later=None
+    )
+    for place, one in enumerate(crossings(cut, number - 1)):
+        if one.dim is not None:
+            return place, one.dim, program.received[place].shape[one.dim] // cut.examples
+    raise ValueError("no value at the cut counts examples")
+
+
+def _put(into: nn.Module, name: str, tensor: Tensor) -> None:
+    """Registers a parameter or buffer under a name with dots."""
+    *path, last = name.split(".")
+    for each in path:
+        if not hasattr(into, each):
+            into.add_module(each, nn.Module())
+        into = getattr(into, each)
+    if isinstance(tensor, nn.Parameter):
+        into.register_parameter(last, tensor)
+    else:
+        into.register_buffer(last, tensor)
