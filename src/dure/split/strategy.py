@@ -31,6 +31,7 @@ from dure.contracts.strategy import (
     Place,
     Proof,
     Strategy,
+    World,
     another,
     examples_for,
 )
