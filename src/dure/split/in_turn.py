@@ -31,7 +31,7 @@ from dure.split.strategy import Split
 class InTurn(Order):
     """One client after another. hands: whether they hand the head on among themselves."""
 
-    def __init__(self, amounts: Amounts, head: Own, tail: Party, hands: bool) -> None:
+    def __init__(self, amounts: Amounts, head: Own | None, tail: Party, hands: bool) -> None:
         super().__init__(amounts, head, tail)
         self.hands = hands
         self.holder: int | None = None
@@ -57,7 +57,8 @@ class InTurn(Order):
         self._first = self.done
         steps = self.amounts.steps[self._at]
         comes = self.hands and self.holder not in (None, self._at)
-        head = None if comes or self.holder == self._at else copied(self.head)
+        stays = comes or self.holder == self._at
+        head = None if stays or self.head is None else copied(self.head)
         said: list[Envelope] = [
             (client(self._at), Turn(number, self.done, steps, steps, head, comes))
         ]
@@ -87,7 +88,7 @@ class InTurn(Order):
         return self._turn()
 
     def newest(self, held: Sequence[Own]) -> Own:
-        return self.head if self.holder is None else held[self.holder]
+        return held[self.holder or 0]
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "holder": self.holder}
@@ -119,5 +120,7 @@ class SplitLearning(Split):
         hands = self.handover == "peer"
         return Rules(labels_stay=self.labels_stay, hands=hands, returns=not hands)
 
-    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+    def order(
+        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
+    ) -> Order:
         return InTurn(amounts, head, tail(0), hands=self.handover == "peer")

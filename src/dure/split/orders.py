@@ -31,10 +31,10 @@ class Amounts:
 class Order(ABC):
     """Of the clients of a round. tails: the server's part, or its copies."""
 
-    def __init__(self, amounts: Amounts, head: Own, tail: Party) -> None:
+    def __init__(self, amounts: Amounts, head: Own | None, tail: Party) -> None:
         self.amounts = amounts
         self.head = head
-        """The newest head that the server knows."""
+        """The newest head that the server knows; None where it knows none."""
         self.tails = [tail]
         self.done = 0
         """Steps that are done, on the way of all."""
@@ -82,7 +82,7 @@ class Order(ABC):
 
     def newest(self, held: Sequence[Own]) -> Own:
         """The head that stands for all, where clients hold these."""
-        return self.head
+        return held[0] if self.head is None else self.head
 
     def state(self) -> dict[str, Any]:
         """What it needs to go on after a round."""

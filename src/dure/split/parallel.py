@@ -29,7 +29,7 @@ from dure.split.strategy import Split
 class Joint(Order):
     """All clients at once."""
 
-    def __init__(self, amounts: Amounts, head: Own, tail: Party) -> None:
+    def __init__(self, amounts: Amounts, head: Own | None, tail: Party) -> None:
         super().__init__(amounts, head, tail)
         self._first = 0
         self._step = 0
@@ -48,7 +48,7 @@ class Joint(Order):
         until = max(self.amounts.steps)
         said: list[Envelope] = []
         for one, steps in enumerate(self.amounts.steps):
-            head = None if self._begun else copied(self.head)
+            head = None if self._begun or self.head is None else copied(self.head)
             said.append((client(one), Turn(number + one, self.done, steps, until, head)))
         self._begun = True
         self._left = self.amounts.clients
@@ -97,9 +97,12 @@ class ParallelSplit(Split):
 
     name: ClassVar[str] = "parallel-split"
     title: ClassVar[str] = "parallel split"
+    joins: ClassVar[bool] = True
 
     def rules(self) -> Rules:
         return Rules(labels_stay=self.labels_stay, sums=True)
 
-    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+    def order(
+        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
+    ) -> Order:
         return Joint(amounts, head, tail(0))

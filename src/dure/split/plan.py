@@ -12,7 +12,7 @@ from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
 from dure.split.sides import Party
 
-MakeOrder = Callable[[Amounts, Own, Callable[[int], Party], int], Order]
+MakeOrder = Callable[[Amounts, Own | None, Callable[[int], Party], int], Order]
 """order(amounts, head, tail, seed): who trains when; tail(number) makes a tail."""
 
 

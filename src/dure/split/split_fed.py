@@ -35,7 +35,7 @@ class Averaged(Order):
     """copies: a tail for each client (v1), which are averaged; else one for all (v2)."""
 
     def __init__(
-        self, amounts: Amounts, head: Own, tails: Sequence[Party], seed: int, copies: bool
+        self, amounts: Amounts, head: Own | None, tails: Sequence[Party], seed: int, copies: bool
     ) -> None:
         super().__init__(amounts, head, tails[0])
         self.tails = list(tails)
@@ -62,9 +62,12 @@ class Averaged(Order):
                 tail.own = fresh(copied(self.tails[0].own))
         steps = self.amounts.steps
         return [
-            (client(one), Turn(round, self._first, steps[one], steps[one], copied(self.head)))
+            (client(one), Turn(round, self._first, steps[one], steps[one], self._given()))
             for one in range(self.amounts.clients)
         ]
+
+    def _given(self) -> Own | None:
+        return None if self.head is None else copied(self.head)
 
     def came(self, sender: str, message: Smashed) -> None:
         if sender in self._waiting or sender in self._heads:
@@ -177,6 +180,8 @@ class SplitFed(Split):
     def rules(self) -> Rules:
         return Rules(self.labels_stay, returns=True, forgets=True, by_round=True)
 
-    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+    def order(
+        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
+    ) -> Order:
         tails = [tail(number) for number in range(self.clients if self.version == 1 else 1)]
         return Averaged(amounts, head, tails, seed, copies=self.version == 1)
