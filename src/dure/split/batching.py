@@ -1,36 +1,38 @@
 """Values of several clients as those of one batch, and gradients of one batch for each of them.
 
-Which dimension of a value counts examples is read off traces of two sizes: the one that has grown.
-A value that has none, such as a mask for all, has to be the same of all clients.
+Which dimension of a value counts examples follows from batches of two sizes: the one that has
+grown. A value that has none, such as a mask for all, has to be the same of all clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.program import crossing
-from dure.parallel.pipeline.trace import Value
 from dure.split.leakage.guard import Crossing
 
 
 class Batching:
-    """Of clients' batches of these sizes, at all cuts."""
+    """Of clients' batches of these sizes, at all cuts.
 
-    def __init__(self, cut: CutModel, sizes: Sequence[int]) -> None:
+    crossings: what is known of the values at each cut; asked where there are several batches.
+    """
+
+    def __init__(
+        self, crossings: Callable[[], Sequence[Sequence[Crossing]]], sizes: Sequence[int]
+    ) -> None:
         self.sizes = list(sizes)
         self.single = len(sizes) == 1
         if self.single:
             return
-        total = sum(sizes)
-        self._into = _dims(cut, 0, sizes[0], total)
-        self._differentiable = [one.differentiable for one in _values(cut, 0, total)]
-        if cut.stages == 3:
-            self._out = _dims(cut, 1, sizes[0], total)
-            self._out_differentiable = [one.differentiable for one in _values(cut, 1, total)]
+        into, *out = crossings()
+        self._into = [one.dim for one in into]
+        self._differentiable = [one.differentiable for one in into]
+        # In the U-shape the server gives values too.
+        self._out = [one.dim for values in out for one in values]
+        self._out_differentiable = [one.differentiable for values in out for one in values]
 
     def together(self, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """What leaves the heads, as what leaves that of the joint batch."""
@@ -69,41 +71,6 @@ class Batching:
             for value, dim in zip(values, dims, strict=True)
         ]
         return [list(own) for own in zip(*parts, strict=True)] or [[] for _ in self.sizes]
-
-
-def crossings(cut: CutModel, boundary: int) -> list[Crossing]:
-    """What is known of the values that cross a cut. Raises ValueError for one of a whole batch."""
-    few = cut.examples
-    dims = _dims(cut, boundary, few, 2 * few)
-    return [
-        Crossing(dim, value.differentiable)
-        for dim, value in zip(dims, _values(cut, boundary, few), strict=True)
-    ]
-
-
-def _values(cut: CutModel, boundary: int, examples: int) -> list[Value]:
-    trace = cut.trace(examples, True)
-    nodes = crossing(trace, cut.homes(examples, True), cut.stages)[boundary]
-    return [trace.value(node) for node in nodes]
-
-
-def _dims(cut: CutModel, boundary: int, few: int, many: int) -> list[int | None]:
-    """The dimension of each value that counts examples; None where none does."""
-    found: list[int | None] = []
-    for one, other in zip(_values(cut, boundary, few), _values(cut, boundary, many), strict=True):
-        grown = [n for n, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
-        if len(grown) > 1 or (grown and other.shape[grown[0]] * few != one.shape[grown[0]] * many):
-            raise ValueError(
-                f"a value at the cut has the shape {list(one.shape)} for {few} examples and "
-                f"{list(other.shape)} for {many}: batches of several clients cannot be one batch"
-            )
-        if not grown and one.differentiable:
-            raise ValueError(
-                f"a value at the cut, of shape {list(one.shape)}, belongs to a whole batch, so "
-                f"batches of several clients cannot be one: cut the model elsewhere"
-            )
-        found.append(grown[0] if grown else None)
-    return found
 
 
 def _cat(values: Sequence[Tensor], dim: int | None) -> Tensor:

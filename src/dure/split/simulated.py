@@ -20,31 +20,31 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, VirtualNetwork
-from dure.parallel.pipeline.draws import Stream
-from dure.randomness.seeds import derive, generator, generators_state, restore_generators
+from dure.randomness.seeds import generator, generators_state, restore_generators
 from dure.record.meter import Meter
-from dure.split.batching import Batching, crossings
+from dure.split.apart.sides import clients_examples
+from dure.split.batching import Batching
 from dure.split.client import Client
-from dure.split.cutting import cut_at, shares_of
+from dure.split.divide import divided
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
-from dure.split.leakage.guard import Guard
+from dure.split.leakage.guard import Crossing, Guard
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, Own, client
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server
-from dure.split.sides import Party, Side, weighed
+from dure.split.sides import Party, copied
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import CountedLoss, mean_over
+from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 _BYTES_PER_MBIT = 125_000.0
@@ -63,20 +63,16 @@ class SimulatedLearner(Learner):
         self.group = place.group
         self.conditions = place.conditions or Conditions()
         self.model = place.model(task, seed).train()
-        self.train, self.test = examples_for(self.model, task)
+        self.train, self.test = clients_examples(task, self.model)
         joins = needs_two(self.model, self.train)
         self.parts = divide(plan.partition, plan.clients, self.train, plan.batch_size, seed, joins)
         largest = max(part.batches.batch_size for part in self.parts)
-        self.cut = cut_at(task, self.model, plan.at, largest)
         self.flops = flops_per_step(self.model, self.train, largest)
-        self.shares = shares_of(self.cut)
         trained = relabelled(plan.defence, self.train, seed)
-        losses = CountedLoss(task.loss, trained)
-        # Every operation draws from a seed of its own: neither side tells the other what it drew.
-        stream = Stream(derive(seed, "split"), carried=False)
-        drawn = stream.drawing(weighed(losses), -1)
-        self.heads = Side(self.cut, plan.client_stages, task, stream, drawn)
-        self.tails = Side(self.cut, [1], task, stream, drawn)
+        self.divided = divided(task, self.model, trained, plan.at, largest, seed)
+        self.shares = self.divided.shares
+        self.heads = self.divided.heads
+        self.tails = self.divided.tails
         _, targets = self.train.batch(self.parts[0].at(0))
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
@@ -84,7 +80,12 @@ class SimulatedLearner(Learner):
         )
         head = self.heads.own()
         tail = self.tails.own()
-        self.order = plan.order(amounts, head, lambda number: Party(self.tails, tail, number), seed)
+        self.order = plan.order(
+            amounts,
+            head if self.divided.head_is_known else None,
+            lambda number: Party(self.tails, tail, number),
+            seed,
+        )
         self.server = Server(
             self.order,
             lru_cache(maxsize=64)(self._batching),
@@ -93,11 +94,11 @@ class SimulatedLearner(Learner):
         self.clients = [
             Client(
                 number,
-                Party(self.heads, head, number),
+                Party(self.heads, copied(head), number),
                 plan.rules,
                 trained,
                 part.at,
-                losses,
+                self.divided.losses,
                 seed,
                 partial(self._seconds, number),
                 self._guard(number),
@@ -117,18 +118,20 @@ class SimulatedLearner(Learner):
         defence = self.plan.defence
         if defence.guards in ("nothing", "labels"):
             return None
-        first = crossings(self.cut, 0)
-        last = crossings(self.cut, self.cut.stages - 2)
-        return Guard(defence, first, last, partial(generator, self.seed, "defence", number))
+        crossing = self._crossings()
+        return Guard(
+            defence, crossing[0], crossing[-1], partial(generator, self.seed, "defence", number)
+        )
 
     def _leaks(self) -> LeakMeter:
         """The meter, which knows the true labels."""
         labels = class_labels(self.train)
+        crossing = self._crossings()
         return LeakMeter(
             labels,
             0 if labels is None else count_classes(self.train, labels),
-            crossings(self.cut, 0),
-            crossings(self.cut, self.cut.stages - 2),
+            crossing[0],
+            crossing[-1],
         )
 
     def _held(self, name: str) -> tuple[Tensor, Sequence[Any]]:
@@ -137,7 +140,12 @@ class SimulatedLearner(Learner):
         return one.at(one.taken), one.party.inputs(0)
 
     def _batching(self, sizes: tuple[int, ...]) -> Batching:
-        return Batching(self.cut, sizes)
+        return self.divided.batching(sizes)
+
+    def _crossings(self) -> list[list[Crossing]]:
+        """What is known of the values at each cut."""
+        few = self.divided.examples
+        return self.divided.crossings(few, 2 * few)
 
     def _begin(self) -> None:
         self.network = VirtualNetwork()
@@ -215,7 +223,7 @@ class SimulatedLearner(Learner):
             "round": self.round,
             "now": self.now,
             "order": self.order.state(),
-            "head": written(self.order.head),
+            "head": self.order.head and written(self.order.head),
             "heads": [written(one.party.own) for one in self.clients],
             "tails": [written(one.own) for one in self.order.tails],
             "taken": [one.taken for one in self.clients],
@@ -229,7 +237,7 @@ class SimulatedLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = read(state["head"])
+        self.order.head = state["head"] and read(state["head"])
         for one, head, taken in zip(self.clients, state["heads"], state["taken"], strict=True):
             one.party.own = read(head)
             one.taken = taken
@@ -245,16 +253,16 @@ class SimulatedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        values, gradients = self.cut.message_bytes(0, self.cut.examples)
+        values, gradients = self.divided.message_bytes()
         return {
             "split": {
-                "at": list(self.plan.at),
+                "at": list(self.divided.at),
                 "shares": self.shares,
                 "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
                 "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
                 "smashed_bytes": values,
                 "gradient_bytes": gradients,
-                "examples": self.cut.examples,
+                "examples": self.divided.examples,
             },
             "leakage": self._leakage(),
         }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import nn
@@ -36,9 +36,13 @@ from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
+from dure.errors import warn
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
+from dure.split.apart.checks import check_parts, notes_on_head
+from dure.split.apart.proof import prove as prove_parts
+from dure.split.apart.sides import Apart, clients_examples, cut_of
 from dure.split.client import Rules
 from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
@@ -50,6 +54,7 @@ from dure.split.sides import Party
 from dure.split.simulated import SimulatedLearner
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.parts import JoinedTask, ModelParts
 from dure.tensors.flat import check_apart
 
 
@@ -59,7 +64,8 @@ class Split(Strategy):
 
     Args:
         cut: where: a module's name or a number of layers; two of them leave the end of the model,
-            and the labels, with the client.
+            and the labels, with the client. By default a task of two files is cut between them, and
+            any other model behind its first layer.
         clients: K.
         local_epochs: E, passes of a client over its data in a round.
         batch_size: B, of a client's step; None is all of its data.
@@ -71,7 +77,7 @@ class Split(Strategy):
             and how much of the inputs it sees; in simulations.
     """
 
-    cut: tuple[str, ...] = ("1",)
+    cut: tuple[str, ...] = ()
     clients: int = 10
     local_epochs: int = 1
     batch_size: int | None = 10
@@ -81,6 +87,10 @@ class Split(Strategy):
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
+    trains_parts: ClassVar[bool] = True
+    joins: ClassVar[bool] = False
+    """Whether batches of several clients are one batch of the server's."""
+
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -91,13 +101,31 @@ class Split(Strategy):
         """What clients and the server agree upon."""
 
     @abstractmethod
-    def order(self, amounts: Amounts, head: Own, tail: Callable[[int], Party], seed: int) -> Order:
+    def order(
+        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
+    ) -> Order:
         """Who trains when."""
 
     @property
     def label(self) -> str:
         shape = ", labels stay" if self.labels_stay else ""
-        return f"{self.title} at {' and '.join(self.cut)}{shape}"
+        where = f" at {' and '.join(self.cut)}" if self.cut else ""
+        return f"{self.title}{where}{shape}"
+
+    def of(self, task: Task) -> Split:
+        """The same, with the place of the cut where the task says it, or nobody does.
+
+        Raises ValueError for another place than that of the task's files.
+        """
+        if not isinstance(task, JoinedTask):
+            return self if self.cut else replace(self, cut=("1",))
+        at = cut_of(task)
+        if self.cut and self.cut != at:
+            raise ValueError(
+                f"cut is {' '.join(self.cut)}, but the task is of two files, which say where the "
+                f"model is cut: leave cut out"
+            )
+        return replace(self, cut=at)
 
     @property
     def labels_stay(self) -> bool:
@@ -120,6 +148,9 @@ class Split(Strategy):
         )
 
     def check(self, task: Task, workers: int | None) -> None:
+        self.of(task)._check(task)
+
+    def _check(self, task: Task) -> None:
         check_at(self.cut)
         check_batch_size(self.batch_size)
         for name in ("clients", "local_epochs"):
@@ -135,13 +166,27 @@ class Split(Strategy):
             raise ValueError("split learning is simulated: leave the network out")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Cuts a copy of the model. Raises ValueError for one that cannot be divided so."""
-        self._checked(task, model)
+        """Divides a copy of the model. Raises ValueError for one that cannot be divided so."""
+        one = self.of(task)
+        one._check_model(task, model)
+        if isinstance(task, JoinedTask):
+            one._check_parts(task, model)
+        else:
+            one._cut(task, model)
 
-    def _checked(self, task: Task, model: nn.Module) -> CutModel:
-        """A copy of the model that was cut."""
-        check_apart(model)
-        check_optimizer(task, model)
+    def _check_parts(self, task: JoinedTask, model: nn.Module) -> None:
+        """Tries a copy of both parts."""
+        twin = another(model, task, 0)
+        assert isinstance(twin, ModelParts)
+        check_parts(task, twin)
+        train, _ = clients_examples(task, twin)
+        apart = Apart(task, twin, train, self._examples(task), 0)
+        if self.joins or self.defence.guards in ("activations", "gradients"):
+            apart.server.crossings()
+        for note in notes_on_head(twin, train):
+            warn(note)
+
+    def _check_model(self, task: Task, model: nn.Module) -> None:
         together = None if self.batch_size is None else self.batch_size * self.clients
         check_own_batches(task, model, together, self.clients)
         train, _ = examples_for(model, task)
@@ -150,13 +195,22 @@ class Split(Strategy):
                 "the loss tells what it counts only when it is computed, and clients with the end "
                 "of the model have to know their shares before: cut once, or train in turn"
             )
-        # A copy, since the model is the one that will be trained.
+
+    def _cut(self, task: Task, model: nn.Module) -> CutModel:
+        """A copy of the model that was cut, since the model is the one that will be trained."""
+        check_apart(model)
+        check_optimizer(task, model)
         return cut_at(task, another(model, task, 0), self.cut, self._examples(task))
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""
+        one = self.of(task)
+        if isinstance(task, JoinedTask):
+            one.check_model(task, model, workers)
+            return prove_parts(task, model, one._examples(task))
+        one._check_model(task, model)
         # To trace a model takes longest of all: it is the one that was cut for the checks.
-        return prove(task, model, self._checked(task, model))
+        return prove(task, model, one._cut(task, model))
 
     def _examples(self, task: Task) -> int:
         own = max(1, len(task.train) // self.clients)
@@ -174,4 +228,4 @@ class Split(Strategy):
         return describe(self.partition, parts, labels, task.train.classes)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        return SimulatedLearner(task, place, seed, self.plan)
+        return SimulatedLearner(task, place, seed, self.of(task).plan)
