@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.errors import RunFolderWriteError
 from dure.wire.signatures import (
     CLIENT,
     DIGEST,
@@ -287,48 +283,8 @@ def test_other_answers_do_not_ask_to_sign_again(status, answer) -> None:
     assert not signer.again(signer.sign("POST", "/", digest_of()), status, answer)
 
 
-def test_a_key_is_kept_for_its_owner_alone_and_is_the_same_the_next_time(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        key = Key.kept_in(tmp_path / "client.key")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "client.key").stat().st_mode) == 0o600
-    assert [file.name for file in tmp_path.iterdir()] == ["client.key"]
-    assert Key.kept_in(tmp_path / "client.key").public == key.public
-    assert KEY.public != key.public
-
-
-def test_processes_that_make_a_key_at_the_same_time_have_the_same(tmp_path: Path) -> None:
-    keys = [Key.make(), Key.make()]
-    for key in keys:
-        key._keep(tmp_path / "client.key")
-    assert Key.kept_in(tmp_path / "client.key").public == keys[0].public
-
-
 def test_a_key_never_shows_itself() -> None:
     assert repr(KEY) == f"Key({KEY.public})"
-
-
-def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    Key.kept_in(tmp_path / "client.key")
-    (tmp_path / "client.key").chmod(0o640)
-    with pytest.raises(ValueError, match="chmod 600"):
-        Key.kept_in(tmp_path / "client.key")
-
-
-@pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN PRIVATE KEY-----\n"])
-def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "client.key"
-    file.write_bytes(content)
-    file.chmod(0o600)
-    with pytest.raises(ValueError, match=r"client\.key is no private key"):
-        Key.kept_in(file)
-
-
-def test_a_key_that_cannot_be_kept_says_where(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderWriteError, match=r"missing/client\.key"):
-        Key.kept_in(tmp_path / "missing" / "client.key")
 
 
 NAMES = st.text(max_size=5)

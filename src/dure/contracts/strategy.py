@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.channels import Channels, Hosted
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.partition import Description
@@ -202,6 +203,7 @@ class Place:
     check: whether a learner tries what it believes about the model beside the model itself, while
         it is made; it raises ValueError where the two differ.
     network: what, given a federation whose clients are elsewhere, makes the carrier to them.
+    channels: what, given a run whose clients are elsewhere and stay connected, opens the channels.
     folder: of the run, where this process writes it. config: what config.json says was asked.
     report_seconds: between two reports of steps at the least: nobody reads faster. signs: whose key
         signs the model at the end; None where nobody does.
@@ -224,6 +226,7 @@ class Place:
     prepared: Callable[[], nn.Module] | None = None
     check: bool = True
     network: Callable[[Federation], Carrier] | None = None
+    channels: Callable[[Hosted], Channels] | None = None
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     report_seconds: float = 0.1

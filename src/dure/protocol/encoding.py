@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ HEAD = 24
 _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"dure"
 
-_ALIGNED = 16
+ALIGNED = 16
 """The bytes of the largest element, a complex number in double precision.
 
 Memory that Python allocates begins at such a multiple too, so no element lies across one.
@@ -43,6 +44,9 @@ Memory that Python allocates begins at such a multiple too, so no element lies a
 
 _MOST_DIMENSIONS = 64
 """As many as torch has. The product of many more large numbers would take hours."""
+
+_MOST_ELEMENTS = 1 << 48
+"""More than any memory has. Shapes beyond it torch refuses in ways of its own, even empty ones."""
 
 _MOST_TENSORS = 10_000
 """Far more than the buffers of any model. Each costs some memory and time, even an empty one."""
@@ -99,18 +103,18 @@ def to_bytes(message: Message) -> bytearray:
 
     # Two passes: sizes first, so that the message is written once into memory of the right size.
     header = msgspec.msgpack.Encoder(enc_hook=described).encode(message)
-    begin = _aligned(HEAD + len(header))
+    begin = aligned(HEAD + len(header))
     end = begin
     for tensor in tensors:
-        end = _aligned(end) + tensor.nbytes
+        end = aligned(end) + tensor.nbytes
     content = bytearray(end)
     _HEAD.pack_into(content, 0, _MAGIC, VERSION, len(header), end - begin)
     content[HEAD : HEAD + len(header)] = header
     at = begin
     for tensor in tensors:
-        at = _aligned(at)
+        at = aligned(at)
         # Straight to its place, from whichever device; no tensor is copied twice.
-        _view(content, at, tensor.dtype, tensor.shape).copy_(tensor.detach())
+        view_at(content, at, tensor.dtype, tensor.shape).copy_(tensor.detach())
         at += tensor.nbytes
     return content
 
@@ -143,16 +147,16 @@ def from_bytes(content: bytearray) -> Message:
             raise MessageError(f"the message has more than {_MOST_TENSORS:,} tensors")
         name, shape = msgspec.convert(node, tuple[str, tuple[int, ...]])
         dtype = DTYPES.get(name)
-        if dtype is None or len(shape) > _MOST_DIMENSIONS or any(extent < 0 for extent in shape):
+        if dtype is None or not may_be_shape(shape):
             raise MessageError(f"there is no tensor of {name} {list(shape[:_MOST_DIMENSIONS])}")
         # The decoder calls this in the order of the header, so a running position finds each
         # tensor.
-        at = _aligned(at)
+        at = aligned(at)
         # Counted as Python counts, without an end: shapes may be chosen so that 64 bits overflow.
         end = at + math.prod(shape) * dtype.itemsize
         if end > len(content):
             raise MessageError(f"the tensor of {name} {list(shape)} is not there as a whole")
-        view = _view(content, at, dtype, shape)
+        view = view_at(content, at, dtype, shape)
         # To torch every other byte is neither true nor false.
         if dtype == torch.bool and view.numel() and int(view.view(torch.uint8).max()) > 1:
             raise MessageError("a truth value of the message is neither 0 nor 1")
@@ -181,21 +185,32 @@ def _lengths(head: bytes | bytearray, most: int | None = None) -> tuple[int, int
     if version != VERSION:
         raise MessageError(f"the message is of version {version}, and this is version {VERSION}")
     # Python's integers do not overflow, whatever lengths a stranger writes into the head.
-    begin = _aligned(HEAD + header)
+    begin = aligned(HEAD + header)
     if most is not None and begin + size > most:
         raise MessageError(f"the message has {begin + size} bytes, and may have {most}")
     return begin, size
 
 
-def _view(
-    content: bytearray, at: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]
+def view_at(
+    content: bytearray | memoryview,
+    at: int,
+    dtype: torch.dtype,
+    shape: torch.Size | tuple[int, ...],
 ) -> Tensor:
+    """The tensor whose elements lie there, which shares that memory and keeps it alive."""
     count = math.prod(shape)
     if not count:  # which has no place in memory
         return torch.empty(shape, dtype=dtype)
-    # The view holds `content`, which so lives as long as any tensor of the message.
     return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)
 
 
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNED) * _ALIGNED
+def may_be_shape(shape: Sequence[int]) -> bool:
+    """Whether torch has tensors of this shape."""
+    if len(shape) > _MOST_DIMENSIONS or any(extent < 0 for extent in shape):
+        return False
+    return math.prod(extent for extent in shape if extent) <= _MOST_ELEMENTS
+
+
+def aligned(at: int) -> int:
+    """The next place at which a tensor may begin."""
+    return -(-at // ALIGNED) * ALIGNED

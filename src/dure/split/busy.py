@@ -28,6 +28,10 @@ class Busy:
         self._later.append((self._until, said))
         return []
 
+    def drop(self) -> None:
+        """What it would have said it will not say."""
+        self._later.clear()
+
     @property
     def wake(self) -> float:
         """When it is done with what comes first."""

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from dure.data.examples import Examples
+from dure.errors import StateError
 from dure.parallel.pipeline.stage import Microbatch
 from dure.randomness.seeds import seed_generators
 from dure.split import messages
 from dure.split.busy import Busy
+from dure.split.leakage.defence import Memory
 from dure.split.leakage.guard import Guard
 from dure.split.messages import (
     SERVER,
@@ -34,6 +37,7 @@ from dure.split.messages import (
     Message,
     OutputGradients,
     Outputs,
+    Own,
     Pass,
     Smashed,
     Turn,
@@ -58,6 +62,13 @@ class Rules:
     returns: bool = False
     forgets: bool = False
     by_round: bool = False
+
+
+class Kept(NamedTuple):
+    """What a client knew after a turn. memory: of its defence."""
+
+    own: Own
+    memory: Memory
 
 
 class Client:
@@ -91,6 +102,9 @@ class Client:
         self.guard = guard
         self.taken = 0
         """Steps that it has made in its life."""
+        self.kept = {-1: Kept(party.own, None)}
+        """What it knew after the newest of its turns that counts, and after the one that may not
+        count yet; before the first, with the number -1."""
         self.busy = Busy()
         self.end = 2 if rules.labels_stay else None
         """The stage of the model's end, where that is here."""
@@ -120,16 +134,28 @@ class Client:
         if isinstance(message, HeadSum):
             return self._summed(message, now)
         if isinstance(message, Pass):
-            return [(message.to, Handed(message.turn, copied(self.party.own)))]
+            head = self._after(message.since).own
+            return [(message.to, Handed(message.turn, copied(head)))]
         raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
 
     # A turn
 
     def _begin(self, turn: Turn, now: float) -> list[Envelope]:
+        # What it is in the middle of, if anything, has been taken back.
+        self.party.drop()
+        self.busy.drop()
         self._turn = turn
         self._step = 0
+        self.taken = turn.taken
+        if turn.head is None or self.guard is not None:
+            kept = self._after(turn.since)
+            self.kept = {turn.since: kept}
+            if self.guard is not None:
+                self.guard.memory = kept.memory
         if turn.head is not None:
-            self.party.own = copied(turn.head)
+            self.party.own = turn.head
+        elif not turn.comes:
+            self.party.own = copied(kept.own)
         if not turn.comes:
             return self._go_on(0.0, now)
         # The head may be here before the turn.
@@ -137,12 +163,26 @@ class Client:
         self._early = None
         return [] if early is None else self._handed(early, now)
 
+    def _after(self, turn: int) -> Kept:
+        """What it knew after a turn. Raises StateError where that is not here any more."""
+        if turn not in self.kept:
+            raise StateError(
+                f"{self.name} does not have what it knew after turn {turn}, which the server "
+                f"counts: start it with the --state folder that it had then"
+            )
+        return self.kept[turn]
+
     def _handed(self, message: Handed, now: float) -> list[Envelope]:
         if self._turn is None or self._turn.number != message.turn:
             self._early = message
             return []
         self.party.own = message.head
         return self._go_on(0.0, now)
+
+    @property
+    def held(self) -> Kept:
+        """What it knew after the newest of its turns."""
+        return self.kept[max(self.kept)]
 
     @property
     def _place(self) -> int:
@@ -226,7 +266,7 @@ class Client:
     def _rate(self) -> int:
         """The step of the schedule."""
         assert self._turn is not None
-        return self._turn.number if self.rules.by_round else self._place
+        return self._turn.round if self.rules.by_round else self._place
 
     def _next(self, seconds: float, now: float) -> list[Envelope]:
         assert self._turn is not None
@@ -247,7 +287,10 @@ class Client:
         assert self._turn is not None
         if self.rules.forgets:
             self.party.own = fresh(self.party.own)
-        head = copied(self.party.own) if self.rules.returns else None
+        memory = None if self.guard is None else self.guard.memory
+        # Not a copy: the next turn makes one of its own.
+        self.kept[self._turn.number] = Kept(self.party.own, memory)
+        head = self.party.own if self.rules.returns or self._turn.brings else None
         ended = Ended(self._turn.number, head)
         self._turn = None
         return self.busy.work(0.0, [(SERVER, ended)], now)

@@ -12,7 +12,7 @@ that both sides use, and examples that the server's part reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
 from torch import nn
@@ -30,6 +30,7 @@ from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.stage import Stage
 from dure.parallel.pipeline.trace import Trace, Value, leaves_of, owner_of
 from dure.randomness.seeds import derive
+from dure.split.batching import Batching
 from dure.split.divided import Divided
 from dure.split.leakage.guard import Crossing
 from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
@@ -132,6 +133,13 @@ class Cut(Divided):
 
     def message_bytes(self) -> tuple[int, int]:
         return self.cut.message_bytes(0, self.examples)
+
+    @property
+    def batching(self) -> Callable[[Sequence[int]], Batching]:
+        return self._batching
+
+    def _batching(self, sizes: Sequence[int]) -> Batching:
+        return Batching(partial(self.crossings, sizes[0], sum(sizes)), sizes)
 
     def crossings(self, few: int, many: int) -> list[list[Crossing]]:
         return [

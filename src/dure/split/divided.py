@@ -7,8 +7,7 @@ written apart (`dure.split.apart`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from dure.split.batching import Batching
 from dure.split.leakage.guard import Crossing
@@ -54,6 +53,11 @@ class Divided(ABC):
         Raises ValueError for one of which several cannot be put together.
         """
 
-    def batching(self, sizes: Sequence[int]) -> Batching:
-        """Of clients' batches of these sizes."""
-        return Batching(partial(self.crossings, sizes[0], sum(sizes)), sizes)
+    def crossings_of_two(self) -> list[list[Crossing]]:
+        """The same, by batches of a client's size and of twice that."""
+        return self.crossings(self.examples, 2 * self.examples)
+
+    @property
+    @abstractmethod
+    def batching(self) -> Callable[[Sequence[int]], Batching]:
+        """Puts clients' batches of these sizes together, at the server."""

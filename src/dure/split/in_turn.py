@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from dure.contracts.task import Task
 from dure.split.client import Rules
-from dure.split.messages import Ended, Envelope, Own, Pass, Smashed, Turn, client
+from dure.split.messages import Ended, Envelope, Own, Pass, Smashed, client
 from dure.split.orders import Amounts, Order
 from dure.split.sides import Party, copied
 from dure.split.strategy import Split
@@ -40,31 +40,39 @@ class InTurn(Order):
         self._first = 0
         self._waiting: Smashed | None = None
 
-    def begin(self, round: int) -> list[Envelope]:
-        self.round = round
+    def _begin(self) -> list[Envelope]:
         self._at = 0
-        self.over = False
-        return self._turn()
+        return self._next()
 
-    def _turn(self) -> list[Envelope]:
+    def again(self, absent: frozenset[str]) -> list[Envelope]:
+        self.absent = absent
+        self.over = False
+        return self._next()
+
+    @property
+    def whole(self) -> bool:
+        return not self.turns
+
+    def _next(self) -> list[Envelope]:
         """The next client's turn, who gets the head from whoever has it."""
-        while self._at < self.amounts.clients and not self.amounts.steps[self._at]:
+        present = self.present
+        while self._at < self.amounts.clients and client(self._at) not in present:
             self._at += 1
         if self._at == self.amounts.clients:
             self.over = True
             return []
-        number = self.round * self.amounts.clients + self._at
         self._first = self.done
-        steps = self.amounts.steps[self._at]
-        comes = self.hands and self.holder not in (None, self._at)
-        stays = comes or self.holder == self._at
-        head = None if stays or self.head is None else copied(self.head)
-        said: list[Envelope] = [
-            (client(self._at), Turn(number, self.done, steps, steps, head, comes))
-        ]
+        self._waiting = None
+        name = client(self._at)
+        # The first one begins with the head that the seed has made, as the others do elsewhere.
+        stays = self.holder == self._at or (self.hands and self.holder is None)
+        comes = self.hands and not stays
+        head = None if stays or comes or self.head is None else copied(self.head)
+        said = [self.turn(name, first=self.done, head=head, comes=comes)]
         if comes:
             assert self.holder is not None
-            said.append((client(self.holder), Pass(number, client(self._at))))
+            holder = client(self.holder)
+            said.append((holder, Pass(self.turns[name], self.since[holder], name)))
         return said
 
     def came(self, sender: str, message: Smashed) -> None:
@@ -81,21 +89,24 @@ class InTurn(Order):
         return [client(self._at)], [smashed], self.done - 1
 
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
+        self.count(sender)
         self.holder = self._at
         if message.head is not None:
             self.head = message.head
         self._at += 1
-        return self._turn()
+        return self._next()
 
     def newest(self, held: Sequence[Own]) -> Own:
         return held[self.holder or 0]
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "holder": self.holder}
+        return {**super().state(), "holder": self.holder, "at": self._at}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
         self.holder = state["holder"]
+        self._at = state["at"]
+        self._waiting = None
 
 
 @dataclass(frozen=True)

@@ -44,23 +44,31 @@ class Own(msgspec.Struct, frozen=True):
     optimizer: tuple[Mapping[str, Any], ...]
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, tag=True):
     """A client may train.
 
-    number: of the turn. first: the step on the way of all, from which schedules count, of the
-    turn's first. steps: how many it makes. until: how many all make, where heads make one step.
+    number: of the turn, which no other has, nor the same one tried again. round: of all clients.
+    first: the step on the way of all, from which schedules count, of the turn's first. steps: how
+    many it makes. until: how many all make, where heads make one step. taken: steps that the client
+    has made before. since: the newest of its turns that counts, after which it goes on; -1: it has
+    had none.
     head: None where the client has it, or, where it `comes`, another client sends it.
+    brings: whether the head goes to the server at the end.
     """
 
     number: int
+    round: int
     first: int
     steps: int
     until: int
+    taken: int
+    since: int
     head: Own | None
     comes: bool = False
+    brings: bool = False
 
 
-class Smashed(msgspec.Struct, frozen=True):
+class Smashed(msgspec.Struct, frozen=True, tag=True):
     """What leaves the head for a batch of so many examples.
 
     step: of the turn, counted from 0. counted: what the loss counts in the batch, or what stands in
@@ -75,7 +83,7 @@ class Smashed(msgspec.Struct, frozen=True):
     targets: Any
 
 
-class Outputs(msgspec.Struct, frozen=True):
+class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What leaves the server's part, where the end of the model is with the client.
 
     share: of the joint batch, that the client's has.
@@ -86,7 +94,7 @@ class Outputs(msgspec.Struct, frozen=True):
     share: float
 
 
-class OutputGradients(msgspec.Struct, frozen=True):
+class OutputGradients(msgspec.Struct, frozen=True, tag=True):
     """Their gradients. missed: which of them got none, as bits; loss: of the client's batch."""
 
     turn: int
@@ -97,7 +105,7 @@ class OutputGradients(msgspec.Struct, frozen=True):
     counted: float
 
 
-class Gradients(msgspec.Struct, frozen=True):
+class Gradients(msgspec.Struct, frozen=True, tag=True):
     """The gradients of what has left the head. missed, loss, counted: as in `OutputGradients`.
 
     share: of the joint batch, that the client's has.
@@ -111,7 +119,7 @@ class Gradients(msgspec.Struct, frozen=True):
     share: float = 1.0
 
 
-class HeadGradients(msgspec.Struct, frozen=True):
+class HeadGradients(msgspec.Struct, frozen=True, tag=True):
     """Those of a client's head; None of a weight that got none."""
 
     turn: int
@@ -119,28 +127,29 @@ class HeadGradients(msgspec.Struct, frozen=True):
     values: tuple[Tensor | None, ...]
 
 
-class HeadSum(msgspec.Struct, frozen=True):
+class HeadSum(msgspec.Struct, frozen=True, tag=True):
     """The sum of the gradients of all heads."""
 
     step: int
     values: tuple[Tensor | None, ...]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, tag=True):
     """A client has done its turn. head: None where it keeps it, or hands it on itself."""
 
     turn: int
     head: Own | None
 
 
-class Pass(msgspec.Struct, frozen=True):
-    """To whom a client hands its head, for a turn."""
+class Pass(msgspec.Struct, frozen=True, tag=True):
+    """To whom a client hands the head that it had after the turn `since`, for a turn."""
 
     turn: int
+    since: int
     to: str
 
 
-class Handed(msgspec.Struct, frozen=True):
+class Handed(msgspec.Struct, frozen=True, tag=True):
     """The head of the turn before."""
 
     turn: int

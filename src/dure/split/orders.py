@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dure.split.messages import Ended, Envelope, Own, Smashed, client
+from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
 from dure.split.sides import Party
 
 
@@ -41,10 +41,32 @@ class Order(ABC):
         self.round = 0
         self.over = True
         """Whether the round is over."""
+        self.absent: frozenset[str] = frozenset()
+        """Who takes no part in this round."""
+        self.turns: dict[str, int] = {}
+        """The clients that have a turn, and its number."""
+        self.begun = 0
+        """Turns that have begun."""
+        self.since: dict[str, int] = {}
+        """The newest turn of each client that counts."""
+        self.taken: dict[str, int] = {}
+        """Steps that each client has made in turns that count."""
+
+    def begin(self, round: int, absent: frozenset[str] = frozenset()) -> list[Envelope]:
+        """A round begins. absent: who takes no part in it."""
+        self.round = round
+        self.absent = absent
+        self.over = not self.present
+        self.turns = {}
+        return self._begin() if self.present else []
+
+    def again(self, absent: frozenset[str]) -> list[Envelope]:
+        """What has begun since the order was as `state` said begins once more, without these."""
+        return self.begin(self.round, absent)
 
     @abstractmethod
-    def begin(self, round: int) -> list[Envelope]:
-        """A round begins."""
+    def _begin(self) -> list[Envelope]:
+        """The first turns of a round."""
 
     @abstractmethod
     def came(self, sender: str, message: Smashed) -> None:
@@ -80,14 +102,75 @@ class Order(ABC):
         """All clients."""
         return [client(number) for number in range(self.amounts.clients)]
 
+    @property
+    def present(self) -> list[str]:
+        """Those that take part in the round and have a batch to train on."""
+        return [
+            name
+            for name, steps in zip(self.everyone, self.amounts.steps, strict=True)
+            if steps and name not in self.absent
+        ]
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is under way that would be lost with a client."""
+        return self.over
+
+    def turn(
+        self,
+        name: str,
+        *,
+        first: int,
+        until: int | None = None,
+        head: Own | None = None,
+        comes: bool = False,
+        brings: bool = False,
+    ) -> Envelope:
+        """The next turn of a client."""
+        number = self.begun
+        self.begun += 1
+        self.turns[name] = number
+        steps = self.amounts.steps[self.everyone.index(name)]
+        return name, Turn(
+            number=number,
+            round=self.round,
+            first=first,
+            steps=steps,
+            until=steps if until is None else until,
+            taken=self.taken.get(name, 0),
+            since=self.since.get(name, -1),
+            head=head,
+            comes=comes,
+            brings=brings,
+        )
+
+    def count(self, name: str) -> None:
+        """The turn of a client counts."""
+        self.since[name] = self.turns.pop(name)
+        steps = self.amounts.steps[self.everyone.index(name)]
+        self.taken[name] = self.taken.get(name, 0) + steps
+
     def newest(self, held: Sequence[Own]) -> Own:
         """The head that stands for all, where clients hold these."""
         return held[0] if self.head is None else self.head
 
     def state(self) -> dict[str, Any]:
-        """What it needs to go on after a round."""
-        return {"done": self.done, "round": self.round}
+        """What it needs to go on where it is `whole`, without heads and tails."""
+        return {
+            "done": self.done,
+            "round": self.round,
+            "over": self.over,
+            "begun": self.begun,
+            "since": dict(self.since),
+            "taken": dict(self.taken),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """As `state` was. The numbers of turns that have begun since are not given again."""
         self.done = state["done"]
         self.round = state["round"]
+        self.over = state["over"]
+        self.begun = max(self.begun, state["begun"])
+        self.since = dict(state["since"])
+        self.taken = dict(state["taken"])
+        self.turns = {}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dure.split.client import Rules
-from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
+from dure.split.messages import Ended, Envelope, Own, Smashed
 from dure.split.orders import Amounts, Order
 from dure.split.sides import Party, copied
 from dure.split.strategy import Split
@@ -35,28 +35,35 @@ class Joint(Order):
         self._step = 0
         self._waiting: dict[str, Smashed] = {}
         self._together: Sequence[str] = ()
-        self._begun = False
-        """Whether the clients have the head."""
-        self._left = 0
+        self._ended: list[str] = []
+        self._brought: Own | None = None
+        self.holders: list[str] = []
+        """Who has the newest head."""
 
-    def begin(self, round: int) -> list[Envelope]:
-        self.round = round
+    def _begin(self) -> list[Envelope]:
         self._first = self.done
         self._step = 0
-        self.over = False
-        number = round * self.amounts.clients
-        until = max(self.amounts.steps)
-        said: list[Envelope] = []
-        for one, steps in enumerate(self.amounts.steps):
-            head = None if self._begun or self.head is None else copied(self.head)
-            said.append((client(one), Turn(number + one, self.done, steps, until, head)))
-        self._begun = True
-        self._left = self.amounts.clients
-        return said
+        self._waiting.clear()
+        self._ended.clear()
+        self._brought = None
+        until = max(self.amounts.steps[self.everyone.index(name)] for name in self.present)
+        # Whoever is away now will need the head, which so comes to the server.
+        brings = self.present[0] if len(self.present) < len(self.everyone) else None
+        return [
+            self.turn(
+                name,
+                first=self.done,
+                until=until,
+                head=None if name in self.holders or self.head is None else copied(self.head),
+                brings=name == brings,
+            )
+            for name in self.present
+        ]
 
     def _active(self) -> list[str]:
         """Who has a batch in this step."""
-        return [client(n) for n, steps in enumerate(self.amounts.steps) if steps > self._step]
+        steps = self.amounts.steps
+        return [one for one in self.present if steps[self.everyone.index(one)] > self._step]
 
     def came(self, sender: str, message: Smashed) -> None:
         if sender in self._waiting or message.step != self._step or sender not in self._active():
@@ -79,16 +86,26 @@ class Joint(Order):
         return self._together
 
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
-        self._left -= 1
-        self.over = not self._left
+        self._ended.append(sender)
+        if message.head is not None:
+            self._brought = message.head
+        self.over = len(self._ended) == len(self.present)
+        if self.over:
+            self.head = self._brought or self.head
+            self.holders = self.present
+            for name in self.present:
+                self.count(name)
         return []
 
     def newest(self, held: Sequence[Own]) -> Own:
-        return held[0]
+        return held[self.everyone.index(self.holders[0])] if self.holders else held[0]
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "holders": list(self.holders)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        self._begun = True
+        self.holders = list(state["holders"])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ No I/O: messages in, messages out, `now` is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,11 @@ from dure.split.messages import (
     Message,
     OutputGradients,
     Outputs,
+    Own,
     Smashed,
 )
 from dure.split.orders import Order
-from dure.split.sides import Party
+from dure.split.sides import Party, copied
 from dure.tasks.loss_shares import Share
 
 
@@ -59,6 +60,20 @@ class Joint:
         """What each client's batch counts in the joint one."""
         total = sum(one.counted for one in self.smashed)
         return [one.counted / total if total else 0.0 for one in self.smashed]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a server knows while no turn is under way.
+
+    order: as `Order.state` says it. losses, samples: as `Server` has them.
+    """
+
+    order: Mapping[str, Any]
+    head: Own | None
+    tails: Sequence[Own]
+    losses: Sequence[tuple[float, float]]
+    samples: int
 
 
 class Server:
@@ -88,6 +103,8 @@ class Server:
         self._joint: dict[str, Joint] = {}
         """In which batch a client is."""
         self._heads: dict[str, HeadGradients] = {}
+        self.whole: Whole | None = None
+        """What was so when nothing was under way; None where nobody is to come back to it."""
 
     # A node
 
@@ -98,12 +115,41 @@ class Server:
     def tick(self, now: float) -> list[Envelope]:
         return self.busy.tick(now)
 
-    def begin(self, round: int, now: float) -> list[Envelope]:
-        """A round of all clients begins."""
-        return self.order.begin(round)
+    def begin(self, round: int, absent: frozenset[str] = frozenset()) -> list[Envelope]:
+        """A round begins. absent: the clients that take no part in it."""
+        return self.order.begin(round, absent)
+
+    # Turns are transactions: all of one counts, or nothing
+
+    def keep(self) -> None:
+        """What the server knows now is what `back` comes back to."""
+        self.whole = Whole(
+            order=self.order.state(),
+            head=self.order.head,
+            tails=[copied(one.own) for one in self.order.tails],
+            losses=list(self.losses),
+            samples=self.samples,
+        )
+
+    def back(self) -> None:
+        """What has begun since `keep` was called does not count."""
+        assert self.whole is not None
+        self._joint.clear()
+        self._heads.clear()
+        self.busy.drop()
+        self.order.restore(self.whole.order)
+        self.order.head = self.whole.head
+        for tail, own in zip(self.order.tails, self.whole.tails, strict=True):
+            tail.drop()
+            tail.own = copied(own)
+        self.losses = list(self.whole.losses)
+        self.samples = self.whole.samples
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message. Raises LossNotFiniteError."""
+        # Of a turn that has been taken back since.
+        if getattr(message, "turn", None) != self.order.turns.get(sender):
+            return []
         if isinstance(message, Smashed):
             self.order.came(sender, message)
             return self._go_on(now)

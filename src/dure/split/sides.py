@@ -259,6 +259,11 @@ class Party:
             found.pop(name, None)
         return tuple(found.get(name) for name in self.side.parameters)
 
+    def drop(self) -> None:
+        """What is under way will not be gone on with."""
+        self._batches.clear()
+        self._gradients.clear()
+
     def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
         """One step of the optimizer, at a step of the schedule."""
         self.side.take(self.own)

@@ -14,33 +14,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, VirtualNetwork
-from dure.randomness.seeds import generator, generators_state, restore_generators
+from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split.apart.sides import clients_examples
-from dure.split.batching import Batching
-from dure.split.client import Client
+from dure.split.client import Client, Kept
 from dure.split.divide import divided
+from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.exposure import exposure
-from dure.split.leakage.guard import Crossing, Guard
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
-from dure.split.messages import SERVER, Own, client
+from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server
-from dure.split.sides import Party, copied
+from dure.split.states import read, written
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -73,36 +71,16 @@ class SimulatedLearner(Learner):
         self.shares = self.divided.shares
         self.heads = self.divided.heads
         self.tails = self.divided.tails
-        _, targets = self.train.batch(self.parts[0].at(0))
+        halves = Halves(self.divided, plan, trained, seed)
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
         )
         head = self.heads.own()
-        tail = self.tails.own()
-        self.order = plan.order(
-            amounts,
-            head if self.divided.head_is_known else None,
-            lambda number: Party(self.tails, tail, number),
-            seed,
-        )
-        self.server = Server(
-            self.order,
-            lru_cache(maxsize=64)(self._batching),
-            None if plan.rules.labels_stay else tree_flatten(targets)[1],
-        )
+        self.server = halves.server(amounts, head if self.divided.head_is_known else None)
+        self.order = self.server.order
         self.clients = [
-            Client(
-                number,
-                Party(self.heads, copied(head), number),
-                plan.rules,
-                trained,
-                part.at,
-                self.divided.losses,
-                seed,
-                partial(self._seconds, number),
-                self._guard(number),
-            )
+            halves.client(number, head, part, partial(self._seconds, number))
             for number, part in enumerate(self.parts)
         ]
         self._meters = [Meter(SERVER, is_worker=False)]
@@ -113,20 +91,10 @@ class SimulatedLearner(Learner):
         self.leaks = self._leaks() if plan.measure_leaks else None
         self._begin()
 
-    def _guard(self, number: int) -> Guard | None:
-        """The defence of a client."""
-        defence = self.plan.defence
-        if defence.guards in ("nothing", "labels"):
-            return None
-        crossing = self._crossings()
-        return Guard(
-            defence, crossing[0], crossing[-1], partial(generator, self.seed, "defence", number)
-        )
-
     def _leaks(self) -> LeakMeter:
         """The meter, which knows the true labels."""
         labels = class_labels(self.train)
-        crossing = self._crossings()
+        crossing = self.divided.crossings_of_two()
         return LeakMeter(
             labels,
             0 if labels is None else count_classes(self.train, labels),
@@ -138,14 +106,6 @@ class SimulatedLearner(Learner):
         """The batch that a client has in hand: the indices of its examples, and its inputs."""
         one = next(one for one in self.clients if one.name == name)
         return one.at(one.taken), one.party.inputs(0)
-
-    def _batching(self, sizes: tuple[int, ...]) -> Batching:
-        return self.divided.batching(sizes)
-
-    def _crossings(self) -> list[list[Crossing]]:
-        """What is known of the values at each cut."""
-        few = self.divided.examples
-        return self.divided.crossings(few, 2 * few)
 
     def _begin(self) -> None:
         self.network = VirtualNetwork()
@@ -171,7 +131,7 @@ class SimulatedLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One round: every client trains its local epochs."""
         before = generators_state()
-        self.network.send(SERVER, self.server.begin(self.round, self.now))
+        self.network.send(SERVER, self.server.begin(self.round))
         over = self.network.run(self._over, math.inf)
         restore_generators(before)
         assert over, "nobody waits for anybody for ever"
@@ -205,7 +165,7 @@ class SimulatedLearner(Learner):
 
     def _load(self) -> None:
         """The newest head and tail into the model."""
-        self.heads.take(self.order.newest([one.party.own for one in self.clients]))
+        self.heads.take(self.order.newest([one.held.own for one in self.clients]))
         self.tails.take(self.order.tails[0].own)
 
     def evaluate(self) -> dict[str, float]:
@@ -219,15 +179,14 @@ class SimulatedLearner(Learner):
     def state(self) -> dict[str, Any]:
         self._load()
         return {
-            "version": 1,
+            "version": 2,
             "round": self.round,
             "now": self.now,
             "order": self.order.state(),
-            "head": self.order.head and written(self.order.head),
-            "heads": [written(one.party.own) for one in self.clients],
+            "head": written(self.order.head),
+            "heads": [written(one.held.own) for one in self.clients],
             "tails": [written(one.own) for one in self.order.tails],
-            "taken": [one.taken for one in self.clients],
-            "remembered": [one.guard and one.guard.memory for one in self.clients],
+            "remembered": [one.held.memory for one in self.clients],
             "buffers": passing_buffers(self.model),
         }
 
@@ -237,13 +196,10 @@ class SimulatedLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = state["head"] and read(state["head"])
-        for one, head, taken in zip(self.clients, state["heads"], state["taken"], strict=True):
-            one.party.own = read(head)
-            one.taken = taken
-        for one, memory in zip(self.clients, state["remembered"], strict=True):
-            if one.guard is not None:
-                one.guard.memory = memory
+        self.order.head = read(state["head"])
+        held = zip(self.clients, state["heads"], state["remembered"], strict=True)
+        for one, head, memory in held:
+            one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
         for tail, own in zip(self.order.tails, state["tails"], strict=True):
             tail.own = read(own)
         self._begin()
@@ -277,21 +233,3 @@ class SimulatedLearner(Learner):
             "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
             "measured": dict(self.leaks.latest) if self.leaks is not None else {},
         }
-
-
-def written(own: Own) -> dict[str, Any]:
-    """As a tree for checkpoints."""
-    return {
-        "weights": [one.clone() for one in own.weights],
-        "buffers": [one.clone() for one in own.buffers],
-        "optimizer": [dict(one) for one in own.optimizer],
-    }
-
-
-def read(tree: Mapping[str, Any]) -> Own:
-    """The inverse of `written`."""
-    return Own(
-        weights=tuple(one.clone() for one in tree["weights"]),
-        buffers=tuple(one.clone() for one in tree["buffers"]),
-        optimizer=tuple(dict(one) for one in tree["optimizer"]),
-    )

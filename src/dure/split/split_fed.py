@@ -25,7 +25,7 @@ from torch import Tensor
 from dure.contracts.task import Task
 from dure.randomness.seeds import generator
 from dure.split.client import Rules
-from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
+from dure.split.messages import Ended, Envelope, Own, Smashed, client
 from dure.split.orders import Amounts, Order
 from dure.split.sides import Party, copied, fresh
 from dure.split.strategy import Split
@@ -49,25 +49,22 @@ class Averaged(Order):
         """The clients in the order of this round."""
         self._position = 0
 
-    def begin(self, round: int) -> list[Envelope]:
-        self.round = round
+    def _begin(self) -> list[Envelope]:
         self._first = self.done
         self._step = 0
-        self.over = False
-        draws = generator(self.seed, "order of clients", round)
-        self._turns = torch.randperm(self.amounts.clients, generator=draws).tolist()
+        self._position = 0
+        self._waiting.clear()
+        draws = generator(self.seed, "order of clients", self.round)
+        turns = torch.randperm(self.amounts.clients, generator=draws).tolist()
+        self._turns = [one for one in turns if client(one) in self.present]
         self._heads.clear()
         if self.copies:
             for tail in self.tails:
                 tail.own = fresh(copied(self.tails[0].own))
-        steps = self.amounts.steps
         return [
-            (client(one), Turn(round, self._first, steps[one], steps[one], self._given()))
-            for one in range(self.amounts.clients)
+            self.turn(name, first=self.done, head=None if self.head is None else copied(self.head))
+            for name in self.present
         ]
-
-    def _given(self) -> Own | None:
-        return None if self.head is None else copied(self.head)
 
     def came(self, sender: str, message: Smashed) -> None:
         if sender in self._waiting or sender in self._heads:
@@ -114,18 +111,21 @@ class Averaged(Order):
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
         assert message.head is not None
         self._heads[sender] = message.head
-        if len(self._heads) == self.amounts.clients:
+        if len(self._heads) == len(self.present):
             self._average()
             self.done += max(self.amounts.steps)
-            self._position = 0
             self.over = True
+            for name in self.present:
+                self.count(name)
         return []
 
     def _average(self) -> None:
-        heads = [self._heads[name] for name in self.everyone]
-        self.head = mean(heads, self.amounts.examples)
+        """Of the clients that took part."""
+        places = [self.everyone.index(name) for name in self.present]
+        examples = [self.amounts.examples[place] for place in places]
+        self.head = mean([self._heads[name] for name in self.present], examples)
         if self.copies:
-            own = mean([tail.own for tail in self.tails], self.amounts.examples)
+            own = mean([self.tails[place].own for place in places], examples)
             for tail in self.tails:
                 tail.own = copied(own)
 

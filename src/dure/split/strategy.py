@@ -54,7 +54,7 @@ from dure.split.sides import Party
 from dure.split.simulated import SimulatedLearner
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.loss_shares import CountedLoss
-from dure.tasks.parts import JoinedTask, ModelParts
+from dure.tasks.parts import PARTS, JoinedTask, ModelParts
 from dure.tensors.flat import check_apart
 
 
@@ -117,7 +117,7 @@ class Split(Strategy):
 
         Raises ValueError for another place than that of the task's files.
         """
-        if not isinstance(task, JoinedTask):
+        if not isinstance(task, PARTS):
             return self if self.cut else replace(self, cut=("1",))
         at = cut_of(task)
         if self.cut and self.cut != at:

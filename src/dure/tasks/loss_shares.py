@@ -92,9 +92,12 @@ NOTHING = Share(0.0, 1.0)
 
 
 class CountedLoss:
-    """The loss of a task, over the examples that it is trained on."""
+    """The loss of a task, over the examples that it is trained on.
 
-    def __init__(self, loss: Loss, examples: Examples) -> None:
+    examples: None where they are elsewhere; each batch tells what it counts.
+    """
+
+    def __init__(self, loss: Loss, examples: Examples | None) -> None:
         self.loss = loss
         self._known = cross_entropy_of(loss)
         targets = getattr(examples, "targets", None)

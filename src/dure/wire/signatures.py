@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
 import threading
@@ -46,19 +45,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from dure.record.disk import sync_folder, told
+from dure.wire.key_files import kept_in
 
 try:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
         Ed25519PrivateKey,
         Ed25519PublicKey,
-    )
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        load_pem_private_key,
     )
 except ImportError as error:
     raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
@@ -123,52 +116,11 @@ class Key:
         Raises ValueError for a file that is no such key or that others may read, and
         RunFolderWriteError where a new one cannot be kept.
         """
-        if not path.exists():
-            with told(path):
-                cls.make()._keep(path)
-        # Read again: of two processes that made one at the same time, one was the first.
-        return cls._of(path)
+        return cls(kept_in(path, Ed25519PrivateKey))  # type: ignore[type-abstract]
 
     def sign(self, message: bytes) -> bytes:
         """64 bytes."""
         return self._private.sign(message)
-
-    def _keep(self, path: Path) -> None:
-        pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        # What a killed process has left: the next may have its number, as in a container.
-        beside.unlink(missing_ok=True)
-        # For nobody else from its first byte on.
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(pem)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(beside, path)
-            except FileExistsError:
-                return
-        finally:
-            beside.unlink()
-        sync_folder(path.parent)
-
-    @classmethod
-    def _of(cls, path: Path) -> Key:
-        try:
-            pem = path.read_bytes()
-            others = path.stat().st_mode & 0o077
-        except OSError as error:
-            raise ValueError(f"cannot read the key {path}: {error.strerror}") from error
-        if others:
-            raise ValueError(f"others may read the private key {path}: chmod 600 {path}")
-        try:
-            private = load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is no private key in PEM without a password") from error
-        if not isinstance(private, Ed25519PrivateKey):
-            raise ValueError(f"{path} is a key of another kind than Ed25519")
-        return cls(private)
 
     def __repr__(self) -> str:
         return f"Key({self.public})"

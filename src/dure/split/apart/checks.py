@@ -57,6 +57,16 @@ def try_head(head: nn.Module, train: Examples, examples: int) -> Form:
         return form_of(one, other, sizes, "the head")
 
 
+def form_of_targets(train: Examples) -> Form:
+    """Of the targets of a batch. Raises ValueError for what cannot travel."""
+    before = generators_state()
+    try:
+        one, two = (train.batch(torch.arange(count) % len(train))[1] for count in (1, 2))
+    finally:
+        restore_generators(before)
+    return form_of(one, two, (1, 2), "the data's targets")
+
+
 def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
     """A part on values of the form that the part before gives.
 

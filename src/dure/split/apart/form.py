@@ -18,7 +18,9 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
 
+from dure.parallel.pipeline.trace import Value
 from dure.split.leakage.guard import Crossing
 
 
@@ -46,13 +48,29 @@ Node = Place | Constant | Nest
 class Tensors(msgspec.Struct, frozen=True):
     """One of the tensors. few, many: its shapes for batches of two sizes.
 
-    differentiable: whether a gradient goes back for it.
+    order: its dimensions as they lie in memory, the last the closest. differentiable: whether a
+    gradient goes back for it.
     """
 
     dtype: str
     few: tuple[int, ...]
     many: tuple[int, ...]
+    order: tuple[int, ...]
     differentiable: bool
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The same value in this order of memory, on which the last bits of sums may depend."""
+        if tensor.ndim != len(self.order):
+            return tensor.contiguous()
+        value = Value(tuple(tensor.shape), tensor.dtype, self.differentiable, self.order)
+        return value.laid_out(tensor)
+
+    @classmethod
+    def of(cls, few: Tensor, many: Tensor) -> Tensors:
+        """Of what was given for both."""
+        value = Value.of(few, few.requires_grad)
+        name = _name(few.dtype)
+        return cls(name, value.shape, tuple(many.shape), value.order, value.differentiable)
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -109,6 +127,11 @@ class Form(msgspec.Struct, frozen=True):
         """What these tensors make up."""
         return _build(self.nest, iter(tensors))
 
+    @property
+    def structure(self) -> TreeSpec:
+        """How torch says the same."""
+        return tree_flatten(self.whole([torch.empty(0) for _ in self.tensors]))[1]
+
     def check(self, values: Sequence[Tensor], examples: int, who: str) -> None:
         """Raises ValueError for tensors of another form, of a batch of so many examples."""
         fits = len(values) == len(self.tensors) and all(
@@ -159,10 +182,7 @@ def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> Form:
         )
     return Form(
         nest=nest,
-        tensors=tuple(
-            Tensors(_name(a.dtype), tuple(a.shape), tuple(b.shape), a.requires_grad)
-            for a, b in zip(one, other, strict=True)
-        ),
+        tensors=tuple(map(Tensors.of, one, other)),
         few=sizes[0],
         many=sizes[1],
     )
@@ -181,7 +201,10 @@ def decoded(text: bytes) -> Form:
             dtype_of(one.dtype)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"this is no form of what leaves a head: {error}") from error
-    if _count(form.nest) != len(form.tensors) or not 0 < form.few < form.many:
+    fits = all(sorted(one.order) == list(range(len(one.few))) for one in form.tensors)
+    sizes = [size for one in form.tensors for size in (*one.few, *one.many)]
+    counts = _count(form.nest) == len(form.tensors) and 0 < form.few < form.many
+    if not fits or not counts or min(sizes, default=0) < 0:
         raise ValueError("this is no form of what leaves a head: its numbers do not fit together")
     return form
 

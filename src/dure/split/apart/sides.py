@@ -9,7 +9,7 @@ says what leaves its head, the server, in the U-shape, what leaves its tail.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import nn
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
-from dure.data.examples import Examples, NoExamples
+from dure.data.examples import Examples
 from dure.parallel.mesh.check import sample
-from dure.split.apart.checks import check_parts, try_head, try_on
+from dure.split.apart.checks import check_parts, form_of_targets, try_head, try_on
 from dure.split.apart.form import Form, decoded, encoded, form_of
 from dure.split.apart.stage import ModuleStage
+from dure.split.batching import Batching
 from dure.split.divided import Divided
 from dure.split.leakage.guard import Crossing
 from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
@@ -100,7 +101,8 @@ class ClientPart:
     model: of the task, fresh. train: its examples, in the dtype of the model. examples: of a batch,
     at the most.
 
-    leaving: the form of what leaves the head, for the server.
+    leaving: the form of what leaves the head, for the server. targets: that of what goes with it
+    where the loss is the server's.
 
     Raises ValueError for a head that fails on its examples, or gives what cannot travel.
     """
@@ -114,6 +116,7 @@ class ClientPart:
         check_parts(task, model)
         assert model.head is not None
         self.leaving = try_head(model.head, train, examples)
+        self.targets = form_of_targets(train)
 
     def side(self, losses: CountedLoss, arriving: Form | None = None) -> Side:
         """What it trains. losses: of its examples. arriving: the form of what comes from the
@@ -163,11 +166,15 @@ class ServerPart:
         """What it trains."""
         gives = {} if self.leaving is None else {1: self.leaving}
         # It has no examples; what a batch counts, its targets tell.
-        loss = weighed(CountedLoss(self.task.loss, NoExamples()))
+        loss = weighed(CountedLoss(self.task.loss, None))
         receives = {1: self.arriving}
         return Side(
             ModuleStages(self.model, receives, gives, self._clones, loss, self._seed), self.task
         )
+
+    def batching(self, sizes: Sequence[int]) -> Batching:
+        """Clients' batches of these sizes as one."""
+        return Batching(self.crossings, sizes)
 
     def crossings(self) -> list[list[Crossing]]:
         """What is known of the values at each cut.
@@ -223,13 +230,25 @@ class Apart(Divided):
     def message_bytes(self) -> tuple[int, int]:
         return self.client.leaving.nbytes(self.examples)
 
+    @property
+    def batching(self) -> Callable[[Sequence[int]], Batching]:
+        return self.server.batching
+
     def crossings(self, few: int, many: int) -> list[list[Crossing]]:
         return self.server.crossings()
 
 
-def cut_of(task: JoinedTask) -> tuple[str, ...]:
-    """Where its files say that the model is cut: before these of its modules."""
-    return ("tail",) if task.head.end is None else ("tail", "end")
+def cut_of(task: JoinedTask | HeadTask | TailTask) -> tuple[str, ...]:
+    """Where its files say that the model is cut: before these of its modules.
+
+    Each side knows it: labels stay where the head has an end, and where the tail has no loss.
+    """
+    if isinstance(task, TailTask):
+        labels_stay = not has_loss(task)
+    else:
+        head = task.head if isinstance(task, JoinedTask) else task
+        labels_stay = head.end is not None
+    return ("tail", "end") if labels_stay else ("tail",)
 
 
 def clients_examples(task: Task, model: nn.Module) -> tuple[Examples, Examples | None]:

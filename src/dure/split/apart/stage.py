@@ -101,7 +101,9 @@ class ModuleStage:
             return []
         self.receives.check(received, examples, f"the {PLACES[self.place - 1]}")
         pairs = zip(received, self.receives.tensors, strict=True)
-        return [value.detach().requires_grad_(one.differentiable) for value, one in pairs]
+        return [
+            one.laid_out(value.detach()).requires_grad_(one.differentiable) for value, one in pairs
+        ]
 
     def _inputs(self, leaves: Sequence[Tensor], batch: Microbatch) -> Any:
         """What the module is called with."""
@@ -162,10 +164,14 @@ class ModuleStage:
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in learning]
 
     def _descend(self, ends: Sequence[Tensor], gives: Form, gradients: Sequence[Tensor]) -> None:
-        ends = [end for end, one in zip(ends, gives.tensors, strict=True) if one.differentiable]
-        self._ways = [_entry(end) for end in ends]
-        pairs = list(zip(ends, gradients, strict=True))
-        wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+        there = zip(ends, gives.tensors, strict=True)
+        learning = [(end, one) for end, one in there if one.differentiable]
+        self._ways = [_entry(end) for end, _ in learning]
+        wanted = [
+            (end, one.laid_out(gradient))
+            for (end, one), gradient in zip(learning, gradients, strict=True)
+            if end.requires_grad
+        ]
         # A part may have nothing that learns, and nothing before it that does.
         if wanted:
             torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])

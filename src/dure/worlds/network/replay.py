@@ -72,7 +72,7 @@ class Replay(World):
             updates=Updates(self.folder / "updates"),
             desk=Desk(clock.now),
             shelf=Shelf(),
-            machine=machine(federation),
+            machine=machine(federation.threads),
             start_with=federation.clients,
             lasts=self.lasts(place),
             measure_seconds=math.inf,

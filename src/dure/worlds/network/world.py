@@ -11,22 +11,25 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
-from dure.wire.requests import Machine
+from dure.wire.requests import Machine, Trains
 from dure.worlds.here import refuse_under_torchrun, run_here
 
 if TYPE_CHECKING:
-    from dure.worlds.network.server.access import Access
+    from dure.worlds.network.server.app import App
+    from dure.worlds.network.server.channels import NetworkChannels
+    from dure.worlds.network.server.serving import Serving
 
 Value = TypeVar("Value")
 
@@ -132,7 +135,23 @@ class Network(World):
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        return run_server(program, report, self.conditions, self._carrier)
+        return run_server(program, report, self.conditions, self._carrier, self._channels)
+
+    def _channels(self, hosted: Hosted, place: Place) -> Channels:
+        """Begins to serve clients that stay connected. Raises ServeError where it cannot."""
+        for name, value in (
+            ("start_with", self.start_with not in (None, hosted.clients)),
+            ("record", self.record),
+            ("status_port", self.status_port is not None),
+            ("transfer_budget", self.transfer_budget is not None),
+        ):
+            if value:
+                raise ServeError(
+                    f"{name} is for federations: split learning begins with all its clients, and "
+                    f"keeps no journal; leave it out"
+                )
+        with _as_serve_errors():
+            return _Connected(self, hosted, place).channels
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
         """Begins to serve, and returns what joins the coordinator with the clients.
@@ -142,12 +161,8 @@ class Network(World):
         # Here, since the rest of dure does without these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
-        try:
+        with _as_serve_errors():
             server = _Server(self, federation, place)
-        # A certificate that is none, say, or a key that others may read.
-        except ValueError as error:
-            raise ServeError(str(error)) from error
-        place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
             folder=server.folder,
@@ -199,12 +214,15 @@ def run_server(
     report: Callable[[dict[str, Any]], None],
     conditions: Conditions,
     carrier: Callable[[Federation, Place], Carrier],
+    channels: Callable[[Hosted, Place], Channels] | None = None,
 ) -> Value:
-    """Runs the server half in this process. carrier: what joins it with its clients."""
+    """Runs the server half in this process. carrier, channels: what joins it with its clients."""
 
     def here(place: Place) -> Value:
         place.conditions = conditions
         place.network = lambda federation: carrier(federation, place)
+        if channels is not None:
+            place.channels = lambda hosted: channels(hosted, place)
         return program(place)
 
     return run_here(here, report, "server", "clients", is_worker=False)
@@ -242,11 +260,20 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
     return moment
 
 
-def machine(federation: Federation) -> Machine:
+def machine(threads: int) -> Machine:
     """How clients are to compute, so that they do what the simulation does."""
     from dure.tasks.trained import machine_of
 
-    return machine_of(ENGINE, federation.threads)
+    return machine_of(ENGINE, threads)
+
+
+@contextlib.contextmanager
+def _as_serve_errors() -> Iterator[None]:
+    """What is wrong with a certificate, say, or a key that others may read, ends the run."""
+    try:
+        yield
+    except ValueError as error:
+        raise ServeError(str(error)) from error
 
 
 def _both(*hear: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
@@ -263,92 +290,158 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class _Server:
-    """All that lives while a server serves."""
+class _Serves:
+    """What lives while a server serves, whatever it serves. clients: how many it has."""
 
-    def __init__(self, world: Network, federation: Federation, place: Place) -> None:
-        from dure.tasks.trained import differences
+    def __init__(self, world: Network, clients: int, place: Place) -> None:
         from dure.wire.signatures import Key
-        from dure.worlds.network.clock import Clock
-        from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.access import Access
-        from dure.worlds.network.server.app import App
-        from dure.worlds.network.server.attendance import Served
-        from dure.worlds.network.server.desk import Desk
         from dure.worlds.network.server.log_lines import logged_to
         from dure.worlds.network.server.register import Register
-        from dure.worlds.network.server.serving import Serving
-        from dure.worlds.network.server.shelf import Shelf
         from dure.worlds.network.server.watching import Watching
-        from dure.worlds.network.updates import Updates
 
         # What has begun ends with the run, also where the rest cannot begin.
         self.ending = place.ending.enter_context(contextlib.ExitStack())
         folder = place.folder
         if folder is None:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
-        context, renew = world.context()
+        self.world = world
+        self.place = place
+        self.context, renew = world.context()
+        self._renew = [renew]
         if world.log is not None:
             self.ending.enter_context(logged_to(Path(world.log)))
-        run = str(place.config.get("run", ""))
+        self.run = str(place.config.get("run", ""))
         self.folder = folder
         self.key = Key.kept_in(folder / SIGNING_KEY)
         place.signs = self.key
-        self.clock = Clock()
-        self.journal = Journal(folder, self.clock, run)
-        self.ending.callback(self.journal.close)
         self.watching = Watching(place.report)
-        self.journal.synced = self.watching.sync_seconds.observe
         place.report = _both(self.watching.hears, place.report)
         # All rounds are to be in the log.
         place.report_seconds = 0.0
-        self.updates = Updates(folder / "updates")
+        self.resumed = (folder / "clients.db").exists()
+        register = self.ending.enter_context(Register(folder / "clients.db", clients))
+        self.access = Access(register, world.access)
+
+    def told(self, clients: int, seed: int, trains: Trains, threads: int) -> dict[str, Any]:
+        """What clients are told of the run, as `Served` has it, but for their samples."""
+        from dure.tasks.trained import differences
+
+        return {
+            "run": self.run,
+            "clients": clients,
+            "strategy": dict(self.place.config.get("strategy", {})),
+            "seed": seed,
+            "trains": trains,
+            "machine": machine(threads),
+            "heartbeat": self.world.heartbeat,
+            "patience": 3 * self.world.heartbeat,
+            "compare": differences,
+        }
+
+    def opens(self, app: App | NetworkChannels, resumed: bool, heartbeat: float | None) -> Serving:
+        """The port is open from here on. heartbeat: as `Serving` has it."""
+        from dure.worlds.network.server.serving import Serving
+
+        world = self.world
+        serving = Serving(
+            app.asgi(), world.host, world.port, self.context, app.lives_in, heartbeat
+        )
+        self.ending.callback(serving.stop)
+        scheme = "http" if self.context is None else "https"
+        url = f"{scheme}://{world.host}:{serving.port}"
+        self.watching.serves(self.run, url, resumed)
+        self.place.report({"serving": url, "run": self.run})
+        return serving
+
+    def every_moment(self) -> None:
+        for renew in self._renew:
+            renew()
+
+
+class _Connected(_Serves):
+    """A server whose clients stay connected."""
+
+    def __init__(self, world: Network, hosted: Hosted, place: Place) -> None:
+        from dure.worlds.network.server.attendance import Served
+        from dure.worlds.network.server.channels import NetworkChannels
+
+        super().__init__(world, hosted.clients, place)
+        trains = hosted.trains or Trains(forms={})
+        told = self.told(hosted.clients, hosted.seed, trains, hosted.threads)
+        if hosted.trains is None:
+            told["compare"] = lambda theirs, ours: []
+        self.channels = NetworkChannels(
+            Served(**told, samples=lambda examples: 0),
+            self.access,
+            self.watching,
+            self.folder,
+            self.key,
+            world.deadline,
+            self.every_moment,
+        )
+        place.ending.callback(self.close)
+        serving = self.opens(self.channels, self.resumed, world.heartbeat)
+        self.channels.alive = lambda: serving.alive
+
+    def close(self) -> None:
+        """Ends. Clients of a run that is over hear of it; those of another one try again later."""
+        self.watching.ends("the run is over" if self.channels.is_over else "the server stops")
+        until = time.monotonic() + FAREWELL
+        while self.channels.is_over and self.channels.has_to_tell() and time.monotonic() < until:
+            time.sleep(0.02)
+        self.ending.close()
+
+
+class _Server(_Serves):
+    """A server of a federation, whose clients ask what there is to do."""
+
+    def __init__(self, world: Network, federation: Federation, place: Place) -> None:
+        from dure.worlds.network.clock import Clock
+        from dure.worlds.network.journal import Journal
+        from dure.worlds.network.server.app import App
+        from dure.worlds.network.server.attendance import Served
+        from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.shelf import Shelf
+        from dure.worlds.network.updates import Updates
+
+        super().__init__(world, federation.clients, place)
+        self.clock = Clock()
+        self.journal = Journal(self.folder, self.clock, self.run)
+        self.ending.callback(self.journal.close)
+        self.journal.synced = self.watching.sync_seconds.observe
+        self.updates = Updates(self.folder / "updates")
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
-        self.machine = machine(federation)
+        self.machine = machine(federation.threads)
         # Sites whose own differ fetch them once.
         if federation.frozen:
             self.shelf.keep(federation.frozen)
-        register = self.ending.enter_context(Register(folder / "clients.db", federation.clients))
-        access = Access(register, world.access)
-        served = Served(
-            run=run,
-            clients=federation.clients,
-            strategy=dict(place.config.get("strategy", {})),
-            seed=federation.seed,
-            trains=federation.trains,
-            machine=self.machine,
-            heartbeat=world.heartbeat,
-            patience=3 * world.heartbeat,
-            compare=differences,
-            samples=federation.samples,
+        told = self.told(
+            federation.clients, federation.seed, federation.trains, federation.threads
         )
-        self._renew = [renew]
         app = App(
-            served,
+            Served(**told, samples=federation.samples),
             self.desk,
             self.shelf,
             self.journal,
             self.updates,
-            access,
+            self.access,
             watching=self.watching,
-            every_moment=self._every_moment,
+            every_moment=self.every_moment,
         )
         if world.status_port is not None:
-            self._shows_status(world, access, place)
-        self.serving = Serving(app.asgi(), world.host, world.port, context, app.lives_in)
-        self.ending.callback(self.serving.stop)
-        scheme = "http" if context is None else "https"
-        self.url = f"{scheme}://{world.host}:{self.serving.port}"
-        self.watching.serves(run, self.url, self.journal.resumed)
-        place.report({"serving": self.url, "run": run})
+            self._shows_status()
+        self.serving = self.opens(app, self.journal.resumed, None)
 
-    def _shows_status(self, world: Network, access: Access, place: Place) -> None:
+    def _shows_status(self) -> None:
         """Begins to serve what an operator sees, on a listener of its own."""
         from dure.worlds.network.server.cohort import differences
         from dure.worlds.network.server.serving import Serving
         from dure.worlds.network.server.status import TOKEN, Status, kept_token
 
+        world = self.world
+        place = self.place
         assert world.status_port is not None
         context, renew = world.status_context()
         self._renew.append(renew)
@@ -362,7 +455,7 @@ class _Server:
             },
             watching=self.watching,
             desk=self.desk,
-            access=access,
+            access=self.access,
             journal=self.journal,
             clock=self.clock,
             differs=lambda seat: differences(seat.machine, self.machine),
@@ -373,10 +466,6 @@ class _Server:
         scheme = "http" if context is None else "https"
         url = f"{scheme}://{_in_url(world.status_host)}:{serving.port}/status"
         place.report({"status": url, "token": str(self.folder / TOKEN)})
-
-    def _every_moment(self) -> None:
-        for renew in self._renew:
-            renew()
 
     def close(self) -> None:
         """Ends. Clients of a run that is over hear of it; those of another one try again later."""

@@ -51,6 +51,35 @@ class Served:
     compare: Callable[[Trains, Trains], list[str]]
     samples: Callable[[int], int]
 
+    def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
+        """Raises RequestError for a client of another version, Refused for one of another task."""
+        if said.version not in (requests.VERSION, requests.VERSION - 1):
+            raise RequestError(
+                f"the client speaks version {said.version}, and the server {requests.VERSION}: "
+                f"install the same dure"
+            )
+        if said.trains is not None:
+            different = self.compare(said.trains, self.trains)
+            if different:
+                why = f"the task is another: {'; '.join(different[:5])}"
+                access.refuse(admitted.client, 409, "another task", why)
+
+    def welcome(self, client: int, differs: list[str]) -> Welcome:
+        """What a client of this number is told. differs: in what it computes differently."""
+        return Welcome(
+            version=requests.VERSION,
+            run=self.run,
+            client=client,
+            clients=self.clients,
+            strategy=self.strategy,
+            seed=self.seed,
+            trains=self.trains,
+            machine=self.machine,
+            heartbeat=self.heartbeat,
+            patience=self.patience,
+            differs=differs,
+        )
+
 
 @dataclass
 class Attendance:
@@ -68,16 +97,7 @@ class Attendance:
 
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, CheckIn)
-        if said.version not in (requests.VERSION, requests.VERSION - 1):
-            raise RequestError(
-                f"the client speaks version {said.version}, and the server {requests.VERSION}: "
-                f"install the same dure"
-            )
-        if said.trains is not None:
-            different = self.served.compare(said.trains, self.served.trains)
-            if different:
-                why = f"the task is another: {'; '.join(different[:5])}"
-                self.access.refuse(admitted.client, 409, "another task", why)
+        self.served.check(said, admitted, self.access)
         # After it is known to fit: whoever is refused takes nobody's place.
         if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
@@ -91,22 +111,8 @@ class Attendance:
                 await self._arrives(
                     seat, Here(seat.name, said.examples, said.held_out, said.machine)
                 )
-        served = self.served
-        return answer(
-            Welcome(
-                version=requests.VERSION,
-                run=served.run,
-                client=admitted.client,
-                clients=served.clients,
-                strategy=served.strategy,
-                seed=served.seed,
-                trains=served.trains,
-                machine=served.machine,
-                heartbeat=served.heartbeat,
-                patience=served.patience,
-                differs=differences(said.machine, served.machine),
-            )
-        )
+        differs = differences(said.machine, self.served.machine)
+        return answer(self.served.welcome(admitted.client, differs))
 
     async def _arrives(self, seat: Seat, here: Here) -> None:
         """Logs that a client is there."""

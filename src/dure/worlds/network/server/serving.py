@@ -33,6 +33,9 @@ KEEP_SECONDS = 90
 UNSENT = 64 << 10
 """Bytes that wait here to be sent on a connection: the system's own buffers keep links busy."""
 
+MOST_FRAME = 1 << 32
+"""Bytes of a message over a WebSocket: the head of a model, with its optimizer's state."""
+
 BACKLOG = 4096
 """Connections that wait until they are accepted."""
 
@@ -68,6 +71,11 @@ class Hurried(HttpToolsProtocol):
         self._relax()
         super().on_message_complete()
 
+    def handle_websocket_upgrade(self) -> None:
+        # From here on pings tell whether anybody is there.
+        self._relax()
+        super().handle_websocket_upgrade()
+
     def _listen(self) -> None:
         """While a body is awaited: is anybody still sending it?"""
         silent = self.loop.time() - self._heard
@@ -101,6 +109,7 @@ class _Loop(uvloop.Loop):
 
 class Serving:
     """An application that is being served. app: ASGI. began: called in the event loop, with it.
+    heartbeat: seconds between two pings of a WebSocket; None: there are none of these.
 
     Raises ServeError where the port is taken.
     """
@@ -112,6 +121,7 @@ class Serving:
         port: int,
         context: ssl.SSLContext | None,
         began: Callable[[asyncio.AbstractEventLoop], None] = lambda loop: None,
+        heartbeat: float | None = None,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
@@ -133,7 +143,11 @@ class Serving:
         config = uvicorn.Config(
             app,
             http=Hurried,
-            ws="none",
+            ws="none" if heartbeat is None else "websockets-sansio",
+            ws_max_size=MOST_FRAME,
+            ws_ping_interval=heartbeat,
+            ws_ping_timeout=2 * (heartbeat or 0.0),
+            ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
             access_log=False,

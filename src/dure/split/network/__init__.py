@@ -1,0 +1,1 @@
+"""Split learning over a network: what the server and clients say, as bytes."""

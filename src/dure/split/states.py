@@ -1,0 +1,28 @@
+"""What a side has learned as a tree for checkpoints, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dure.split.messages import Own
+
+
+def written(own: Own | None) -> dict[str, Any] | None:
+    """As a tree; None stays None."""
+    if own is None:
+        return None
+    return {
+        "weights": [one.clone() for one in own.weights],
+        "buffers": [one.clone() for one in own.buffers],
+        "optimizer": [dict(one) for one in own.optimizer],
+    }
+
+
+def read(tree: Mapping[str, Any]) -> Own:
+    """The inverse of `written`."""
+    return Own(
+        weights=tuple(one.clone() for one in tree["weights"]),
+        buffers=tuple(one.clone() for one in tree["buffers"]),
+        optimizer=tuple(dict(one) for one in tree["optimizer"]),
+    )

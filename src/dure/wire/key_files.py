@@ -1,0 +1,85 @@
+"""Private keys in files: PEM without a password, which only their owner may read.
+
+A file appears whole or not at all, and the first one stays: of two processes that make a key at the
+same time, both get the key of the one that was first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TypeVar
+
+from dure.record.disk import sync_folder, told
+
+try:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+except ImportError as error:
+    raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
+
+Private = TypeVar("Private", Ed25519PrivateKey, X25519PrivateKey)
+
+_MOST = 1 << 16
+"""Bytes that are read of a file: a key has some hundred."""
+
+
+def kept_in(path: Path, kind: type[Private]) -> Private:
+    """The key of a file; a new one where there is no file.
+
+    Raises ValueError for a file that is no key of this kind or that others may read, and
+    RunFolderWriteError where a new one cannot be kept.
+    """
+    if not path.exists():
+        with told(path):
+            keep(kind.generate(), path)
+    # Read again: of two processes that made one at the same time, one was the first.
+    return _read(path, kind)
+
+
+def keep(private: Ed25519PrivateKey | X25519PrivateKey, path: Path) -> None:
+    """Writes a key unless there is a file already, as of another process. Raises OSError."""
+    pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    # What a killed process has left: the next may have its number, as in a container.
+    beside.unlink(missing_ok=True)
+    # For nobody else from its first byte on.
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(pem)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(beside, path)
+        except FileExistsError:
+            return
+    finally:
+        beside.unlink()
+    sync_folder(path.parent)
+
+
+def _read(path: Path, kind: type[Private]) -> Private:
+    try:
+        with path.open("rb") as file:
+            others = os.fstat(file.fileno()).st_mode & 0o077
+            pem = file.read(_MOST)
+    except OSError as error:
+        raise ValueError(f"cannot read the key {path}: {error.strerror}") from error
+    if others:
+        raise ValueError(f"others may read the private key {path}: chmod 600 {path}")
+    try:
+        private = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no private key in PEM without a password") from error
+    if not isinstance(private, kind):
+        wanted = kind.__name__.removesuffix("PrivateKey")
+        raise ValueError(f"{path} is a key of another kind than {wanted}")
+    return private

@@ -1,0 +1,223 @@
+"""A message from one client to another, through a server that cannot read it.
+
+    one line        JSON: ["dure sealed 1", RUN, TURN, SENDER, its identity, RECEIVER, its box key,
+                    BYTES]
+    32 bytes        the public key that was made for this message (`dure.wire.hpke`)
+    64 bytes        the sender's Ed25519 signature of all before it
+    BYTES + 16      the message, encrypted
+
+The line is part of what the encryption key is made from, and the sender signs it with the public
+key of the message. What follows from that:
+
+- Only who has the receiver's box key can read the message. The server sees who sends how much to
+  whom, and when.
+- A byte changed, cut off or added anywhere is noticed, and nothing of the message is handed out.
+- A message of another turn, of another run, from or to somebody else is refused, whatever a server
+  delivers: it can withhold a message or deliver it twice, no more. So a receiver takes each turn
+  once, and a sender seals no two different messages about the same turn for the same receiver: a
+  server could choose which of them arrives.
+- Only the sender could make a message, or the receiver for itself: it convinces the receiver that
+  the sender sealed it, and nobody else of what it says.
+
+What it does not give:
+
+- Whoever gets hold of a box key, at any time, can read every message that was ever sealed for it
+  and that he has kept, and can forge messages to its owner in the place of such old ones. A box key
+  for one run, deleted at its end, bounds what there is to read.
+- The receiver's box key is the one in the `Member` that the caller has: whose that is, a roster has
+  to say (`dure.wire.roster`).
+
+Memory: what is sealed is one copy of the message, and so is what is opened. Nothing else grows with
+the message.
+
+Source: RFC 9180 (HPKE) for the encryption, RFC 8032 for the signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from dure.wire import hpke
+from dure.wire.boxes import BoxKey, Member, Number, PublicKey, Run, check_run
+from dure.wire.signatures import Key, is_signed
+
+try:
+    from cryptography.exceptions import InvalidTag
+except ImportError as error:
+    raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
+
+MOST_HEAD = 1024
+"""Bytes of the first line."""
+
+_SIGNATURE = 64
+
+Bytes = bytes | bytearray | memoryview
+
+
+class SealError(ValueError):
+    """A message cannot be opened. kind: in two words, to be counted."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class About:
+    """Which message it is: the run, the turn, and the numbers of two clients of the run."""
+
+    run: str
+    turn: int
+    sender: int
+    receiver: int
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        for name in ("turn", "sender", "receiver"):
+            number = getattr(self, name)
+            if not 0 <= number < 1 << 31:
+                raise ValueError(f"{name} is a number from 0 to {(1 << 31) - 1}, not {number}")
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first line."""
+
+    what: Literal["dure sealed 1"]
+    run: Run
+    turn: Number
+    sender: Number
+    identity: PublicKey
+    receiver: Number
+    box: PublicKey
+    size: int
+
+    def line(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+
+def sealed_size(message: int, to: Member, identity: Key, about: About) -> int:
+    """Bytes of a sealed message, of which `message` are its own."""
+    line = _head(message, to, identity, about).line()
+    return len(line) + hpke.PUBLIC + _SIGNATURE + message + hpke.TAG
+
+
+def seal(parts: Bytes | Iterable[Bytes], *, to: Member, identity: Key, about: About) -> bytearray:
+    """Seals a message for one client.
+
+    parts: the message, or its pieces in order. to: the receiver, from a roster that was checked.
+    identity: the sender's. Raises ValueError for a receiver that is not the one of `about`, or
+    whose box key its identity has not signed, and for a message of more than `hpke.MOST` bytes.
+    """
+    if to.number != about.receiver:
+        raise ValueError(f"this is about client {about.receiver}, and not for {to}")
+    if not to.is_true(about.run):
+        raise ValueError(f"{to} has not signed the box key that it is said to have in this run")
+    views = [memoryview(part).cast("B") for part in _pieces(parts)]
+    count = sum(map(len, views))
+    if count > hpke.MOST:
+        raise ValueError(f"a message has at most {hpke.MOST} bytes, and this one has {count}")
+    line = _head(count, to, identity, about).line()
+    front = len(line) + hpke.PUBLIC + _SIGNATURE
+    sealed = bytearray(front + count + hpke.TAG)
+    with memoryview(sealed) as whole:
+        once = _encrypt(to, line, views, whole[front:])
+        whole[:front] = line + once + identity.sign(line + once)
+    return sealed
+
+
+def unseal(sealed: Bytes, *, box: BoxKey, sender: Member, about: About) -> bytearray:
+    """The message that `seal` sealed with the same `about`.
+
+    box: the receiver's. sender: from a roster that was checked. Raises SealError for anything but
+    this message from this sender, and ValueError for a sender that is not the one of `about`.
+    """
+    if sender.number != about.sender:
+        raise ValueError(f"this is about client {about.sender}, and not from {sender}")
+    whole = memoryview(sealed).cast("B")
+    line, once, encrypted = _opened(whole, sender)
+    _check(_said(line), box, sender, about, len(encrypted))
+    message = bytearray(len(encrypted) - hpke.TAG + hpke.SLACK)
+    try:
+        with memoryview(message) as room:
+            hpke.decrypt(box.private, once, line, encrypted, room)
+    except (InvalidTag, ValueError) as error:
+        reason = f"the message from {sender} was changed on its way"
+        raise SealError("changed", reason) from error
+    del message[-hpke.SLACK :]
+    return message
+
+
+def _encrypt(to: Member, line: bytes, views: list[memoryview], room: memoryview) -> bytes:
+    try:
+        return hpke.encrypt(bytes.fromhex(to.box), line, views, room)
+    except ValueError as error:
+        raise ValueError(f"the box key of {to} is none: nothing is secret with it") from error
+
+
+def _pieces(parts: Bytes | Iterable[Bytes]) -> Iterable[Bytes]:
+    return [parts] if isinstance(parts, bytes | bytearray | memoryview) else parts
+
+
+def _head(count: int, to: Member, identity: Key, about: About) -> _Head:
+    return _Head(
+        "dure sealed 1",
+        about.run,
+        about.turn,
+        about.sender,
+        identity.public,
+        about.receiver,
+        to.box,
+        count,
+    )
+
+
+def _opened(whole: memoryview, sender: Member) -> tuple[bytes, bytes, memoryview]:
+    """The first line, the message's public key and the encrypted message, if the sender has signed
+    them. Raises SealError."""
+    first = bytes(whole[:MOST_HEAD])
+    at = first.find(b"\n") + 1
+    signed = at + hpke.PUBLIC
+    front = signed + _SIGNATURE
+    if at == 0 or len(whole) < front + hpke.TAG:
+        raise SealError("not sealed", f"what came from {sender} is no sealed message")
+    if not is_signed(sender.identity, bytes(whole[:signed]), bytes(whole[signed:front])):
+        reason = f"the message is not signed by {sender}, or was changed on its way"
+        raise SealError("not signed", reason)
+    return first[:at], bytes(whole[at:signed]), whole[front:]
+
+
+def _said(line: bytes) -> _Head:
+    try:
+        head = msgspec.json.decode(line, type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SealError("not sealed", f"the first line of the message is wrong: {error}") from error
+    # One message can be written in one way only.
+    if head.line() != line:
+        raise SealError("not sealed", "the first line of the message is written another way")
+    return head
+
+
+def _check(head: _Head, box: BoxKey, sender: Member, about: About, rest: int) -> None:
+    """Raises SealError for a message that the sender has signed, but that is not this one."""
+    if head.run != about.run:
+        reason = f"{sender} sealed this for the run {head.run}, and this is the run {about.run}"
+        raise SealError("other run", reason)
+    if head.turn != about.turn:
+        reason = f"{sender} sealed this for turn {head.turn}, and this is turn {about.turn}"
+        raise SealError("other turn", reason)
+    if (head.sender, head.identity) != (about.sender, sender.identity):
+        reason = f"{sender} has signed this as client {head.sender}, which it is not"
+        raise SealError("other sender", reason)
+    if head.receiver != about.receiver:
+        reason = f"{sender} sealed this for client {head.receiver}, not for client {about.receiver}"
+        raise SealError("not for me", reason)
+    if head.box != box.public:
+        reason = f"{sender} sealed this for another box key of client {about.receiver} than its own"
+        raise SealError("not for me", reason)
+    if head.size != rest - hpke.TAG:
+        reason = f"{head.size} bytes were sealed by {sender}, and {rest - hpke.TAG} came"
+        raise SealError("changed", reason)

@@ -1,0 +1,104 @@
+"""The gate that every request passes first: is the server open, and who calls?
+
+A request that cannot be right is answered with a reason, and changes nothing. What is no route of
+ours is refused behind the same gate: strangers do not learn what there is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dure.errors import RunFolderWriteError
+from dure.wire.requests import RequestError
+from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
+from dure.worlds.network.server.answers import refusal
+from dure.worlds.network.server.calls import address_of, target_of
+from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.updates import PartError
+
+LOG = logging.getLogger("dure.server")
+
+Handler = Callable[..., Awaitable[Response]]
+
+ROOM_SECONDS = 5
+"""Seconds until a client comes again for which the disk had no room."""
+
+
+@dataclass
+class Gate:
+    """Of one server. is_open: whether clients may call yet."""
+
+    access: Access
+    watching: Watching
+    is_open: Callable[[], bool]
+
+    def route(self, path: str, method: str | None, handler: Handler, known: bool = True) -> Route:
+        """The handler behind the checks that all share: is it open, and who calls?
+
+        method: None for all.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            if not self.is_open():
+                return refusal(503, "the server is starting", {"retry-after": "1"})
+            client = None
+
+            def note(kind: str, reason: str) -> None:
+                what = f"{method or request.method} {path}"
+                self.watching.refused(client, address_of(request), what, kind, reason)
+
+            try:
+                if not known:
+                    return await handler(request)
+                admitted = self.access.admit(
+                    request.headers, request.method, target_of(request), address_of(request)
+                )
+                client = admitted.client if admitted.client != NEW else None
+                return await self._checked(handler, request, admitted)
+            except Refused as refused:
+                note(refused.kind, refused.reason)
+                return refusal(refused.status, refused.reason, refused.headers)
+            except RequestError as error:
+                note("malformed", str(error))
+                return refusal(400, str(error))
+            except RunFolderWriteError as error:
+                note("not written", str(error))
+                return refusal(
+                    507, f"the server cannot write: {error}", {"retry-after": str(ROOM_SECONDS)}
+                )
+            except ClientDisconnect:
+                return Response(status_code=400)
+            # A mistake of ours: said in the log, and nothing of it to strangers.
+            except Exception:
+                LOG.exception("%s %s", request.method, request.url.path)
+                self.watching.mistake()
+                return refusal(500, "the server has made a mistake; its log says where")
+
+        route = Route(path, endpoint, methods=[method or "GET"])
+        if method is None:
+            # Given none, Starlette would take GET alone, and refuse others before the gate.
+            route.methods = set()
+        return route
+
+    async def _checked(self, handler: Handler, request: Request, admitted: Admitted) -> Response:
+        """What cannot be right is counted against the client that has sent it."""
+        try:
+            return await handler(request, admitted)
+        except RequestError as error:
+            self.access.refuse(admitted.client, 400, "malformed", str(error))
+        except PartError as error:
+            self.access.refuse(admitted.client, 400, "wrong bytes", str(error))
+
+    def rest(self) -> Route:
+        """The route of all that is no route."""
+        return self.route("/{anything:path}", None, _no_route)
+
+
+async def _no_route(request: Request, admitted: Admitted) -> Response:
+    raise Refused(404, "no such route", f"nothing is served at {request.url.path[:200]!r}")
