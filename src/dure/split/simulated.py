@@ -196,7 +196,7 @@ class SimulatedLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = read(state["head"])
+        self.order.head = None if state["head"] is None else read(state["head"])
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
         for one, head, memory in held:
             one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)

@@ -156,9 +156,11 @@ class Split(Strategy):
         for name in ("clients", "local_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
-        labels = task.train.labels()
-        self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
-        self.defence.check(task.train, self.labels_stay)
+        # The server of a network may have no data.
+        if len(task.train):
+            labels = task.train.labels()
+            self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
+            self.defence.check(task.train, self.labels_stay)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for clients over a network."""
@@ -168,23 +170,26 @@ class Split(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model. Raises ValueError for one that cannot be divided so."""
         one = self.of(task)
-        one._check_model(task, model)
-        if isinstance(task, JoinedTask):
+        if isinstance(task, PARTS):
             one._check_parts(task, model)
         else:
+            one._check_model(task, model)
             one._cut(task, model)
 
-    def _check_parts(self, task: JoinedTask, model: nn.Module) -> None:
-        """Tries a copy of both parts."""
+    def _check_parts(self, task: Task, model: nn.Module) -> None:
+        """Tries copies of the parts that are here."""
         twin = another(model, task, 0)
         assert isinstance(twin, ModelParts)
         check_parts(task, twin)
-        train, _ = clients_examples(task, twin)
-        apart = Apart(task, twin, train, self._examples(task), 0)
-        if self.joins or self.defence.guards in ("activations", "gradients"):
-            apart.server.crossings()
-        for note in notes_on_head(twin, train):
-            warn(note)
+        if isinstance(task, JoinedTask):
+            self._check_model(task, model)
+            train, _ = clients_examples(task, twin)
+            apart = Apart(task, twin, train, self._examples(task), 0)
+            if self.joins or self.defence.guards in ("activations", "gradients"):
+                apart.server.crossings()
+        if twin.head is not None:
+            for note in notes_on_head(twin, clients_examples(task, twin)[0]):
+                warn(note)
 
     def _check_model(self, task: Task, model: nn.Module) -> None:
         together = None if self.batch_size is None else self.batch_size * self.clients
@@ -205,8 +210,11 @@ class Split(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""
         one = self.of(task)
-        if isinstance(task, JoinedTask):
-            one.check_model(task, model, workers)
+        if isinstance(task, PARTS):
+            one._check_parts(task, model)
+            # A part alone has nothing to be compared with.
+            if not isinstance(task, JoinedTask):
+                return None
             return prove_parts(task, model, one._examples(task))
         one._check_model(task, model)
         # To trace a model takes longest of all: it is the one that was cut for the checks.

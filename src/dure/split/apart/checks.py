@@ -50,9 +50,9 @@ def try_head(head: nn.Module, train: Examples, examples: int) -> Form:
     """
     few = max(examples, 2)
     sizes = (few, 2 * few)
-    with _spare(head) as spare:
+    with spare(head) as tried:
         one, other = (
-            _called(spare, sample(train, size), "the head", "its examples") for size in sizes
+            _called(tried, sample(train, size), "the head", "its examples") for size in sizes
         )
         return form_of(one, other, sizes, "the head")
 
@@ -72,9 +72,9 @@ def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
 
     before, who: what messages call the two. Raises ValueError where they do not fit.
     """
-    with _spare(module) as spare:
-        few, clones = _on_made_up(spare, form, [one.few for one in form.tensors], before, who)
-        many, _ = _on_made_up(spare, form, [one.many for one in form.tensors], before, who)
+    with spare(module) as tried:
+        few, clones = _on_made_up(tried, form, [one.few for one in form.tensors], before, who)
+        many, _ = _on_made_up(tried, form, [one.many for one in form.tensors], before, who)
     return Tried(few, many, clones)
 
 
@@ -118,7 +118,7 @@ def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
 
 
 @contextmanager
-def _spare(module: nn.Module) -> Iterator[nn.Module]:
+def spare(module: nn.Module) -> Iterator[nn.Module]:
     """A module to try things on: a copy, or else the module, which is then as it was before.
 
     Random numbers are the same each time, and nobody else's.
@@ -206,8 +206,8 @@ def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
             "it is; the tail learns from what it gives"
         )
     inputs = sample(train, 2)
-    with _spare(model.head) as spare:
-        _, given = flatten(_called(spare, inputs, "the head", "its examples"), "the head")
+    with spare(model.head) as tried:
+        _, given = flatten(_called(tried, inputs, "the head", "its examples"), "the head")
     memory = {one.untyped_storage().data_ptr() for one in _tensors(inputs) if one.numel()}
     if any(one.untyped_storage().data_ptr() in memory for one in given if one.numel()):
         notes.append(

@@ -38,7 +38,8 @@ class Given(NamedTuple):
 def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
     """One step of each on batches of so many examples. The model stays as it is.
 
-    Raises ValueError where they differ. None where there is no second model to compare with.
+    Raises ValueError where they differ. None where there is nothing to compare with: no second
+    model, or one that computes nothing undivided, as where a tail writes into what its head needs.
     """
     started = time.perf_counter()
     one, other = another(model, task, 0), another(model, task, 0)
@@ -52,32 +53,48 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
         indices = torch.arange(examples) % len(train)
         inputs, targets = train.batch(indices)
         batch = Microbatch(examples, Share(1.0, 1.0), lambda: (inputs, targets))
-        right = _together(task, one.train(), batch, CountedLoss(task.loss, train))
-        tried = _apart(Apart(task, other, train, examples, seed=0), batch)
+        apart = Apart(task, other, train, examples, seed=0)
+        right = _together(one.train(), batch, CountedLoss(task.loss, train))
+        found = None if right is None else _found(right, apart, batch)
     finally:
         restore_generators(before)
-    found = _difference(right, tried)
+    if right is None:
+        return None
     if found is not None:
         raise ValueError(
-            f"head and tail apart give {found} than the model undivided, so something besides what "
-            f"the head returns goes from one to the other: let the head return it"
+            f"head and tail apart {found}, so something besides what the head returns goes from "
+            f"one to the other: let the head return it"
         )
     return Proof(_WHAT, time.perf_counter() - started)
 
 
-def _together(task: JoinedTask, model: ModelParts, batch: Microbatch, losses: CountedLoss) -> Given:
+def _together(model: ModelParts, batch: Microbatch, losses: CountedLoss) -> Given | None:
     for place, part in model.there.items():
         part.register_forward_pre_hook(partial(_seeded, place))
-    with torch.enable_grad():
-        outputs = model(batch.content[0])
-        found = losses.mean(outputs, batch.targets, batch.examples)
-        found.loss.backward()  # type: ignore[no-untyped-call]
+    try:
+        with torch.enable_grad():
+            outputs = model(batch.content[0])
+            found = losses.mean(outputs, batch.targets, batch.examples)
+            found.loss.backward()  # type: ignore[no-untyped-call]
+    except Exception:
+        return None
     gradients = {name: one.grad for name, one in model.named_parameters()}
     return Given(found.loss.detach(), gradients, dict(model.named_buffers()))
 
 
 def _seeded(place: int, module: nn.Module, given: Any) -> None:
     seed_part(0, place, step=0, number=0)
+
+
+def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
+    """What is wrong with the parts, in words."""
+    try:
+        tried = _apart(apart, batch)
+    except Exception as error:
+        said = (str(error).strip() or "nothing").split("\n")[0]
+        return f"fail where the model undivided does not ({type(error).__name__}: {said})"
+    found = _difference(right, tried)
+    return None if found is None else f"give {found} than the model undivided"
 
 
 def _apart(apart: Apart, batch: Microbatch) -> Given:

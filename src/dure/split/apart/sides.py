@@ -20,7 +20,7 @@ from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.parallel.mesh.check import sample
-from dure.split.apart.checks import check_parts, form_of_targets, try_head, try_on
+from dure.split.apart.checks import check_parts, form_of_targets, spare, try_head, try_on
 from dure.split.apart.form import Form, decoded, encoded, form_of
 from dure.split.apart.stage import ModuleStage
 from dure.split.batching import Batching
@@ -258,13 +258,12 @@ def clients_examples(task: Task, model: nn.Module) -> tuple[Examples, Examples |
     return examples_for(model, task)
 
 
-@torch.no_grad()
 def _flops(model: ModelParts, inputs: Any) -> list[float]:
     """Of a forward pass over the inputs, part by part."""
     counts: list[float] = []
     values = inputs
-    with in_mode(model, training=False):
-        for part in model.there.values():
-            counts.append(forward_flops(part, values))
-            values = part(values)
+    for part in model.there.values():
+        with spare(part) as tried, in_mode(tried, training=False), torch.no_grad():
+            counts.append(forward_flops(tried, values))
+            values = tried(values)
     return counts
