@@ -85,6 +85,7 @@ def test_any_other_bytes_are_no_roster(body) -> None:
     "change",
     [
         {"more": 1},
+        {"\x1b[2J\n": 1},
         {"run": ""},
         {"run": "a/b"},
         {"run": "..%2f"},
@@ -98,8 +99,9 @@ def test_any_other_bytes_are_no_roster(body) -> None:
 )
 def test_a_field_that_is_not_what_it_has_to_be_is_refused(change) -> None:
     body = {**json.loads(ROSTER.to_json()), **change}
-    with pytest.raises(RosterError, match="no roster"):
+    with pytest.raises(RosterError, match="no roster") as error:
         Roster.from_json(json.dumps(body).encode())
+    assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -156,11 +158,30 @@ def test_nor_the_box_key_of_another_run_or_another_number_or_name() -> None:
         ([member(0), member(1, name="ward 0")], "clients 0 and 1 have the same name"),
         ([member(0), member(1, identity=IDENTITIES[0])], "have the same identity"),
         ([member(0), member(1, box=BOXES[0])], "have the same box"),
-        ([member(0, name="a\x1b[2J")], "cannot be printed"),
     ],
 )
 def test_clients_are_in_order_and_differ(members, said) -> None:
     assert said in str(refused(resigned(SERVER, members=tuple(members))))
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb"])
+def test_a_name_that_cannot_be_printed_is_refused(name) -> None:
+    with pytest.raises(ValueError, match="can be printed"):
+        member(0, name=name)
+    error = refused(resigned(SERVER, members=(replace(MEMBERS[0], name=name),)))
+    assert "the name of client 0" in str(error)
+    assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 31])
+def test_a_client_has_a_number(number) -> None:
+    with pytest.raises(ValueError, match="no number of a client"):
+        BOXES[0].member(IDENTITIES[0], number, "ward", RUN)
+
+
+def test_no_roster_is_signed_that_is_too_long_to_be_read() -> None:
+    with pytest.raises(RosterError, match="too many for one roster"):
+        Roster.signed(RUN, [replace(MEMBERS[0], number=number) for number in range(4000)], SERVER)
 
 
 def test_a_server_that_means_well_signs_no_roster_that_would_be_refused() -> None:

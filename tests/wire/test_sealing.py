@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tracemalloc
 from dataclasses import replace
 
 import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +18,7 @@ from dure.wire import hpke
 from dure.wire.boxes import BoxKey, Member
 from dure.wire.sealing import About, SealError, seal, sealed_size, unseal
 from dure.wire.signatures import Key
+from dure.wire.tensors import pieces, receive
 
 RUN = "8f14e45fceea167a"
 IDENTITIES = [Key.make() for _ in range(3)]
@@ -41,9 +46,9 @@ def refused(sealed, about: About = ABOUT) -> SealError:
 
 
 @given(st.lists(MESSAGES, max_size=5))
-def test_the_receiver_opens_what_the_sender_sealed(pieces) -> None:
-    message = b"".join(pieces)
-    for sealed in (sent(pieces), sent(map(memoryview, pieces)), sent(message)):
+def test_the_receiver_opens_what_the_sender_sealed(parts) -> None:
+    message = b"".join(parts)
+    for sealed in (sent(parts), sent(map(memoryview, parts)), sent(message)):
         assert opened(sealed) == message
         assert len(sealed) == sealed_size(len(message), MEMBERS[1], IDENTITIES[0], ABOUT)
 
@@ -52,6 +57,19 @@ def test_the_receiver_opens_what_the_sender_sealed(pieces) -> None:
 def test_a_message_of_several_strides_comes_whole(size) -> None:
     message = os.urandom(size)
     assert opened(sent([message[:1000], memoryview(message)[1000:]])) == message
+
+
+def test_a_model_is_sealed_as_the_stream_of_its_tensors() -> None:
+    model = {
+        "weight": torch.randn(3, 5).T,
+        "half": torch.randn(7).to(torch.bfloat16),
+        "steps": torch.tensor(5),
+        "none": torch.empty(0, 4),
+    }
+    stream = io.BytesIO(opened(sent(pieces(model))))
+    came = receive(stream.readinto, 1 << 20)
+    assert came.keys() == model.keys()
+    assert all(torch.equal(came[name], model[name]) for name in model)
 
 
 @given(st.binary(min_size=16, max_size=60))
@@ -74,6 +92,13 @@ def test_what_was_cut_off_or_added_is_refused(message, data) -> None:
     sealed = sent(message)
     refused(sealed[: data.draw(st.integers(0, len(sealed) - 1))])
     refused(sealed + data.draw(st.binary(min_size=1, max_size=20)))
+
+
+@pytest.mark.parametrize("cut", [1, 16, 17, 20])
+def test_a_message_that_came_in_part_says_how_much_is_missing(cut) -> None:
+    error = refused(sent(b"head")[:-cut])
+    assert error.kind == "changed"
+    assert f"20 encrypted bytes were sent by client 0 (ward 0), and {20 - cut} came" in str(error)
 
 
 @given(st.binary(max_size=400))
@@ -188,6 +213,37 @@ def test_one_copy_of_the_message_is_made_on_each_side() -> None:
     assert len(message) == size
     assert sealing < 1.05 * size
     assert opening < 1.05 * size
+
+
+def test_the_secret_is_that_of_the_standard() -> None:
+    # RFC 9180, A.1.1.
+    private = X25519PrivateKey.from_private_bytes(
+        bytes.fromhex("4612c550263fc8ad58375df3f557aac531d26850903e55a9f23f21d8534e8ac8")
+    )
+    travels = bytes.fromhex("37fda3567bdbd628e88668c3c8d7e97d1d1253b6d4ea6d44c150f741f1bf4431")
+    dh = private.exchange(X25519PublicKey.from_public_bytes(travels))
+    secret = hpke._shared(dh, travels, private.public_key().public_bytes_raw())
+    assert secret.hex() == "fe0e18c9f024ce43799ae393c7e8fe8fce9d218875e8227b0187c04e7d2ea1fc"
+
+
+def test_what_was_sealed_once_is_opened_for_ever() -> None:
+    def identity(first: int) -> Key:
+        return Key(Ed25519PrivateKey.from_private_bytes(bytes(range(first, first + 32))))
+
+    box = BoxKey(X25519PrivateKey.from_private_bytes(bytes(range(64, 96))))
+    sender = box.member(identity(0), 0, "a", "run")
+    sealed = (
+        b'["dure sealed 1","run",7,0,'
+        b'"03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8",1,'
+        b'"79a631eede1bf9c98f12032cdeadd0e7a079398fc786b88cc846ec89af85a51a",4]\n'
+    ) + bytes.fromhex(
+        "bc23d2430fad8b7a5e244a92cc089b63f11829adfd9f33f7b07054d481a0ae0e"
+        "2c1db4a690fafccefe60ae5a442c7c81aec66fa6aed5c31267ae01285c470294"
+        "004f5bc5a0696221b0e5ef42c36b483efe7bef7d6f30e4e1f9719fce969c3707"
+        "a44c1ea0c2571c851aba4da5288ed57618a8e53b"
+    )
+    about = About("run", turn=7, sender=0, receiver=1)
+    assert unseal(sealed, box=box, sender=sender, about=about) == b"head"
 
 
 def test_it_is_hpke() -> None:

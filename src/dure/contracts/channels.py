@@ -68,7 +68,7 @@ class Channels(Protocol):
     def next(self, seconds: float) -> Event | None:
         """What happens next; None if nothing does for so long. Raises ServeError."""
 
-    def say(self, client: int, frame: Sequence[bytes | memoryview]) -> None:
+    def say(self, client: int, frame: Sequence[bytes | bytearray | memoryview]) -> None:
         """Sends a frame, in pieces. To a client that is gone it says nothing."""
 
     def identity(self, client: int) -> tuple[str, str]:

@@ -119,6 +119,10 @@ class Learner(ABC):
     examples: int | None = None
     """Training examples of all workers; None: those of the task."""
 
+    elsewhere: Sequence[str] = ()
+    """Tensors of the model that others have, who do not give them here: `weights` is without them.
+    """
+
     resizes: bool = False
     """Whether `restore` makes sense of the parts of another number of ranks as well."""
 

@@ -488,7 +488,8 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
                 f"{weights} is damaged: its checksum is not the one in summary.json: put back "
                 f"a copy of it, or resume the run to write it again"
             )
-        load_weights(network, weights_from_bytes(content))
+        elsewhere = summary.get("weights_elsewhere", ())
+        load_weights(network, weights_from_bytes(content), elsewhere)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

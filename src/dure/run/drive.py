@@ -372,6 +372,8 @@ class Driver:
         if facts is not None:
             told = self.group.gather_bytes(msgspec.json.encode(facts))
             summary["facts"] = [msgspec.json.decode(each) for each in told]
+        if self.learner.elsewhere:
+            summary["weights_elsewhere"] = list(self.learner.elsewhere)
         # Copies: the learner's own may be views of its flat buffers.
         weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
         buffers = {

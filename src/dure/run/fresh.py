@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,15 +61,20 @@ class FreshModel:
         self._shell = None if twin is None else _Shell(twin)
         self._model = None
 
-    def trained(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+    def trained(
+        self,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        elsewhere: Sequence[str] = (),
+    ) -> nn.Module:
         """The model with what was learned.
 
         As shapes alone where this process holds only a part of the weights, which ranks of a
-        torchrun job may.
+        torchrun job may; so are those of its tensors that are elsewhere, with clients say.
         """
         model = self._untouched()
         if weights:
-            load_weights(model, weights)
+            load_weights(model, weights, elsewhere)
             load_passing_buffers(model, buffers)
         else:
             model.to("meta")

@@ -14,8 +14,11 @@ from pathlib import Path
 from dure.contracts.task import Task
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
+from dure.run.registry import decode_strategy
 from dure.run.site import Reach, opened, path_of
+from dure.run.split_site import take_part
 from dure.run.training import Training
+from dure.split.strategy import Split
 from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
@@ -74,6 +77,19 @@ def join(
         site.agree(session.check_in(training.look()), approve)
         welcome = session.check_in(training.enter())
         session.belongs(welcome, name)
+        strategy = decode_strategy(welcome.strategy)
+        if isinstance(strategy, Split):
+            return take_part(
+                task,
+                strategy,
+                welcome,
+                session,
+                kept,
+                name=name,
+                part=part,
+                share_errors=policy.share_errors,
+                event=on_progress,
+            )
         training.begin(welcome, None if kept.temporary else kept.memory())
         training.take_frozen(session, welcome)
         frozen = frozen_of(training.model)

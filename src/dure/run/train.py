@@ -333,7 +333,8 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     outcome = world.run(functools.partial(drive, job), on_progress)
     # The task's factory may be called once more.
     with exit_is_a_failure("the task", "making the trained model"):
-        model = job.fresh.trained(outcome.weights, outcome.buffers)
+        elsewhere = outcome.summary.get("weights_elsewhere", ())
+        model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
     return Run(model, outcome.history, outcome.summary, job.folder)
 
 

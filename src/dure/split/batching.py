@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.program import crossing
+from dure.parallel.pipeline.trace import Value
 from dure.split.leakage.guard import Crossing
 
 
@@ -71,6 +74,56 @@ class Batching:
             for value, dim in zip(values, dims, strict=True)
         ]
         return [list(own) for own in zip(*parts, strict=True)] or [[] for _ in self.sizes]
+
+
+def crossings(
+    cut: CutModel,
+    boundary: int,
+    training: bool = True,
+    sizes: tuple[int, int] | None = None,
+) -> list[Crossing]:
+    """What is known of the values that cross a cut. Raises ValueError for one of a whole batch.
+
+    sizes: of two batches of which it is told; by default a batch's, and twice that.
+    """
+    few, many = sizes or (cut.examples, 2 * cut.examples)
+    dims = _dims(cut, boundary, few, many, training)
+    return [
+        Crossing(dim, value.differentiable)
+        for dim, value in zip(dims, values_at(cut, boundary, few, training), strict=True)
+    ]
+
+
+def values_at(cut: CutModel, boundary: int, examples: int, training: bool = True) -> list[Value]:
+    """The values of so many examples that cross a cut, in their order."""
+    trace = cut.trace(examples, training)
+    nodes = crossing(trace, cut.homes(examples, training), cut.stages)[boundary]
+    return [trace.value(node) for node in nodes]
+
+
+def _dims(
+    cut: CutModel, boundary: int, few: int, many: int, training: bool = True
+) -> list[int | None]:
+    """The dimension of each value that counts examples; None where none does."""
+    found: list[int | None] = []
+    for one, other in zip(
+        values_at(cut, boundary, few, training),
+        values_at(cut, boundary, many, training),
+        strict=True,
+    ):
+        grown = [n for n, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
+        if len(grown) > 1 or (grown and other.shape[grown[0]] * few != one.shape[grown[0]] * many):
+            raise ValueError(
+                f"a value at the cut has the shape {list(one.shape)} for {few} examples and "
+                f"{list(other.shape)} for {many}: batches of several clients cannot be one batch"
+            )
+        if not grown and one.differentiable:
+            raise ValueError(
+                f"a value at the cut, of shape {list(one.shape)}, belongs to a whole batch, so "
+                f"batches of several clients cannot be one: cut the model elsewhere"
+            )
+        found.append(grown[0] if grown else None)
+    return found
 
 
 def _cat(values: Sequence[Tensor], dim: int | None) -> Tensor:

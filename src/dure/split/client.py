@@ -134,7 +134,7 @@ class Client:
         if isinstance(message, HeadSum):
             return self._summed(message, now)
         if isinstance(message, Pass):
-            head = self._after(message.since).own
+            head = self.after(message.since).own
             return [(message.to, Handed(message.turn, copied(head)))]
         raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
 
@@ -148,7 +148,7 @@ class Client:
         self._step = 0
         self.taken = turn.taken
         if turn.head is None or self.guard is not None:
-            kept = self._after(turn.since)
+            kept = self.after(turn.since)
             self.kept = {turn.since: kept}
             if self.guard is not None:
                 self.guard.memory = kept.memory
@@ -163,7 +163,7 @@ class Client:
         self._early = None
         return [] if early is None else self._handed(early, now)
 
-    def _after(self, turn: int) -> Kept:
+    def after(self, turn: int) -> Kept:
         """What it knew after a turn. Raises StateError where that is not here any more."""
         if turn not in self.kept:
             raise StateError(

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 
 from torch import nn
 
+from dure.collectives.compression import Compression
 from dure.contracts.strategy import Proof, another, examples_for
 from dure.contracts.task import Task
 from dure.parallel.divisible import check_parameter_wise
@@ -25,12 +26,13 @@ from dure.parallel.pipeline.apart import now
 from dure.parallel.pipeline.balance import costs_of
 from dure.parallel.pipeline.cut import CutModel, named_starts
 from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import Program, crossing, program
+from dure.parallel.pipeline.program import Program, program
 from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.stage import Stage
-from dure.parallel.pipeline.trace import Trace, Value, leaves_of, owner_of
+from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of
 from dure.randomness.seeds import derive
-from dure.split.batching import Batching
+from dure.split.batching import Batching, crossings
+from dure.split.compressed import message_bytes
 from dure.split.divided import Divided
 from dure.split.leakage.guard import Crossing
 from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
@@ -131,8 +133,9 @@ class Cut(Divided):
     def shares(self) -> Sequence[float]:
         return shares_of(self.cut)
 
-    def message_bytes(self) -> tuple[int, int]:
-        return self.cut.message_bytes(0, self.examples)
+    def message_bytes(self, compression: Compression) -> list[tuple[int, int]]:
+        boundaries = range(self.cut.stages - 1)
+        return [message_bytes(compression, self.cut, one, self.examples) for one in boundaries]
 
     @property
     def batching(self) -> Callable[[Sequence[int]], Batching]:
@@ -142,42 +145,8 @@ class Cut(Divided):
         return Batching(partial(self.crossings, sizes[0], sum(sizes)), sizes)
 
     def crossings(self, few: int, many: int) -> list[list[Crossing]]:
-        return [
-            [
-                Crossing(dim, value.differentiable)
-                for dim, value in zip(
-                    _dims(self.cut, boundary, few, many),
-                    _values(self.cut, boundary, many),
-                    strict=True,
-                )
-            ]
-            for boundary in range(self.cut.stages - 1)
-        ]
-
-
-def _values(cut: CutModel, boundary: int, examples: int) -> list[Value]:
-    trace = cut.trace(examples, True)
-    nodes = crossing(trace, cut.homes(examples, True), cut.stages)[boundary]
-    return [trace.value(node) for node in nodes]
-
-
-def _dims(cut: CutModel, boundary: int, few: int, many: int) -> list[int | None]:
-    """The dimension of each value that counts examples; None where none does."""
-    found: list[int | None] = []
-    for one, other in zip(_values(cut, boundary, few), _values(cut, boundary, many), strict=True):
-        grown = [n for n, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
-        if len(grown) > 1 or (grown and other.shape[grown[0]] * few != one.shape[grown[0]] * many):
-            raise ValueError(
-                f"a value at the cut has the shape {list(one.shape)} for {few} examples and "
-                f"{list(other.shape)} for {many}: batches of several clients cannot be one batch"
-            )
-        if not grown and one.differentiable:
-            raise ValueError(
-                f"a value at the cut, of shape {list(one.shape)}, belongs to a whole batch, so "
-                f"batches of several clients cannot be one: cut the model elsewhere"
-            )
-        found.append(grown[0] if grown else None)
-    return found
+        boundaries = range(self.cut.stages - 1)
+        return [crossings(self.cut, one, sizes=(few, many)) for one in boundaries]
 
 
 def check_at(at: Sequence[str]) -> None:
@@ -195,8 +164,14 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
     Raises ValueError for places that the model does not have, and for one that cannot be cut there.
     """
     check_at(at)
-    train, _ = examples_for(model, task)
-    cut = CutModel(model, partial(sample, train), stages=len(at) + 1, examples=examples)
+    train, test = examples_for(model, task)
+    cut = CutModel(
+        model,
+        partial(sample, train),
+        stages=len(at) + 1,
+        examples=examples,
+        test=None if test is None else partial(sample, test),
+    )
     cut.decide(starts_of(cut.reference, at))
     _check_apart(cut)
     return cut

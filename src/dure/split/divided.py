@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from dure.collectives.compression import Compression
 from dure.split.batching import Batching
 from dure.split.leakage.guard import Crossing
 from dure.split.sides import Side
@@ -43,8 +44,8 @@ class Divided(ABC):
         """The share of each stage in the operations of the model, as estimated."""
 
     @abstractmethod
-    def message_bytes(self) -> tuple[int, int]:
-        """Bytes at the first cut: of the values of a batch, and of their gradients."""
+    def message_bytes(self, compression: Compression) -> list[tuple[int, int]]:
+        """Bytes at each cut, compressed so: of the values of a batch, and of their gradients."""
 
     @abstractmethod
     def crossings(self, few: int, many: int) -> list[list[Crossing]]:

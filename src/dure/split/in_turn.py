@@ -40,18 +40,12 @@ class InTurn(Order):
         self._first = 0
         self._waiting: Smashed | None = None
 
-    def _begin(self) -> list[Envelope]:
+    def open(self, round: int) -> None:
+        super().open(round)
         self._at = 0
-        return self._next()
 
-    def again(self, absent: frozenset[str]) -> list[Envelope]:
-        self.absent = absent
-        self.over = False
+    def _begin(self) -> list[Envelope]:
         return self._next()
-
-    @property
-    def whole(self) -> bool:
-        return not self.turns
 
     def _next(self) -> list[Envelope]:
         """The next client's turn, who gets the head from whoever has it."""
@@ -96,8 +90,9 @@ class InTurn(Order):
         self._at += 1
         return self._next()
 
-    def newest(self, held: Sequence[Own]) -> Own:
-        return held[self.holder or 0]
+    @property
+    def keeper(self) -> int:
+        return self.holder or 0
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "holder": self.holder, "at": self._at}

@@ -54,15 +54,24 @@ class Order(ABC):
 
     def begin(self, round: int, absent: frozenset[str] = frozenset()) -> list[Envelope]:
         """A round begins. absent: who takes no part in it."""
+        self.open(round)
+        return self.again(absent)
+
+    def open(self, round: int) -> None:
+        """The round is this one, and nothing of it has begun."""
         self.round = round
-        self.absent = absent
-        self.over = not self.present
-        self.turns = {}
-        return self._begin() if self.present else []
+        self.over = False
 
     def again(self, absent: frozenset[str]) -> list[Envelope]:
-        """What has begun since the order was as `state` said begins once more, without these."""
-        return self.begin(self.round, absent)
+        """What there is to do begins, or does so once more after `restore`, without these."""
+        self.absent = absent
+        self.turns = {}
+        self.over = not self.present
+        return self._begin() if self.present else []
+
+    def awaited(self) -> list[str]:
+        """Of whom the next message has to come."""
+        return list(self.turns)
 
     @abstractmethod
     def _begin(self) -> list[Envelope]:
@@ -111,11 +120,6 @@ class Order(ABC):
             if steps and name not in self.absent
         ]
 
-    @property
-    def whole(self) -> bool:
-        """Whether nothing is under way that would be lost with a client."""
-        return self.over
-
     def turn(
         self,
         name: str,
@@ -150,9 +154,14 @@ class Order(ABC):
         steps = self.amounts.steps[self.everyone.index(name)]
         self.taken[name] = self.taken.get(name, 0) + steps
 
+    @property
+    def keeper(self) -> int:
+        """The client that has the newest head, where clients keep heads."""
+        return 0
+
     def newest(self, held: Sequence[Own]) -> Own:
         """The head that stands for all, where clients hold these."""
-        return held[0] if self.head is None else self.head
+        return held[self.keeper]
 
     def state(self) -> dict[str, Any]:
         """What it needs to go on where it is `whole`, without heads and tails."""

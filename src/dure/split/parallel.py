@@ -85,6 +85,10 @@ class Joint(Order):
     def together(self) -> Sequence[str]:
         return self._together
 
+    def awaited(self) -> list[str]:
+        active = self._active() or self.present
+        return [one for one in active if one not in self._waiting and one not in self._ended]
+
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
         self._ended.append(sender)
         if message.head is not None:
@@ -97,8 +101,9 @@ class Joint(Order):
                 self.count(name)
         return []
 
-    def newest(self, held: Sequence[Own]) -> Own:
-        return held[self.everyone.index(self.holders[0])] if self.holders else held[0]
+    @property
+    def keeper(self) -> int:
+        return self.everyone.index(self.holders[0]) if self.holders else 0
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "holders": list(self.holders)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dure.collectives.compression import Compression, NoCompression
 from dure.data.partition import Partition
 from dure.split.client import Rules
 from dure.split.leakage import Defence, NoDefence
@@ -18,7 +19,9 @@ MakeOrder = Callable[[Amounts, Own | None, Callable[[int], Party], int], Order]
 
 @dataclass(frozen=True)
 class Plan:
-    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks: as in `Split`."""
+    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks, compression: as in
+    `Split`.
+    """
 
     clients: int
     at: tuple[str, ...]
@@ -29,6 +32,7 @@ class Plan:
     order: MakeOrder
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
+    compression: Compression = field(default_factory=NoCompression)
 
     @property
     def client_stages(self) -> list[int]:

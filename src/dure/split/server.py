@@ -103,8 +103,10 @@ class Server:
         self._joint: dict[str, Joint] = {}
         """In which batch a client is."""
         self._heads: dict[str, HeadGradients] = {}
+        self.keeps = False
+        """Whether turns are transactions, which `back` takes back."""
         self.whole: Whole | None = None
-        """What was so when nothing was under way; None where nobody is to come back to it."""
+        """What was so when nothing was under way, where it `keeps`."""
 
     # A node
 
@@ -117,7 +119,10 @@ class Server:
 
     def begin(self, round: int, absent: frozenset[str] = frozenset()) -> list[Envelope]:
         """A round begins. absent: the clients that take no part in it."""
-        return self.order.begin(round, absent)
+        self.order.open(round)
+        if self.keeps:
+            self.keep()
+        return self.order.again(absent)
 
     # Turns are transactions: all of one counts, or nothing
 
@@ -158,8 +163,20 @@ class Server:
         if isinstance(message, HeadGradients):
             return self._sum_heads(sender, message, now)
         if isinstance(message, Ended):
-            return [*self.order.ended(sender, message), *self._go_on(now)]
+            said = self.order.ended(sender, message)
+            # Its turn counts, and with it all that nobody can take back any more.
+            if self.keeps and sender not in self.order.turns:
+                self.keep()
+            return [*said, *self._go_on(now)]
         raise ValueError(f"the server is told {type(message).__name__} by {sender}")
+
+    def awaited(self) -> list[str]:
+        """The clients whose messages it cannot go on without."""
+        if self._heads:
+            return [one for one in self.order.together if one not in self._heads]
+        if self._joint:
+            return [one for one, joint in self._joint.items() if one not in joint.back]
+        return self.order.awaited()
 
     # A step
 

@@ -23,15 +23,18 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link, VirtualNetwork
+from dure.fleet.virtual import Link, Node, VirtualNetwork
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
+from dure.split.across import AcrossTheCut
 from dure.split.apart.sides import clients_examples
 from dure.split.client import Client, Kept
+from dure.split.compressed import Compressed, exchange_of
+from dure.split.cutting import Cut
 from dure.split.divide import divided
+from dure.split.facts import facts_of
 from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
-from dure.split.leakage.exposure import exposure
 from dure.split.leakage.meter import LeakMeter, Metered
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
@@ -89,6 +92,13 @@ class SimulatedLearner(Learner):
         self.round = 0
         self.now = 0.0
         self.leaks = self._leaks() if plan.measure_leaks else None
+        self.exchange = None
+        self.measured = self.model
+        # Parts that were written apart exchange what they give as it is.
+        if isinstance(self.divided, Cut):
+            self.exchange = exchange_of(plan.compression, self.divided.cut)
+            if self.exchange is not None:
+                self.measured = AcrossTheCut(self.divided.cut, plan.compression)
         self._begin()
 
     def _leaks(self) -> LeakMeter:
@@ -112,10 +122,16 @@ class SimulatedLearner(Learner):
         self.network.now = self.now
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
         seen = self.server if self.leaks is None else Metered(self.server, self.leaks, self._held)
-        self.network.add(SERVER, seen, Link(out=speed, into=speed))
+        self.network.add(SERVER, self._speaking(seen), Link(out=speed, into=speed))
         for one in self.clients:
             device = self.conditions.devices.of(one.number, self.seed)
-            self.network.add(one.name, one, Link(out=device.up, into=device.down))
+            self.network.add(one.name, self._speaking(one), Link(out=device.up, into=device.down))
+
+    def _speaking(self, node: Node) -> Node:
+        """A node, as the others hear it."""
+        if self.exchange is None:
+            return node
+        return Compressed(node, self.exchange)
 
     def _seconds(self, number: int, examples: int, stages: Sequence[int], back: bool) -> float:
         """How long a client takes for so many examples in these stages."""
@@ -170,7 +186,7 @@ class SimulatedLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         self._load()
-        return evaluate(self.task, self.model, self.test, self.group, self.round)
+        return evaluate(self.task, self.measured, self.test, self.group, self.round)
 
     def weights(self) -> dict[str, Tensor]:
         self._load()
@@ -209,27 +225,5 @@ class SimulatedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        values, gradients = self.divided.message_bytes()
-        return {
-            "split": {
-                "at": list(self.divided.at),
-                "shares": self.shares,
-                "head_weights": sum(one.numel() for one in self.heads.parameters.values()),
-                "tail_weights": sum(one.numel() for one in self.tails.parameters.values()),
-                "smashed_bytes": values,
-                "gradient_bytes": gradients,
-                "examples": self.divided.examples,
-            },
-            "leakage": self._leakage(),
-        }
-
-    def _leakage(self) -> dict[str, Any]:
-        """The defence, who could learn what, and what the meter last said."""
-        rules = self.plan.rules
-        through_server = rules.returns or rules.sums
-        defence = self.plan.defence
-        return {
-            "defence": str(defence),
-            "exposure": exposure(rules.labels_stay, through_server, rules.hands, defence),
-            "measured": dict(self.leaks.latest) if self.leaks is not None else {},
-        }
+        measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
+        return facts_of(self.plan, self.divided, measured)

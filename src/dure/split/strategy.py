@@ -6,6 +6,7 @@
 
     bytes of a step    one cut: values and targets up, gradients down
                        two cuts: values and gradients up, values and gradients down
+                       compressed: as `dure.split.coding` says
 
 A subclass says who trains when (`order`), and by which rules.
 
@@ -22,13 +23,14 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import (
     Kind,
     Learner,
     Place,
     Proof,
     Strategy,
-    World,
     another,
     examples_for,
 )
@@ -40,10 +42,12 @@ from dure.errors import warn
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
+from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import check_parts, notes_on_head
 from dure.split.apart.proof import prove as prove_parts
 from dure.split.apart.sides import Apart, clients_examples, cut_of
 from dure.split.client import Rules
+from dure.split.compressed import check_compression, exchange_of
 from dure.split.conditions import check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
@@ -75,6 +79,7 @@ class Split(Strategy):
             max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
         measure_leaks: whether a meter tells, every round, how well the server could guess labels
             and how much of the inputs it sees; in simulations.
+        compression: of what crosses the cut: none, bfloat16, float16, int8 or top-k:0.1.
     """
 
     cut: tuple[str, ...] = ()
@@ -84,6 +89,7 @@ class Split(Strategy):
     partition: Partition = field(default_factory=IID)
     defence: Defence = field(default_factory=NoDefence)
     measure_leaks: bool = False
+    compression: Compression = field(default_factory=NoCompression)
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
@@ -94,7 +100,14 @@ class Split(Strategy):
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
-        parse_fields(self, {"partition": partition.parse, "defence": parse_defence})
+        parse_fields(
+            self,
+            {
+                "partition": partition.parse,
+                "defence": parse_defence,
+                "compression": parse_compression,
+            },
+        )
 
     @abstractmethod
     def rules(self) -> Rules:
@@ -110,7 +123,8 @@ class Split(Strategy):
     def label(self) -> str:
         shape = ", labels stay" if self.labels_stay else ""
         where = f" at {' and '.join(self.cut)}" if self.cut else ""
-        return f"{self.title}{where}{shape}"
+        fewer = f", {self.compression}" if self.compression.compresses else ""
+        return f"{self.title}{where}{shape}{fewer}"
 
     def of(self, task: Task) -> Split:
         """The same, with the place of the cut where the task says it, or nobody does.
@@ -145,6 +159,7 @@ class Split(Strategy):
             order=self.order,
             defence=self.defence,
             measure_leaks=self.measure_leaks,
+            compression=self.compression,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -161,11 +176,7 @@ class Split(Strategy):
             labels = task.train.labels()
             self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
             self.defence.check(task.train, self.labels_stay)
-
-    def check_in(self, world: World) -> None:
-        """Raises ValueError for clients over a network."""
-        if world.serves:
-            raise ValueError("split learning is simulated: leave the network out")
+        check_compression(self.compression)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model. Raises ValueError for one that cannot be divided so."""
@@ -178,6 +189,12 @@ class Split(Strategy):
 
     def _check_parts(self, task: Task, model: nn.Module) -> None:
         """Tries copies of the parts that are here."""
+        if self.compression.compresses:
+            raise ValueError(
+                f"compression is {self.compression}, which needs a model that is cut by tracing, "
+                f"and the task is of two files: leave compression out, or let the head give fewer "
+                f"numbers"
+            )
         twin = another(model, task, 0)
         assert isinstance(twin, ModelParts)
         check_parts(task, twin)
@@ -205,7 +222,10 @@ class Split(Strategy):
         """A copy of the model that was cut, since the model is the one that will be trained."""
         check_apart(model)
         check_optimizer(task, model)
-        return cut_at(task, another(model, task, 0), self.cut, self._examples(task))
+        cut = cut_at(task, another(model, task, 0), self.cut, self._examples(task))
+        if exchange_of(self.compression, cut) is not None:
+            AcrossTheCut(cut, self.compression)
+        return cut
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""
@@ -236,4 +256,10 @@ class Split(Strategy):
         return describe(self.partition, parts, labels, task.train.classes)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        return SimulatedLearner(task, place, seed, self.of(task).plan)
+        one = self.of(task)
+        if place.channels is not None:
+            # Here, since a network needs libraries that a simulation does without.
+            from dure.split.network.served import ServedLearner
+
+            return ServedLearner(task, place, seed, one.plan, place.channels)
+        return SimulatedLearner(task, place, seed, one.plan)

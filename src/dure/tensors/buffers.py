@@ -44,10 +44,13 @@ class Buffers:
             write(buffer, value)
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], elsewhere: Sequence[str] = ()
+) -> None:
     """As `load_state_dict`, where forward passes may have made buffers that are None here.
 
     A parameter without memory (device="meta"), such as a table of a parameter server, gets some.
+    elsewhere: tensors that others have; here they are shapes alone, with which nobody can compute.
     """
     devices = (one.device for one in model.parameters() if not one.is_meta)
     device = next(devices, torch.device("cpu"))
@@ -64,7 +67,22 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             memory = torch.empty_like(parameter, device=device)
             trained = parameter.requires_grad
             modules[place]._parameters[own] = nn.Parameter(memory, requires_grad=trained)
-    model.load_state_dict(weights)
+    kept = {name: value for name, value in model.state_dict().items() if name in elsewhere}
+    model.load_state_dict({**kept, **weights})
+    for name in kept:
+        place, _, own = name.rpartition(".")
+        _empty(modules[place], own)
+
+
+def _empty(module: nn.Module, name: str) -> None:
+    """A tensor of the module becomes a shape alone."""
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        return
+    buffer = module._buffers[name]
+    assert buffer is not None
+    module._buffers[name] = buffer.to("meta")
 
 
 def write(target: Tensor, value: Tensor) -> None:

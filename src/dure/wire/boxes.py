@@ -46,6 +46,12 @@ def check_run(run: str) -> None:
         raise ValueError(f"{run[:100]!r} is no id of a run: 1 to 100 letters, digits, _ . -")
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for what is no client's name: others print it, as it is."""
+    if not (0 < len(name) <= MOST_NAME and name.isprintable()):
+        raise ValueError(f"a name has 1 to {MOST_NAME} characters that can be printed")
+
+
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A client as others know it: its number, its name and its two public keys.
 
@@ -88,8 +94,14 @@ class BoxKey:
         return cls(kept_in(path, X25519PrivateKey))  # type: ignore[type-abstract]
 
     def member(self, identity: Key, number: int, name: str, run: str) -> Member:
-        """What the owner of both keys says of itself, to everybody in the run."""
+        """What the owner of both keys says of itself, to everybody in the run.
+
+        Raises ValueError for what is no id of a run, no number or no name.
+        """
         check_run(run)
+        check_name(name)
+        if not 0 <= number < 1 << 31:
+            raise ValueError(f"{number} is no number of a client")
         signature = identity.sign(_signed(run, number, name, self.public))
         return Member(number, name, identity.public, self.public, signature.hex())
 

@@ -8,9 +8,9 @@ The first of these public keys travels with the message and is all that the rece
 its private key and `info`, of which it has its own copy: a message with another one cannot be
 opened. Base mode says nothing about who encrypted; `dure.wire.sealing` does.
 
-`cryptography` has the same from version 47 on, as a function of one piece of memory that makes
-another. Here a message may lie in many pieces, is encrypted from them straight into the memory that
-is given for it, and versions from 42 on do; the tests hold the two against each other.
+Newer versions of `cryptography` have the same, as a function of one piece of memory that makes
+another. Here a message may lie in many pieces and is encrypted from them straight into the memory
+that is given for it, with `cryptography` 42 or newer; the tests hold the two against each other.
 
 A message has at most `MOST` bytes, so that one nonce is enough (NIST SP 800-38D, 5.2.1.1).
 

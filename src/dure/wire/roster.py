@@ -16,10 +16,11 @@ What a server that wants to read what clients seal can do, and what not:
 - It cannot do either later in the run: a roster that was pinned does not change.
 
 Two things help, and both need a way that is not the server's, such as a telephone. Clients compare
-the fingerprint of the roster (`Roster.fingerprint`): if it is the same everywhere, they all have
-the same list. Or every client has a list of the fingerprints that the others read out to it
-(`read_identities`): then nobody takes part who is not on it. Without either, a client trusts its
-server not to have enrolled clients of its own.
+the fingerprint of the roster (`Roster.fingerprint`): if every client on it has confirmed it, then
+all have the same list and nobody else is on it; one that nobody can reach may be the server's. Or
+every client has a list of the fingerprints that the others read out to it (`read_identities`): then
+nobody takes part who is not on it. Without either, a client trusts its server not to have enrolled
+clients of its own. So does a client that has lost its folder: it pins anew.
 
 Source: the first use of a key is trusted and then pinned, as in SSH (RFC 4251, 4.1).
 """
@@ -35,12 +36,9 @@ from pathlib import Path
 import msgspec
 
 from dure.record.disk import write_atomically
-from dure.wire.boxes import Member, PublicKey, Run, Signature, check_run
+from dure.wire.boxes import Member, PublicKey, Run, Signature, check_name, check_run
 from dure.wire.requests import MOST_BODY
 from dure.wire.signatures import Key, is_signed
-
-MOST_MEMBERS = 2048
-"""Clients in a roster."""
 
 _KEY = re.compile("[0-9a-f]{64}|[0-9a-f]{32}")
 _MOST_LIST = 1 << 20
@@ -57,7 +55,7 @@ class RosterError(ValueError):
 
 def fingerprint(public: str) -> str:
     """A public key in short, to be read out: 32 digits of its SHA-256, in groups of four."""
-    return _grouped(bytes.fromhex(public))
+    return _grouped(bytes.fromhex(public), 32)
 
 
 class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,11 +69,19 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def signed(cls, run: str, members: Iterable[Member], key: Key) -> Roster:
-        """The roster of a run, signed by its server. Raises RosterError as `check` does."""
+        """The roster of a run, signed by its server.
+
+        Raises RosterError as `check` does, and for more clients than `MOST_BODY` bytes hold, which
+        are 1700 at least.
+        """
         check_run(run)
         ordered = tuple(sorted(members, key=lambda member: member.number))
         signature = key.sign(_signed(run, key.public, ordered)).hex()
         roster = cls(run, key.public, ordered, signature)
+        # What every client would refuse.
+        if len(roster.to_json()) > MOST_BODY:
+            reason = f"{len(ordered)} clients are too many for one roster of {MOST_BODY} bytes"
+            raise RosterError("no roster", reason)
         check(roster, key.public)
         return roster
 
@@ -91,7 +97,9 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(body, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RosterError("no roster", f"what came is no roster: {error}") from error
+            # The text may quote what came, which may be anything.
+            said = ascii(str(error))[1:-1]
+            raise RosterError("no roster", f"what came is no roster: {said}") from error
 
     def member(self, number: int) -> Member:
         """Raises RosterError where there is none."""
@@ -102,8 +110,12 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fingerprint(self) -> str:
-        """The same where the roster is the same: 32 digits, to be compared over the telephone."""
-        return _grouped(_signed(self.run, self.server, self.members))
+        """The same where the roster is the same: 64 digits, in groups of four.
+
+        Twice as many as of a key: whoever may choose two rosters finds two whose first digits agree
+        with the square root of the work that another key for given digits takes.
+        """
+        return _grouped(_signed(self.run, self.server, self.members), 64)
 
 
 def check(roster: Roster, server_key: str) -> None:
@@ -120,9 +132,6 @@ def check(roster: Roster, server_key: str) -> None:
     signed = _signed(roster.run, roster.server, roster.members)
     if not is_signed(server_key, signed, bytes.fromhex(roster.signature)):
         raise RosterError("not signed", "the roster is not signed by its server, or was changed")
-    if len(roster.members) > MOST_MEMBERS:
-        reason = f"a roster has at most {MOST_MEMBERS} clients, and this has {len(roster.members)}"
-        raise RosterError("no roster", reason)
     _check_apart(roster.members)
     for member in roster.members:
         if not member.is_true(roster.run):
@@ -282,12 +291,15 @@ def _check_apart(members: tuple[Member, ...]) -> None:
     numbers = [member.number for member in members]
     if numbers != sorted(set(numbers)):
         raise RosterError("no roster", "the clients of the roster are not in order, each once")
+    for member in members:
+        try:
+            check_name(member.name)
+        except ValueError as error:
+            reason = f"the name of client {member.number} is none: {error}"
+            raise RosterError("no roster", reason) from error
     for what in ("name", "identity", "box"):
         owners: dict[str, Member] = {}
         for member in members:
-            if not member.name.isprintable():
-                reason = f"the name of client {member.number} cannot be printed"
-                raise RosterError("no roster", reason)
             other = owners.setdefault(getattr(member, what), member)
             if other is not member:
                 reason = f"clients {other.number} and {member.number} have the same {what}"
@@ -307,9 +319,9 @@ def _signed(run: str, server: str, members: Iterable[Member]) -> bytes:
     return b"dure roster 1\n" + json.dumps([run, server, listed]).encode("ascii")
 
 
-def _grouped(content: bytes) -> str:
-    digits = hashlib.sha256(content).hexdigest()[:32]
-    return " ".join(digits[at : at + 4] for at in range(0, 32, 4))
+def _grouped(content: bytes, count: int) -> str:
+    digits = hashlib.sha256(content).hexdigest()
+    return " ".join(digits[at : at + 4] for at in range(0, count, 4))
 
 
 def _plain(text: str) -> str:

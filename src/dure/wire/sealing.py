@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -93,7 +93,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     identity: PublicKey
     receiver: Number
     box: PublicKey
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=0)]
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"
@@ -138,7 +138,7 @@ def unseal(sealed: Bytes, *, box: BoxKey, sender: Member, about: About) -> bytea
     if sender.number != about.sender:
         raise ValueError(f"this is about client {about.sender}, and not from {sender}")
     whole = memoryview(sealed).cast("B")
-    line, once, encrypted = _opened(whole, sender)
+    line, once, encrypted = _signed_by(whole, sender)
     _check(_said(line), box, sender, about, len(encrypted))
     message = bytearray(len(encrypted) - hpke.TAG + hpke.SLACK)
     try:
@@ -175,14 +175,14 @@ def _head(count: int, to: Member, identity: Key, about: About) -> _Head:
     )
 
 
-def _opened(whole: memoryview, sender: Member) -> tuple[bytes, bytes, memoryview]:
+def _signed_by(whole: memoryview, sender: Member) -> tuple[bytes, bytes, memoryview]:
     """The first line, the message's public key and the encrypted message, if the sender has signed
     them. Raises SealError."""
     first = bytes(whole[:MOST_HEAD])
     at = first.find(b"\n") + 1
     signed = at + hpke.PUBLIC
     front = signed + _SIGNATURE
-    if at == 0 or len(whole) < front + hpke.TAG:
+    if at == 0:
         raise SealError("not sealed", f"what came from {sender} is no sealed message")
     if not is_signed(sender.identity, bytes(whole[:signed]), bytes(whole[signed:front])):
         reason = f"the message is not signed by {sender}, or was changed on its way"
@@ -192,13 +192,11 @@ def _opened(whole: memoryview, sender: Member) -> tuple[bytes, bytes, memoryview
 
 def _said(line: bytes) -> _Head:
     try:
-        head = msgspec.json.decode(line, type=_Head)
+        return msgspec.json.decode(line, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SealError("not sealed", f"the first line of the message is wrong: {error}") from error
-    # One message can be written in one way only.
-    if head.line() != line:
-        raise SealError("not sealed", "the first line of the message is written another way")
-    return head
+        # The text may quote what came, which may be anything.
+        reason = f"the first line of the message is wrong: {ascii(str(error))[1:-1]}"
+        raise SealError("not sealed", reason) from error
 
 
 def _check(head: _Head, box: BoxKey, sender: Member, about: About, rest: int) -> None:
@@ -218,6 +216,7 @@ def _check(head: _Head, box: BoxKey, sender: Member, about: About, rest: int) ->
     if head.box != box.public:
         reason = f"{sender} sealed this for another box key of client {about.receiver} than its own"
         raise SealError("not for me", reason)
-    if head.size != rest - hpke.TAG:
-        reason = f"{head.size} bytes were sealed by {sender}, and {rest - hpke.TAG} came"
+    whole = head.size + hpke.TAG
+    if whole != rest:
+        reason = f"{whole} encrypted bytes were sent by {sender}, and {rest} came"
         raise SealError("changed", reason)

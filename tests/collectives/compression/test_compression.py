@@ -268,6 +268,8 @@ def test_the_text_of_a_compression_names_it(compression: Compression) -> None:
     [
         ("none", NoCompression()),
         ("cast:float16", Cast("float16")),
+        ("float16", Cast("float16")),
+        (" bfloat16", Cast("bfloat16")),
         ("top-k:0.5", TopK(0.5)),
         ("power-sgd:4:0:100", PowerSGD(4, 0, 100)),
     ],

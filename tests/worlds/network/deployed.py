@@ -38,10 +38,11 @@ SECONDS = 60.0
 
 _SERVER = ["dure.worlds.network.server.app", "dure.worlds.network.server.serving"]
 _CLIENT = ["dure.worlds.network.client.loop", "dure.worlds.network.client.policy"]
+_SPLIT = ["dure.split.network.served", "dure.run.split_site"]
 _context = multiprocessing.get_context("forkserver")
 # Modules of the tests are not on its path.
 _context.set_forkserver_preload(
-    ["pytest", "torch", "dure.run.train", "dure.run.join", *_SERVER, *_CLIENT]
+    ["pytest", "torch", "dure.run.train", "dure.run.join", *_SERVER, *_CLIENT, *_SPLIT]
 )
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
 
@@ -233,7 +234,9 @@ class Ended:
     @classmethod
     def of(cls, run: dure.Run) -> Ended:
         content = io.BytesIO()
-        torch.save(run.model.state_dict(), content)
+        # Those that others have are shapes alone here.
+        state = run.model.state_dict()
+        torch.save({name: one for name, one in state.items() if not one.is_meta}, content)
         return cls(
             weights=content.getvalue(),
             losses=[step.loss for step in run.history.steps],
@@ -364,13 +367,18 @@ class Deployment:
         return found
 
 
-def deployed(folder: Path, plan: Plan, clients: int, **settings: Any) -> Ended:
-    """A run of which nothing is disturbed; every client has heard that it is over."""
+def deployed(
+    folder: Path, plan: Plan, clients: int, traces: bool = False, **settings: Any
+) -> Ended:
+    """A run of which nothing is disturbed; every client has heard that it is over.
+
+    traces: clients trace the model, for which they load the compiler.
+    """
     with Deployment(folder, plan) as deployment:
         deployment.serve()
         deployment.join_all(clients, **settings)
         ended = deployment.ended()
         for client in deployment.clients.values():
             assert client.wait_for("over") == "the run is over"
-            assert client.said("compiler") == [False], "it takes seconds to load"
+            assert client.said("compiler") == [traces], "it takes seconds to load"
         return ended

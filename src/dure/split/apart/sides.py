@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure.collectives.compression import Compression
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
@@ -227,8 +228,9 @@ class Apart(Divided):
         # Without a matrix product anywhere, one part is taken to be as long as another.
         return [one / total if total else 1 / len(counts) for one in counts]
 
-    def message_bytes(self) -> tuple[int, int]:
-        return self.client.leaving.nbytes(self.examples)
+    def message_bytes(self, compression: Compression) -> list[tuple[int, int]]:
+        forms = (self.client.leaving, self.server.leaving)
+        return [form.nbytes(self.examples) for form in forms if form is not None]
 
     @property
     def batching(self) -> Callable[[Sequence[int]], Batching]:

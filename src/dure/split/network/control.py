@@ -22,12 +22,12 @@ from torch import Tensor
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """examples: of the client's. batch: how many it trains on in a step, at the most. member: its
-    entry in the roster, as JSON. head: digest of the head that it begins with."""
+    entry in the roster, as JSON. digest: of the head that it begins with."""
 
     examples: int
     batch: int
     member: bytes
-    head: str
+    digest: str
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):

@@ -344,9 +344,7 @@ class _Serves:
         from dure.worlds.network.server.serving import Serving
 
         world = self.world
-        serving = Serving(
-            app.asgi(), world.host, world.port, self.context, app.lives_in, heartbeat
-        )
+        serving = Serving(app.asgi(), world.host, world.port, self.context, app.lives_in, heartbeat)
         self.ending.callback(serving.stop)
         scheme = "http" if self.context is None else "https"
         url = f"{scheme}://{world.host}:{serving.port}"
@@ -417,9 +415,7 @@ class _Server(_Serves):
         # Sites whose own differ fetch them once.
         if federation.frozen:
             self.shelf.keep(federation.frozen)
-        told = self.told(
-            federation.clients, federation.seed, federation.trains, federation.threads
-        )
+        told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
             Served(**told, samples=federation.samples),
             self.desk,

@@ -370,7 +370,7 @@ class Link:
         self, response: http.client.HTTPResponse, body: bytes, method: str
     ) -> RefusedError | BusyError:
         status = response.status
-        said = _own_words(body)
+        said = own_words(body)
         if said is not None:
             self.known = True
         reason = said or _status(response)
@@ -519,7 +519,7 @@ def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.getheaders()}
 
 
-def _own_words(body: bytes) -> str | None:
+def own_words(body: bytes) -> str | None:
     """Why a server of dure refuses; None of anybody else."""
     try:
         return _one_line(from_json(body, Refusal).error)

@@ -52,7 +52,8 @@ else:
 
 FILE = "policy.toml"
 
-_OWN_SYSTEMS = [name for name, each in SYSTEMS.items() if each.module.startswith("dure.federated.")]
+_ROOMS = ("dure.federated.", "dure.split.")
+_OWN_SYSTEMS = [name for name, each in SYSTEMS.items() if each.module.startswith(_ROOMS)]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B")
 _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -37,6 +37,7 @@ from dure.wire.requests import (
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import Form, receive
 from dure.worlds.network.client.audit import Audit, Kind
+from dure.worlds.network.client.channel import Channel
 from dure.worlds.network.client.link import (
     Backoff,
     BusyError,
@@ -83,6 +84,10 @@ def _seldom(moved: Callable[[int], None]) -> Callable[[int], None]:
             moved(count)
 
     return tells
+
+
+REST = 0.2
+"""Seconds after which a channel that broke is opened anew."""
 
 
 class Signed:
@@ -148,6 +153,27 @@ class Session:
 
     def close(self) -> None:
         self._link.close()
+
+    # A channel that stays open
+
+    @property
+    def key(self) -> Key:
+        """The client's identity."""
+        return self._key
+
+    def channel(self) -> Channel:
+        """Opens one, at once. Raises as `Link` does."""
+        return Channel(self.url, self._context, self._signer, self.stop, self.heartbeat)
+
+    def patiently(self, call: Callable[[], Channel]) -> Channel:
+        """A channel, as soon as there is one. Raises GaveUpError."""
+        found: Channel = self._patiently(call, self._give_up)
+        return found
+
+    def rest(self) -> None:
+        """A moment, before a channel that broke is opened anew. Raises StoppedError."""
+        if self.stop.wait(REST):
+            raise StoppedError
 
     # Who it is
 

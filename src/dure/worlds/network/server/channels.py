@@ -31,10 +31,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from dure.errors import ServeError
 from dure.contracts.channels import Came, Event, Gone, Said
+from dure.errors import ServeError
 from dure.wire import requests
-from dure.wire.requests import CheckIn, RequestError, Welcome
+from dure.wire.requests import CheckIn
 from dure.wire.signatures import Key
 from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.answers import answer, refusal
@@ -121,7 +121,7 @@ class NetworkChannels:
             channel.waiting -= 1
         return event
 
-    def say(self, client: int, frame: Sequence[bytes | memoryview]) -> None:
+    def say(self, client: int, frame: Sequence[bytes | bytearray | memoryview]) -> None:
         channel = self._channels.get(client)
         if channel is not None:
             self._post(channel, b"".join(frame))

@@ -1,0 +1,378 @@
+"""The server of a run whose clients are elsewhere: the state machine, channels, and who is there.
+
+    a client comes     Hello; the roster; what it was in the middle of begins anew
+    a client speaks    what it says is checked, dealt with, and the answers go out
+    a client is gone   its turn has not counted: the server is set back to before it. It may come
+                       again within `lasts`, and has the same turn then; after that the round goes
+                       on without it, with the head that the one before has kept
+    a client says      what cannot be, or nothing for `lasts`: its channel is closed, and the round
+                       goes on without it
+
+Where all of a round are gone, or the one who has the newest head does not come again, the run ends
+with an error that names it; it can be resumed when they are there.
+
+A head that goes from client to client passes here sealed: the server sees for whom it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.contracts.channels import Came, Channels, Event, Gone, Said
+from dure.errors import DureError, LossNotFiniteError
+from dure.fleet.virtual import nbytes
+from dure.record.meter import Meter
+from dure.split.compressed import Exchange
+from dure.split.messages import (
+    SERVER,
+    Ended,
+    Envelope,
+    HeadGradients,
+    Message,
+    OutputGradients,
+    Pass,
+    Smashed,
+    client,
+)
+from dure.split.network.checks import Checks, WrongError
+from dure.split.network.control import (
+    Answer,
+    Failed,
+    Measure,
+    Measured,
+    Members,
+    Query,
+    Sealed,
+)
+from dure.split.network.entrance import Entrance
+from dure.split.network.forward import Forward
+from dure.split.network.frames import Frame, FrameError, decode, encode
+from dure.split.server import Server
+
+PULSE = 0.5
+"""Seconds between two looks that a terminal gets."""
+
+MOMENT = 0.2
+"""Seconds between two looks at the clock and at wishes to end."""
+
+FROM_CLIENTS = (Smashed, OutputGradients, HeadGradients, Ended)
+
+Tell = Callable[[str], None]
+
+
+class ClientsLostError(DureError):
+    """No client is left that could go on."""
+
+
+class Hall:
+    """Of one run. meters: the server's, and the clients' in their order.
+
+    tell: hears of what goes wrong with clients; show, now and then, who is there. kept: called when
+    a turn counts, before the next one begins.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        channels: Channels,
+        checks: Checks,
+        forward: Forward,
+        meters: Sequence[Meter],
+        entrance: Entrance,
+        exchange: Callable[[], Exchange] | None,
+        tell: Tell,
+        show: Callable[[dict[str, Any]], None],
+        kept: Callable[[], None],
+    ) -> None:
+        self.server = server
+        self.order = server.order
+        self.channels = channels
+        self.checks = checks
+        self.forward = forward
+        self.meters = meters
+        self.entrance = entrance
+        self.exchange = exchange
+        self.tell = tell
+        self.show = show
+        self.kept = kept
+        self.here: set[str] = set()
+        self.absent: frozenset[str] = frozenset()
+        self.reasons: dict[str, str] = {}
+        """Why a client was lost."""
+        self._since: dict[str, float] = {}
+        """Since when a client is gone, or a message of it is awaited."""
+        self._handing: dict[str, str] = {}
+        """Who hands its head to whom."""
+        self._exchanges: dict[str, Exchange] = {}
+        self._examples: dict[str, int] = {}
+        """Of the batch that a client has under way."""
+        self._shown = 0.0
+        self._measured: dict[str, float] | None = None
+        self._measurer: str | None = None
+        # All have come in.
+        for name in self.order.everyone:
+            self._enters(name)
+
+    # A round
+
+    def round(self, round: int, ends: Callable[[], bool]) -> bool:
+        """Trains until the round is over; False where it `ends` before. Raises ClientsLostError,
+        LossNotFiniteError."""
+        if self.order.over:
+            self.absent = frozenset()
+            said = self.server.begin(round)
+        # A run that was interrupted goes on in the middle of one.
+        else:
+            said = self.order.again(self.absent)
+        self._say(said)
+        while not self.order.over:
+            if ends():
+                self._set_back()
+                return False
+            self._happens(self.channels.next(MOMENT))
+            self._look()
+        if self.absent >= set(self.order.everyone):
+            self._nobody_left()
+        return True
+
+    def _happens(self, event: Event | None) -> None:
+        if event is None:
+            return
+        name = client(event.client)
+        if isinstance(event, Came):
+            self._comes(name, event)
+        elif isinstance(event, Gone):
+            self._goes(name, event.why)
+        elif name in self.here:
+            self._hears(name, event)
+
+    def _look(self) -> None:
+        """Who has been waited for long enough?"""
+        now = time.monotonic()
+        if now - self._shown > PULSE:
+            self._shown = now
+            self.show(self.look())
+        for name in self._awaited():
+            since = self._since.setdefault(name, now)
+            if now - since <= self.channels.lasts:
+                continue
+            if name in self.here:
+                self._fails(name, f"said nothing for {self.channels.lasts:g} s")
+            else:
+                self._without(name)
+            return
+
+    def look(self) -> dict[str, Any]:
+        """Who is there and what is waited for, as terminals show it."""
+        awaited = self._awaited()
+        missing = [name for name in awaited if name not in self.here]
+        left = [
+            self.channels.lasts - (time.monotonic() - self._since[name])
+            for name in awaited
+            if name in self._since
+        ]
+        counters = self.meters[0].counters
+        return {
+            "doing": "training" if self._measurer is None else "measuring",
+            "round": self.order.round + 1,
+            "here": len(self.here),
+            "at_work": [name for name in awaited if name in self.here],
+            "missing": missing,
+            "left": max(0.0, min(left)) if left else None,
+            "outcomes": {},
+            "received": counters.bytes_received,
+            "sent": counters.bytes_sent,
+        }
+
+    def _awaited(self) -> list[str]:
+        """Whose next message is waited for: who hands a head on comes before who gets it."""
+        if self._measurer is not None:
+            return [self._measurer]
+        receivers = set(self._handing.values())
+        return [*self._handing, *(x for x in self.server.awaited() if x not in receivers)]
+
+    # Who is there
+
+    def _enters(self, name: str) -> None:
+        assert self.entrance.roster is not None
+        self.here.add(name)
+        self._since.pop(name, None)
+        self._send(name, Members(self.entrance.roster.to_json()))
+
+    def _comes(self, name: str, event: Came) -> None:
+        if not self.entrance.lets_in(event):
+            return
+        self._enters(name)
+        if name in self.order.turns or name in self._handing:
+            self._anew(self.absent)
+
+    def _goes(self, name: str, why: str) -> None:
+        self.here.discard(name)
+        self._since[name] = time.monotonic()
+        self.reasons[name] = why
+        self.tell(f"{name} is gone: {why}")
+
+    def _fails(self, name: str, reason: str) -> None:
+        """A client has done what cannot be gone on with."""
+        self.here.discard(name)
+        self.reasons[name] = reason
+        self.channels.turn_away(number_of(name), reason)
+        self._without(name)
+
+    def _without(self, name: str) -> None:
+        """The round goes on without a client."""
+        reason = self.reasons.get(name, "it has not come again")
+        if name in self._handing:
+            raise ClientsLostError(
+                f"{name}, who has the newest head, does not hand it on: {reason}; resume the run "
+                f"when it is there again"
+            )
+        self.tell(f"{name} is left out of this round: {reason}")
+        self._anew(self.absent | {name})
+
+    def _anew(self, absent: frozenset[str]) -> None:
+        """What has begun since the newest turn that counts begins once more."""
+        self.absent = absent
+        self._set_back()
+        self._say(self.order.again(absent))
+        if self.order.over and absent >= set(self.order.everyone):
+            self._nobody_left()
+
+    def _set_back(self) -> None:
+        self.server.back()
+        self._handing.clear()
+        self._examples.clear()
+        for name in self.here:
+            self._since.pop(name, None)
+
+    def _nobody_left(self) -> None:
+        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(self.reasons.items()))
+        raise ClientsLostError(
+            f"no client is left to train with ({why}); resume the run when one is there"
+        )
+
+    # What clients say
+
+    def _hears(self, name: str, event: Said) -> None:
+        self._since.pop(name, None)
+        try:
+            frame = decode(event.frame)
+            self._deals(name, frame)
+        except (FrameError, WrongError) as error:
+            self._fails(name, f"sent what cannot be: {error}")
+        except LossNotFiniteError:
+            self._set_back()
+            raise
+
+    def _deals(self, name: str, frame: Frame) -> None:
+        self.meters[1 + number_of(name)].sent(nbytes(frame))
+        self.meters[0].received(nbytes(frame))
+        if isinstance(frame, Failed):
+            self._fails(name, f"its own code raised: {frame.reason}")
+        elif isinstance(frame, Sealed):
+            self._relays(name, frame)
+        elif isinstance(frame, Query):
+            self._answers(name, frame)
+        elif isinstance(frame, Measured):
+            if name == self._measurer:
+                self._measured = dict(frame.values)
+        elif isinstance(frame, FROM_CLIENTS):
+            self._trains(name, frame)
+        else:
+            raise WrongError(f"{type(frame).__name__} is nothing that a client says")
+
+    def _trains(self, name: str, message: Message) -> None:
+        # Of a turn that was taken back: it came too late to be wrong.
+        if getattr(message, "turn", None) != self.order.turns.get(name):
+            return
+        try:
+            whole = self.server.whole
+            if self.exchange is not None:
+                message = self._with(name).read(name, message)
+            message = self.checks.checked(message, self._examples.get(name, 0))
+            if isinstance(message, Smashed):
+                self._examples[name] = message.examples
+            began = time.perf_counter()
+            said = self.server.receive(name, message, time.monotonic())
+            self.meters[0].counters.compute_seconds += time.perf_counter() - began
+        # What the order of messages does not allow, or no code can have written.
+        except ValueError as error:
+            raise WrongError(str(error)) from error
+        if self.server.whole is not whole:
+            self.kept()
+        self._say(said)
+
+    def _relays(self, name: str, sealed: Sealed) -> None:
+        """A head, which nobody here can read, goes on to whom it is for."""
+        to = client(sealed.peer)
+        if self._handing.get(name) != to or self.order.turns.get(to) != sealed.turn:
+            return
+        del self._handing[name]
+        self._send(to, Sealed(sealed.turn, number_of(name), sealed.content))
+
+    def _with(self, name: str) -> Exchange:
+        """In what way values cross between the server and a client."""
+        assert self.exchange is not None
+        return self._exchanges.setdefault(name, self.exchange())
+
+    # What the server says
+
+    def _say(self, said: Sequence[Envelope]) -> None:
+        for name, message in said:
+            if isinstance(message, Pass):
+                self._handing[name] = message.to
+                # However long it was gone before: it is needed now.
+                self._since.pop(name, None)
+            self._send(name, message)
+
+    def _send(self, name: str, frame: Frame) -> None:
+        if name not in self.here:
+            self._since.setdefault(name, time.monotonic())
+            return
+        if self.exchange is not None and isinstance(frame, Message):
+            frame = self._with(name).written(frame)
+        number = number_of(name)
+        size = nbytes(frame)
+        if size:
+            self.meters[0].sent(size)
+            self.meters[1 + number].received(size)
+        self.channels.say(number, encode(frame))
+
+    # Evaluation by a client that has the head
+
+    def measure(self, name: str, round: int, ends: Callable[[], bool]) -> dict[str, float]:
+        """What a client measures on its own test data; empty without, or if it does not come."""
+        if name not in self.here:
+            return {}
+        self._measured = None
+        self._measurer = name
+        self._send(name, Measure(round, self.order.since.get(name, -1)))
+        try:
+            while self._measured is None and name in self.here and not ends():
+                self._happens(self.channels.next(MOMENT))
+                self._look()
+        finally:
+            self._measurer = None
+        return self._measured or {}
+
+    def _answers(self, name: str, query: Query) -> None:
+        if name != self._measurer:
+            return
+        values = self.checks.checked_query(query)
+        found: Sequence[Tensor] = self.forward(1, query.examples, values)
+        if self.server.targets is None:
+            found = self.forward.crossing(1, found, query.examples)
+        if not all(isinstance(one, torch.Tensor) for one in found):
+            raise WrongError("the model gives more than tensors, which cannot travel")
+        self._send(name, Answer(tuple(found)))
+
+
+def number_of(name: str) -> int:
+    """The number of a client, by its name."""
+    assert name != SERVER
+    return int(name.removeprefix("client "))

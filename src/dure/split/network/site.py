@@ -1,0 +1,223 @@
+"""A client of a run over a network: frames in, frames out.
+
+What it computes is the state machine's (`dure.split.client`). Here its head is sealed for the next
+client and opened where it comes, and what it knew after its newest turns is written down before the
+server hears that it has ended one, so that it may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import StateError
+from dure.fleet.virtual import Envelope, Node
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.disk import write_atomically
+from dure.split.client import Client, Kept
+from dure.split.compressed import Compressed, Exchange
+from dure.split.messages import SERVER, Handed, Turn, client
+from dure.split.network.control import Answer, Hello, Measure, Measured, Members, Query, Sealed
+from dure.split.network.forward import Forward
+from dure.split.network.frames import Frame, decode, encode
+from dure.split.states import read, written
+from dure.tasks.measurement import Measurement
+from dure.tasks.modes import in_mode
+from dure.wire.boxes import BoxKey, Member
+from dure.wire.roster import Pinned, Roster
+from dure.wire.sealing import About, seal, unseal
+from dure.wire.signatures import Key
+
+Pieces = Sequence[bytes | bytearray | memoryview]
+
+
+class Says(Protocol):
+    """To the server, and from it."""
+
+    def next(self, seconds: float | None = None) -> bytes: ...
+
+    def say(self, frame: Pieces) -> None: ...
+
+
+class Identity:
+    """The keys of a client. own: what it says of itself to all others."""
+
+    def __init__(self, key: Key, box: BoxKey, own: Member, run: str, pinned: Pinned) -> None:
+        self.key = key
+        self.box = box
+        self.own = own
+        self.run = run
+        self.pinned = pinned
+
+    def takes(self, roster: bytes) -> None:
+        """Raises RosterError for one that is not the first, or not signed."""
+        self.pinned.take(Roster.from_json(roster), self.own)
+
+    def member(self, number: int) -> Member:
+        assert self.pinned.roster is not None
+        return self.pinned.roster.member(number)
+
+    def seals(self, turn: int, receiver: int, frame: Frame) -> Tensor:
+        """A frame that only one client can read."""
+        about = About(self.run, turn, self.own.number, receiver)
+        sealed = seal(encode(frame), to=self.member(receiver), identity=self.key, about=about)
+        return torch.frombuffer(sealed, dtype=torch.uint8)
+
+    def opens(self, turn: int, sender: int, content: Tensor) -> Frame:
+        """The inverse. Raises SealError for what is not from that client, for this one."""
+        about = About(self.run, turn, sender, self.own.number)
+        sealed: Any = content.numpy()
+        return decode(unseal(sealed, box=self.box, sender=self.member(sender), about=about))
+
+
+class Site:
+    """A client at work. folder: where it keeps what it knew; None keeps it in memory.
+
+    event: hears of what happens.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        machine: Client,
+        identity: Identity,
+        model: nn.Module,
+        forward: Forward,
+        exchange: Callable[[], Exchange] | None,
+        test: Examples | None,
+        hello: Hello,
+        group: Group,
+        folder: Path | None,
+        event: Callable[[str, Mapping[str, object]], None],
+    ) -> None:
+        self.task = task
+        self.machine = machine
+        self.node: Node = machine if exchange is None else Compressed(machine, exchange)
+        self.identity = identity
+        self.model = model
+        self.forward = forward
+        self.test = test
+        self.hello = hello
+        self.group = group
+        self.folder = folder
+        self.event = event
+        self._round = 0
+        self._written: set[int] = {-1}
+        self._read_kept()
+
+    def talks(self, channel: Says) -> None:
+        """Until the channel ends, by the error that it raises."""
+        channel.say(encode(self.hello))
+        while True:
+            frame = decode(channel.next())
+            for said in self._hears(frame, channel):
+                channel.say(encode(said))
+
+    def _hears(self, frame: Frame, channel: Says) -> list[Frame]:
+        if isinstance(frame, Members):
+            self.identity.takes(frame.roster)
+            return []
+        if isinstance(frame, Measure):
+            return [self._measures(frame, channel)]
+        if isinstance(frame, Sealed):
+            handed = self.identity.opens(frame.turn, frame.peer, frame.content)
+            if not isinstance(handed, Handed) or handed.turn != frame.turn:
+                raise StateError(f"{client(frame.peer)} has sealed something else than its head")
+            return self._trains(client(frame.peer), handed)
+        return self._trains(SERVER, frame)
+
+    def _trains(self, sender: str, message: Any) -> list[Frame]:
+        self._tells(message)
+        before = generators_state() if self.machine.examples.draws else None
+        said = self.node.receive(sender, message, 0.0)
+        if before is not None:
+            restore_generators(before)
+        self._write_kept()
+        return [self._out(envelope) for envelope in said]
+
+    def _out(self, envelope: Envelope) -> Frame:
+        to, message = envelope
+        if to == SERVER:
+            return message  # type: ignore[no-any-return]
+        receiver = int(to.removeprefix("client "))
+        content = self.identity.seals(message.turn, receiver, message)
+        about = {"round": self._round, "bytes": content.nbytes}
+        self.event("sending", about)
+        return Sealed(message.turn, receiver, content)
+
+    def _tells(self, message: Any) -> None:
+        if isinstance(message, Turn):
+            self._round = message.round
+            self.event("training", {"round": message.round})
+
+    # Evaluation
+
+    def _measures(self, measure: Measure, channel: Says) -> Measured:
+        """The model with the newest head, of which the server computes its part, on test data."""
+        if self.test is None:
+            return Measured(measure.round, {})
+        self.event("measuring", {"round": measure.round})
+        side = self.machine.party.side
+        side.take(self.machine.after(measure.since).own)
+        measurement = Measurement(self.task, examples=len(self.test), share=len(self.test))
+        with in_mode(self.model, training=False):
+            for indices in torch.split(torch.arange(len(self.test)), self.task.eval_batch_size):
+                inputs, targets = self.test.batch(indices)
+                outputs = self._outputs(len(indices), inputs, channel)
+                measurement.add(outputs, targets, len(indices))
+        values = measurement.values(self.group)
+        finite = {f"test_{name}": one for name, one in values.items() if math.isfinite(one)}
+        return Measured(measure.round, finite)
+
+    def _outputs(self, examples: int, inputs: Any, channel: Says) -> Any:
+        """What the model gives for these, of which the server computes a part."""
+        values = self.forward.crossing(0, self.forward(0, examples, [], inputs), examples)
+        channel.say(encode(Query(examples, tuple(values))))
+        answer = decode(channel.next())
+        if not isinstance(answer, Answer):
+            raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
+        leaves: Sequence[Tensor] = answer.values
+        if self.machine.end is not None:
+            leaves = self.forward(self.machine.end, examples, leaves, inputs)
+        return self.forward.outputs(leaves, examples)
+
+    # What it knew after its newest turns
+
+    def _write_kept(self) -> None:
+        """Writes down what is new, and forgets what the server will not come back to."""
+        kept = self.machine.kept
+        if self.folder is None or kept.keys() == self._written:
+            return
+        for turn in kept.keys() - self._written:
+            own, memory = kept[turn]
+            write_atomically(
+                self._file(turn), tree_to_bytes({"own": written(own), "memory": memory})
+            )
+        for turn in self._written - kept.keys():
+            self._file(turn).unlink(missing_ok=True)
+        self._written = set(kept)
+
+    def _read_kept(self) -> None:
+        if self.folder is None:
+            return
+        for path in sorted(self.folder.glob(f"head-{self.identity.run}-*.tree")):
+            turn = int(path.stem.rpartition("-")[2])
+            try:
+                found = tree_from_bytes(path.read_bytes())
+                self.machine.kept[turn] = Kept(read(found["own"]), found["memory"])
+            except Exception as error:
+                raise StateError(f"{path} is damaged: {error}") from error
+            self._written.add(turn)
+
+    def _file(self, turn: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"head-{self.identity.run}-{turn}.tree"

@@ -1,0 +1,144 @@
+"""A client's channel to its server: a WebSocket, opened by a request that is signed as all are.
+
+It goes where a `Link` goes, over TLS and through the proxy that the environment names, and what
+goes wrong has the same kinds: what can pass is a LinkLostError or a BusyError; a server that says
+no is a RefusedError. Pings are answered while the client computes.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from dure.wire.signatures import NONCE, Signer, digest_of
+from dure.worlds.network.client.connection import (
+    Connection,
+    Limits,
+    LinkLostError,
+    lost,
+    place_of,
+    proxy_for,
+)
+from dure.worlds.network.client.link import BusyError, RefusedError, StoppedError, own_words
+
+try:
+    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+    from websockets.sync.client import ClientConnection, connect
+except ImportError as error:
+    raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
+
+PATH = "/v1/channel"
+
+CONNECT_SECONDS = 10.0
+MOMENT = 0.2
+
+OVER = 4000
+"""Code by which the server closes it since the run is over."""
+TURNED_AWAY = 4001
+"""Code by which it does so since it does not take what this client does."""
+
+
+class OverError(Exception):
+    """The run is over; the reason."""
+
+
+class Channel:
+    """Frames to and from the server, in order. stop: ends every wait.
+
+    Raises as `Link` does where it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        context: ssl.SSLContext | None,
+        signer: Signer,
+        stop: threading.Event,
+        heartbeat: float,
+    ) -> None:
+        self._place = place_of(url)
+        self._context = (context or ssl.create_default_context()) if self._place.secure else None
+        self._signer = signer
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._socket = self._opened(again=True)
+
+    def _opened(self, again: bool) -> ClientConnection:
+        signed = self._signer.sign("GET", PATH, digest_of())
+        try:
+            limits = Limits(CONNECT_SECONDS)
+            connection = Connection(self._place, self._context, proxy_for(self._place), limits)
+            connection.sock.settimeout(None)
+            return connect(
+                f"ws://{self._place}{self._place.prefix}{PATH}",
+                sock=connection.sock,
+                additional_headers=dict(signed),
+                compression=None,
+                max_size=None,
+                open_timeout=CONNECT_SECONDS,
+                ping_interval=self._heartbeat,
+                ping_timeout=2 * self._heartbeat,
+                close_timeout=1.0,
+            )
+        except InvalidStatus as error:
+            response = error.response
+            nonce = {NONCE: response.headers.get(NONCE, "")}
+            if again and self._signer.again(signed, response.status_code, nonce):
+                return self._opened(again=False)
+            raise self._refused(response.status_code, bytes(response.body or b"")) from error
+        except InvalidHandshake as error:
+            raise LinkLostError(f"{self._place} opens no channel: {error}") from error
+        except (OSError, EOFError) as error:
+            broke = error if isinstance(error, OSError) else ConnectionError()
+            raise lost(broke, self._place, CONNECT_SECONDS) from error
+
+    def _refused(self, status: int, body: bytes) -> RefusedError | BusyError:
+        reason = own_words(body) or f"{self._place} answers {status} to a channel"
+        if status >= 500 or status in (408, 425, 429):
+            return BusyError(status, reason)
+        return RefusedError(status, reason, body)
+
+    def next(self, seconds: float | None = None) -> bytes:
+        """The next frame. Raises LinkLostError, RefusedError, OverError, StoppedError, and
+        LinkLostError where none comes for so many seconds."""
+        waited = 0.0
+        while True:
+            if self._stop.is_set():
+                raise StoppedError
+            try:
+                frame: Any = self._socket.recv(timeout=MOMENT, decode=False)
+                return bytes(frame)
+            except TimeoutError:
+                waited += MOMENT
+                if seconds is not None and waited > seconds:
+                    raise LinkLostError(f"{self._place} said nothing for {seconds:g} s") from None
+            except ConnectionClosed as error:
+                raise self._closed(error) from error
+
+    def say(self, frame: Sequence[bytes | bytearray | memoryview]) -> None:
+        """Sends a frame, in pieces. Raises as `next` does."""
+        try:
+            self._socket.send(b"".join(frame))
+        except ConnectionClosed as error:
+            raise self._closed(error) from error
+
+    def _closed(self, error: ConnectionClosed) -> Exception:
+        received = error.rcvd
+        if received is not None and received.code == OVER:
+            return OverError(received.reason)
+        if received is not None and received.code == TURNED_AWAY:
+            return RefusedError(422, received.reason)
+        return LinkLostError(f"the connection to {self._place} broke")
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._socket.close()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
