@@ -4,8 +4,11 @@ other."""
 from __future__ import annotations
 
 import gc
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
+from dure.cli.main import main
 from dure.contracts.strategy import Strategy, seeded_model
 from dure.fleet.virtual import Link, VirtualNetwork
 from dure.split.apart.form import decoded, encoded, form_of
@@ -726,6 +730,21 @@ def test_what_goes_past_what_the_head_returns_is_found_before_the_first_step() -
     task = dure.joined(*two_files(make_head=Remembers, make_tail=Recalls))
     with pytest.raises(ValueError, match="something besides what the head returns"):
         trained(task, dure.SplitLearning(clients=2, batch_size=SIZE))
+
+
+# What the page says
+
+
+def test_the_files_of_the_page_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "split.md").read_text()
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, re.M | re.S)
+    written = {name: (tmp_path / name).write_text(body) for name, body in blocks}
+    assert sorted(written) == ["both.py", "head.py", "tail.py"]
+    lines = re.findall(r"^(dure \w+ both\.py:.*)$", page, re.M)
+    assert len(lines) == 2
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0
 
 
 # Forms
