@@ -8,6 +8,7 @@ with: 2 where the user's input has to change, 1 where a run failed.
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 import traceback
 import warnings
@@ -97,6 +98,26 @@ class LossNotFiniteError(DureError):
         return (
             f"the loss is {self.loss} at {self.when} on {self.where}: "
             "lower the learning rate, or look for bad values in the data"
+        )
+
+
+class CutNotANumberError(LossNotFiniteError):
+    """What crosses a cut of the model has NaN. The last good checkpoint is kept.
+
+    `what`: "activations" or "gradients"; `where`: who has sent them. The rest as in
+    `LossNotFiniteError`.
+    """
+
+    def __init__(self, what: str, where: str, when: str, intact: bool = True) -> None:
+        super().__init__(math.nan, where, when, intact)
+        # What it is made of again in another process.
+        self.args = (what, where, when, intact)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where} sends {self.what} with NaN at {self.when}: lower the learning rate, or "
+            "look for bad values in the data"
         )
 
 

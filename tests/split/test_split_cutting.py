@@ -121,8 +121,8 @@ def test_an_optimizer_that_looks_at_all_weights_is_refused() -> None:
 
 
 def test_conditions_that_its_clients_do_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="drop out"):
-        train(task_of(), Split(), drop_out=0.1)
+    with pytest.raises(ValueError, match="without arrival: leave it out"):
+        train(task_of(), Split(), arrival="window:0.5")
 
 
 def test_clients_with_the_end_cannot_weigh_a_loss_that_counts_late() -> None:

@@ -297,7 +297,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
     holder, member = one.holder, one.members[1]
     values = torch.zeros(BATCH, WIDTH, dtype=torch.float64)
     for sender, message, said in [
-        ("party 1", Activations(0, values[:7], True), r"party 1 sends .* \[7, 4\], and the batch"),
+        ("party 1", Activations(0, values[:7], True), r"party 1 sends .* \[7, 4\] and .* 8 ex"),
         ("party 1", Activations(3, values, True), "party 1 sends activations of step 4"),
         ("party 2", Activations(0, values, True), "server is told Activations by party 2"),
         ("party 1", Step(0), "server is told Step by party 1"),
@@ -314,7 +314,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
     with pytest.raises(ValueError, match="party 1 is told to begin step 3"):
         member.receive("server", Step(2), 0.0)
     member.receive("server", Step(0), 0.0)
-    with pytest.raises(ValueError, match=r"gradients of shape \[7, 4\] for activations of shape"):
+    with pytest.raises(ValueError, match=r"server sends party 1 gradients of shape \[7, 4\]"):
         member.receive("server", ActivationGradients(0, values[:7]), 0.0)
 
 
@@ -388,7 +388,7 @@ def test_a_loss_that_is_not_finite_names_the_party_that_has_made_it() -> None:
     data = examples()
     inputs = data.inputs.clone()
     inputs[:, 3] = float("nan")
-    with pytest.raises(LossNotFiniteError, match="at step 1 on party 1"):
+    with pytest.raises(LossNotFiniteError, match="party 1 sends activations with NaN at step 1"):
         vertical(task_of(train=(inputs, data.targets)))
     with pytest.raises(LossNotFiniteError, match="at step 1 on server"):
         vertical(task_of(loss=lambda outputs, targets: outputs.sum() * float("inf")))

@@ -172,6 +172,10 @@ def _in_words(what: str, about: About) -> str:
             return f"checked in as client {about['client']}{close}"
         case "waiting":
             return f"{about['why']}"
+        case "joined":
+            return f"joined as client {about['client']}"
+        case "roster":
+            return f"the roster of {about['clients']} clients is {about['is']}"
         case "fetching":
             return f"round {_round(about)}: fetching {_size(about)}"
         case "sending":

@@ -248,6 +248,11 @@ class Federated(Strategy):
                 "server_mbit is the link of parameter servers; in a federation the links are the "
                 "clients': leave it out, or give devices with slower links"
             )
+        if conditions.server_examples_per_second != Conditions().server_examples_per_second:
+            raise ValueError(
+                "server_examples_per_second is of the server of split learning, which has a part "
+                "of the model: leave it out"
+            )
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
         _check_names([*self.measures(task, model, conditions), FAILURES])

@@ -44,6 +44,8 @@ class Conditions:
         processes: that compute, of this machine or of a Ray cluster; one a core by default.
         server_mbit: the link of each parameter server, megabits a second each way; inf is no time
             at all.
+        server_examples_per_second: of the whole model, that the server of split learning would
+            train; inf is no time at all.
         transfer_budget: bytes that each client may receive and send in the run, such as 100MB; one
             that has used them up is not asked any more.
     """
@@ -58,6 +60,7 @@ class Conditions:
     engine: EngineName = "auto"
     processes: int | None = None
     server_mbit: float = math.inf
+    server_examples_per_second: float = math.inf
     transfer_budget: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +95,9 @@ class Conditions:
             raise ValueError(f"transfer_budget is {budget}, but it is a number of bytes above 0")
         if not self.server_mbit > 0:
             raise ValueError(f"server_mbit is {self.server_mbit}, but a link has a speed above 0")
+        speed = self.server_examples_per_second
+        if not speed > 0:
+            raise ValueError(f"server_examples_per_second is {speed}, but a speed is above 0")
         if self.processes is not None and self.processes < 1:
             raise ValueError(
                 f"processes is {self.processes}, but somebody has to compute: at least 1"
@@ -115,6 +121,7 @@ class Conditions:
             "attack",
             "attackers",
             "server_mbit",
+            "server_examples_per_second",
             "transfer_budget",
         )
         return [

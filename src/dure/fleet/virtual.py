@@ -1,7 +1,8 @@
 """Nodes in one process that send each other messages, under a virtual clock.
 
     a message leaves                  when the sender's link is free: bytes / its speed later
-    it arrives                        bytes / the receiver's speed after that, when its link is free
+    it arrives                        bytes / the receiver's speed after that, when its link is free:
+                                      whatever has left first comes in first
     it is dealt with                  when the receiver has dealt with what came before
     a node's `wake`                   it is told that time has passed
 
@@ -17,6 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -120,8 +122,8 @@ class VirtualNetwork:
         self.fate = fate
         self.watch = watch
         self._nodes: dict[str, _Inhabitant] = {}
-        self._queue: list[tuple[float, int, str, str, Message]] = []
-        """(when, which in the order of making, from, to, what)."""
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        """(when, which in the order of making, what is to be done)."""
         self._made = 0
         self._calendar: list[tuple[float, int, str]] = []
         """(when, place, who): of every node when it wakes, and much that is not so any more."""
@@ -137,6 +139,13 @@ class VirtualNetwork:
         """A node is gone, without a word."""
         self._nodes[name].gone = True
 
+    def lose(self, name: str) -> None:
+        """Of what a node has said and is told, nothing is on its way any more."""
+        self._queue = [event for event in self._queue if name not in event[2:4]]
+        heapq.heapify(self._queue)
+        one = self._nodes[name]
+        one.out_free = one.in_free = self.now
+
     def stop(self, name: str, seconds: float) -> None:
         """A node hears and does nothing for a time; what comes meanwhile waits for it."""
         self._nodes[name].until = self.now + seconds
@@ -145,9 +154,8 @@ class VirtualNetwork:
     def send(self, sender: str, said: Sequence[Envelope]) -> None:
         """What a node says, on its way."""
         for receiver, message in said:
-            there = self._nodes.get(receiver)
             here = self._nodes.get(sender)
-            if there is None or here is None or here.gone:
+            if receiver not in self._nodes or here is None or here.gone:
                 continue
             size = HEADER + nbytes(message)
             began = max(here.out_free, self.now)
@@ -156,12 +164,28 @@ class VirtualNetwork:
             if size > HEADER:
                 here.traffic.sent.append(size - HEADER)
                 self.watch(sender, began, here.out_free)
-            for delay in self.fate(sender, receiver, message, self.now):
-                there.in_free = max(there.in_free, here.out_free) + size / there.link.into
-                there.traffic.seconds += size / there.link.into
-                when = there.in_free + delay
-                heapq.heappush(self._queue, (when, self._made, sender, receiver, message))
-                self._made += 1
+            delays = self.fate(sender, receiver, message, self.now)
+            left = partial(self._left, sender, receiver, message, size, delays)
+            # The receiver's link is free for others until then.
+            if here.out_free > self.now:
+                self._later(here.out_free, left)
+            else:
+                left()
+
+    def _left(
+        self, sender: str, receiver: str, message: Message, size: int, delays: Sequence[float]
+    ) -> None:
+        """A message has left, and begins to come in as soon as the receiver's link is free."""
+        there = self._nodes[receiver]
+        for delay in delays:
+            there.in_free = max(there.in_free, self.now) + size / there.link.into
+            there.traffic.seconds += size / there.link.into
+            arrived = partial(self._deliver, sender, receiver, message)
+            self._later(there.in_free + delay, arrived)
+
+    def _later(self, when: float, done: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (when, self._made, done))
+        self._made += 1
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
         """Lets time pass until `until` holds; whether it did before `limit`."""
@@ -180,9 +204,9 @@ class VirtualNetwork:
         if min(wakes, arrives) > limit or min(wakes, arrives) == math.inf:
             return False
         if arrives <= wakes:
-            when, _, sender, receiver, message = heapq.heappop(self._queue)
+            when, _, done = heapq.heappop(self._queue)
             self.now = max(self.now, when)
-            self._deliver(sender, receiver, message)
+            done()
         else:
             self.now = max(self.now, wakes)
             one = self._nodes[name]

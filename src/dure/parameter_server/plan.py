@@ -306,6 +306,11 @@ def check_world(world: World) -> None:
 def check_under(conditions: Conditions) -> None:
     """Raises ValueError for conditions that workers do not have."""
     ideal = Conditions()
+    if conditions.server_examples_per_second != ideal.server_examples_per_second:
+        raise ValueError(
+            "server_examples_per_second is of the server of split learning, which has a part of "
+            "the model: leave it out"
+        )
     for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(

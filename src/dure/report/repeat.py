@@ -76,6 +76,7 @@ USUAL = {
         "engine": "auto",
         "processes": "None",
         "server_mbit": "inf",
+        "server_examples_per_second": "inf",
         "transfer_budget": "None",
     },
 }

@@ -16,7 +16,7 @@ from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.run.registry import decode_strategy
 from dure.run.site import Reach, opened, path_of
-from dure.run.split_site import take_part
+from dure.run.split_site import check_part, take_part
 from dure.run.training import Training
 from dure.split.strategy import Split
 from dure.tensors.frozen import frozen_of
@@ -45,22 +45,23 @@ def join(
     certificate: str | Path | None = None,
     approve: bool = False,
     give_up: float | None = 24.0,
+    identities: str | Path | None = None,
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
     """Takes part in the federation that the server at `url` serves, until its run is over.
 
     task: what is learned, with this site's own examples. name, state, part, token, authority,
-    certificate, give_up: as `dure.run.site.Reach` says. approve: agrees to the run that is served,
-    where policy.toml asks. stop: ends it when it is set. on_progress: hears of what happens, such
-    as ("training", {"round": 3}).
+    certificate, give_up, identities: as `dure.run.site.Reach` says. approve: agrees to the run that
+    is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of what
+    happens, such as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
     client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
     task that cannot be trained.
     """
     files = path_of(authority), path_of(certificate)
-    reach = Reach(name, path_of(state), part, token, *files, give_up)
+    reach = Reach(name, path_of(state), part, token, *files, give_up, path_of(identities))
     # First of all: a task that will not do spends no token.
     training = Training(task, name, part)
     with opened(
@@ -88,6 +89,7 @@ def join(
                 name=name,
                 part=part,
                 share_errors=policy.share_errors,
+                identities=reach.identities,
                 event=on_progress,
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
@@ -120,6 +122,10 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
         yield f"identity: {who}, of {welcome.clients}"
         yield f"policy: {'; '.join(policy.check(welcome)) or 'this run is allowed'}"
+        strategy = decode_strategy(welcome.strategy)
+        if isinstance(strategy, Split):
+            yield from check_part(task, strategy, welcome, reach.part)
+            return
         training.begin(welcome, None)
         sent = training.would_send()
         free = shutil.disk_usage(kept.folder).free

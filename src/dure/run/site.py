@@ -37,6 +37,8 @@ class Reach:
         authority: PEM file of who signed the server's certificate; the system's by default.
         certificate: PEM file of this client's certificate, where the server wants one.
         give_up: hours for which a server that is not reached is tried; None tries on without end.
+        identities: in split learning, a file of lines NUMBER FINGERPRINT, got from the other
+            clients themselves: the head is handed to nobody else.
     """
 
     name: str = ""
@@ -46,6 +48,7 @@ class Reach:
     authority: Path | None = None
     certificate: Path | None = None
     give_up: float | None = 24.0
+    identities: Path | None = None
 
     @property
     def give_up_seconds(self) -> float | None:

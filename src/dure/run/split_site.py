@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from dure.collectives.group import Group
@@ -31,16 +34,13 @@ from dure.tasks.loss_shares import CountedLoss
 from dure.wire import requests
 from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
-from dure.wire.roster import Pinned
+from dure.wire.roster import Pinned, read_identities
 from dure.wire.tensors import digest_of
 from dure.worlds.network.client.channel import OverError
 from dure.worlds.network.client.failure import what_is_told
 from dure.worlds.network.client.link import RefusedError, StoppedError
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
-
-BOX_KEY = "box.key"
-"""In the state folder: the key for which other clients seal their heads."""
 
 Progress = Callable[[str, Mapping[str, object]], None]
 
@@ -55,10 +55,12 @@ def take_part(
     name: str,
     part: int | None,
     share_errors: bool,
+    identities: Path | None,
     event: Progress,
 ) -> str:
     """Trains until the run is over; why it is. Raises as `dure.join` does."""
-    site = _site(task, strategy, welcome, session, kept, name, part, event)
+    known = None if identities is None else read_identities(identities)
+    site = _site(task, strategy, welcome, session, kept, name, part, known, event)
     with threads(welcome.machine.threads), left_out():
         while True:
             channel = session.patiently(session.channel)
@@ -67,6 +69,9 @@ def take_part(
                     event("joined", {"client": welcome.client})
                     site.talks(channel)
             except OverError as over:
+                # Whoever steals it later reads nothing of this run with it.
+                if not kept.temporary:
+                    (kept.folder / _box_of(welcome.run)).unlink(missing_ok=True)
                 return str(over)
             except OSError as error:
                 event("waiting", {"why": str(error)})
@@ -90,6 +95,7 @@ def _site(
     kept: ClientState,
     name: str,
     part: int | None,
+    known: Mapping[int, str] | None,
     event: Progress,
 ) -> Site:
     plan = strategy.of(task).plan
@@ -104,20 +110,19 @@ def _site(
     machine = Halves(divided, plan, seen, welcome.seed).client(welcome.client, head, own)
     key = session.key
     folder = None if kept.temporary else kept.folder
-    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / BOX_KEY)
+    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / _box_of(welcome.run))
     known_as = name or f"client {welcome.client}"
     member = box.member(key, welcome.client, known_as, welcome.run)
     pinned = Pinned.kept_in(kept.folder, welcome.run)
     hello = Hello(
         examples=len(own.indices),
-        batch=batch,
         member=msgspec.json.encode(member),
         digest=digest_of({f"{n}": one for n, one in enumerate(head.weights)}),
     )
     return Site(
         task,
         machine,
-        Identity(key, box, member, welcome.run, pinned),
+        Identity(key, box, member, welcome.run, pinned, known),
         model,
         Forward(cut, plan.compression),
         exchange_of(plan.compression, cut),
@@ -127,6 +132,36 @@ def _site(
         folder,
         lambda what, about: event(what, about),
     )
+
+
+def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) -> Iterator[str]:
+    """Tries one batch up to the cut, and says in lines what would be sent."""
+    model = seeded_model(task, welcome.seed).train()
+    train, _ = examples_for(model, task)
+    # Who only looks has no number yet.
+    seen = replace(welcome, client=max(welcome.client, part or 0, 0))
+    own = own_part(strategy, seen, train, part, needs_two(model, train))
+    plan = strategy.of(task).plan
+    batch = min(own.batches.batch_size, len(own.indices))
+    with left_out():
+        divided = Cut(task, model, plan.at, batch, welcome.seed, CountedLoss(task.loss, train))
+        halves = Halves(divided, plan, train, welcome.seed)
+        machine = halves.client(seen.client, divided.heads.own(), own)
+        began = time.perf_counter()
+        machine.party.forward(0, 0, machine.read(0)[1], [])
+        seconds = time.perf_counter() - began
+    values, gradients = divided.message_bytes(plan.compression)[0]
+    yield f"training: the head took {seconds:.3f} s for a batch of {batch}"
+    labels = "labels stay here" if plan.rules.labels_stay else "its labels go with it"
+    yield (
+        f"would be sent: {values:,} bytes a batch of what the head makes of it, and {gradients:,} "
+        f"come back; {labels}"
+    )
+
+
+def _box_of(run: str) -> str:
+    """In the state folder: the key for which other clients of the run seal their heads."""
+    return f"box-{run}.pem"
 
 
 def own_part(

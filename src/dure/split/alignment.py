@@ -60,7 +60,7 @@ _A = 486662
 _DOMAIN = b"dure entity alignment 1\0"
 
 
-class Blinded(msgspec.Struct, frozen=True):
+class Blinded(msgspec.Struct, frozen=True, tag=True):
     """Points of ids, raised to the sender's secret: those from `first` on, of so many in all.
 
     points: uint8 of shape (n, 32).
@@ -71,14 +71,14 @@ class Blinded(msgspec.Struct, frozen=True):
     points: Tensor
 
 
-class Twice(msgspec.Struct, frozen=True):
+class Twice(msgspec.Struct, frozen=True, tag=True):
     """The points of a `Blinded`, raised to the sender's secret as well, in their order."""
 
     first: int
     points: Tensor
 
 
-class Common(msgspec.Struct, frozen=True):
+class Common(msgspec.Struct, frozen=True, tag=True):
     """Who is with all parties: their places in the receiver's list, int64, in the order for all."""
 
     places: Tensor

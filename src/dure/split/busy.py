@@ -29,8 +29,9 @@ class Busy:
         return []
 
     def drop(self) -> None:
-        """What it would have said it will not say."""
+        """What it would have said it will not say, and it computes nothing."""
         self._later.clear()
+        self._until = 0.0
 
     @property
     def wake(self) -> float:

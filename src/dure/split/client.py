@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dure.data.examples import Examples
 from dure.errors import StateError
 from dure.parallel.pipeline.stage import Microbatch
+from dure.parallel.pipeline.trace import leaves_of
 from dure.randomness.seeds import seed_generators
 from dure.split import messages
 from dure.split.busy import Busy
@@ -111,6 +111,8 @@ class Client:
         self._turn: Turn | None = None
         self._step = 0
         self._early: Handed | None = None
+        self._ahead: dict[int, tuple[Tensor, Microbatch]] = {}
+        """The batch that was read before its step, by the step of the client's life."""
 
     # A node
 
@@ -146,6 +148,7 @@ class Client:
         self.busy.drop()
         self._turn = turn
         self._step = 0
+        self._ahead.clear()
         self.taken = turn.taken
         if turn.head is None or self.guard is not None:
             kept = self.after(turn.since)
@@ -193,12 +196,12 @@ class Client:
     def _ascend(self, now: float) -> list[Envelope]:
         """The next batch, up to the cut."""
         assert self._turn is not None
-        batch = self._batch()
+        ahead = self.taken in self._ahead
+        indices, batch = self._ahead.pop(self.taken) if ahead else self.read(self.taken)
         values = self.party.forward(0, self._place, batch, [])
         if self.guard is not None:
             self.guard.sent(batch.inputs, values)
-        targets = None if self.rules.labels_stay else tree_flatten(batch.targets)[0]
-        indices = self.at(self.taken)
+        targets = None if self.rules.labels_stay else leaves_of(batch.targets)
         smashed = Smashed(
             turn=self._turn.number,
             step=self._step,
@@ -210,19 +213,27 @@ class Client:
         seconds = self.seconds(batch.examples, [0], False)
         return self.busy.work(seconds, [(SERVER, smashed)], now)
 
-    def _batch(self, share: float = 1.0) -> Microbatch:
-        """The examples of this step. share: theirs in the loss of the joint batch."""
-        indices = self.at(self.taken)
+    def meanwhile(self) -> None:
+        """To be called when what it has said is on its way: reads the next batch of the turn."""
+        if self._turn is not None and self._step + 1 < self._turn.steps and not self._ahead:
+            self._ahead[self.taken + 1] = self.read(self.taken + 1)
+
+    def read(self, taken: int) -> tuple[Tensor, Microbatch]:
+        """The batch of a step of its life, and the indices of its examples."""
+        indices = self.at(taken)
         if self.examples.draws:
-            seed_generators(self.seed, "read", self.taken, self.number, everything=True)
+            seed_generators(self.seed, "read", taken, self.number, everything=True)
         inputs, targets = self.examples.batch(indices)
-        return Microbatch(len(indices), Share(share, 1.0), lambda: (inputs, targets))
+        return indices, Microbatch(len(indices), Share(1.0, 1.0), lambda: (inputs, targets))
 
     def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:
         """The end of the model, with the loss, and back to the second cut."""
         assert self.end is not None
         assert self._turn is not None
-        batch = self._batch(outputs.share)
+        # The batch of the head, with its share in the loss of the joint batch.
+        head = self.party.batch(0)
+        share = Share(outputs.share, 1.0)
+        batch = Microbatch(head.examples, share, lambda: (head.inputs, head.targets))
         self.party.forward(self.end, self._place, batch, outputs.values)
         gradients = self.party.backward(self.end, [])
         if self.guard is not None:

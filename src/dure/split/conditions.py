@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dure.fleet.conditions import Conditions
 
 _WITHOUT = ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget")
 
 
-def check_conditions(conditions: Conditions) -> None:
-    """Raises ValueError for conditions that the clients of split learning do not have."""
+def check_conditions(conditions: Conditions, known: Sequence[str] = ()) -> None:
+    """Raises ValueError for conditions that a simulation of split learning does not have.
+
+    known: those that it has besides devices and links.
+    """
     ideal = Conditions()
     for name in _WITHOUT:
         # Over a network each client computes by itself, step by step, as it does here.
-        if name == "engine" and conditions.engine == "loop":
+        if name in known or (name == "engine" and conditions.engine == "loop"):
             continue
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(

@@ -22,7 +22,6 @@ from dure.contracts.strategy import Proof, another, examples_for
 from dure.contracts.task import Task
 from dure.parallel.divisible import check_parameter_wise
 from dure.parallel.mesh.check import sample
-from dure.parallel.pipeline.apart import now
 from dure.parallel.pipeline.balance import costs_of
 from dure.parallel.pipeline.cut import CutModel, named_starts
 from dure.parallel.pipeline.draws import Stream
@@ -68,7 +67,8 @@ class CutStages(Stages):
 
     def _program(self, number: int, examples: int) -> Program:
         """The program of a stage for so many examples."""
-        return self.cut.program(number, examples, training=True, stream=self.stream, later=now)
+        # A step is one micro-batch: there is no gradient yet to which a product could add its own.
+        return self.cut.program(number, examples, training=True, stream=self.stream, later=None)
 
     def stage(self, number: int) -> Stage:
         return Stage(

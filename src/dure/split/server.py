@@ -124,6 +124,11 @@ class Server:
             self.keep()
         return self.order.again(absent)
 
+    def meanwhile(self) -> None:
+        """To be called when what it has said is on its way: computes what nobody waits for."""
+        for tail in self.order.tails:
+            tail.settle()
+
     # Turns are transactions: all of one counts, or nothing
 
     def keep(self) -> None:
@@ -253,7 +258,8 @@ class Server:
         if not math.isfinite(mean):
             raise LossNotFiniteError(mean, " and ".join(joint.clients), f"step {joint.at + 1}")
         self.losses.append((mean, counted))
-        tail.update(tail.gradients(missed), self.order.rate(joint.at))
+        # Clients need not wait for the step of the tail.
+        tail.leave(tail.gradients(missed), self.order.rate(joint.at))
         said: list[Envelope] = [
             (client, Gradients(one.step, tuple(own), missed_before, mean, counted, share))
             for client, one, own, share in zip(
@@ -277,7 +283,7 @@ class Server:
         parts = [self._heads[client].values for client in clients]
         self._heads.clear()
         summed = HeadSum(message.step, total(parts))
-        return [(client, summed) for client in self.order.everyone]
+        return [(client, summed) for client in self.order.present]
 
 
 def total(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:

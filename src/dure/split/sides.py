@@ -103,6 +103,8 @@ class Side:
             name: nn.Parameter(parameter.data) for name, parameter in self.parameters.items()
         }
         """The same tensors, as the optimizer has them."""
+        self._taken: Own | None = None
+        """What its modules hold."""
         self.written = stages.written()
         self.optimizer = self._made(task)
         self.rates = Rates(self.optimizer, task.lr_schedule)
@@ -140,6 +142,8 @@ class Side:
 
     def take(self, own: Own) -> None:
         """These tensors are its weights and buffers from now on, and are changed in place."""
+        if own is self._taken:
+            return
         for parameters in (self.parameters, self.moved):
             for parameter, weight in zip(parameters.values(), own.weights, strict=True):
                 parameter.data = weight
@@ -149,14 +153,16 @@ class Side:
         for parameter, kept in zip(self.moved.values(), own.optimizer, strict=True):
             if kept:
                 self.optimizer.state[parameter] = kept
+        self._taken = own
 
     def keep(self) -> Own:
         """What `take` is given to come back to this: no copies."""
-        return Own(
+        self._taken = Own(
             weights=tuple(one.data for one in self.parameters.values()),
             buffers=tuple(one.data for one in self.buffers()),
             optimizer=tuple(self.optimizer.state.get(one, {}) for one in self.moved.values()),
         )
+        return self._taken
 
     # Learning
 
@@ -173,7 +179,8 @@ class Side:
             parameter.grad = gradient
         self.rates.at(step)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.moved.values():
+            parameter.grad = None
 
 
 class Party:
@@ -185,11 +192,24 @@ class Party:
 
     def __init__(self, side: Side, own: Own, number: int) -> None:
         self.side = side
-        self.own = own
         self.number = number
+        self._own = own
+        self._left: tuple[Sequence[Tensor | None], int] | None = None
+        """A step of the optimizer that is still to be made."""
         self._stages = {stage: side.stages.stage(stage) for stage in side.numbers}
         self._batches: dict[int, Microbatch] = {}
         self._gradients: dict[str, Tensor] = {}
+
+    @property
+    def own(self) -> Own:
+        """What it has learned."""
+        self.settle()
+        return self._own
+
+    @own.setter
+    def own(self, own: Own) -> None:
+        self._left = None
+        self._own = own
 
     def forward(
         self, stage: int, step: int, batch: Microbatch, received: Sequence[Tensor]
@@ -207,8 +227,12 @@ class Party:
         one = self._stages[stage]
         return one.losses[self.number], one.counts[self.number]
 
+    def batch(self, stage: int) -> Microbatch:
+        """With which a stage has gone forward, and not yet backward."""
+        return self._batches[stage]
+
     def examples(self, stage: int) -> int:
-        """Of the batch that a stage has gone forward with, and not yet backward."""
+        """Of that batch."""
         return self._batches[stage].examples
 
     def inputs(self, stage: int) -> Sequence[Any]:
@@ -268,7 +292,19 @@ class Party:
         """One step of the optimizer, at a step of the schedule."""
         self.side.take(self.own)
         self.side.update(gradients, step)
-        self.own = self.side.keep()
+        self._own = self.side.keep()
+
+    def leave(self, gradients: Sequence[Tensor | None], step: int) -> None:
+        """Leaves an `update` for `settle`, or for when somebody asks what it has learned."""
+        self.settle()
+        self._left = gradients, step
+
+    def settle(self) -> None:
+        """Makes the step that was left."""
+        left = self._left
+        self._left = None
+        if left is not None:
+            self.update(*left)
 
 
 def copied(own: Own) -> Own:

@@ -6,8 +6,8 @@ takes, for so many examples of a part with the share s of the model's operations
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-and the server takes none. All clients of this process share the modules of one model; each has
-tensors of its own (`dure.split.sides`).
+and so does the server, whose speed is one of the conditions. All clients of this process share the
+modules of one model; each has tensors of its own (`dure.split.sides`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link, Node, VirtualNetwork
+from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split.across import AcrossTheCut
 from dure.split.apart.sides import clients_examples
+from dure.split.attendance import Attendance
 from dure.split.client import Client, Kept
 from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import Cut
@@ -80,7 +81,8 @@ class SimulatedLearner(Learner):
             examples=[len(part.indices) for part in self.parts],
         )
         head = self.heads.own()
-        self.server = halves.server(amounts, head if self.divided.head_is_known else None)
+        first = head if self.divided.head_is_known else None
+        self.server = halves.server(amounts, first, self._server_seconds)
         self.order = self.server.order
         self.clients = [
             halves.client(number, head, part, partial(self._seconds, number))
@@ -121,9 +123,15 @@ class SimulatedLearner(Learner):
         self.network = VirtualNetwork()
         self.network.now = self.now
         speed = self.conditions.server_mbit * _BYTES_PER_MBIT
-        seen = self.server if self.leaks is None else Metered(self.server, self.leaks, self._held)
-        self.network.add(SERVER, self._speaking(seen), Link(out=speed, into=speed))
+        seen: Node = self.server
+        if self.leaks is not None:
+            seen = Metered(self.server, self.leaks, self._held)
+        self.attendance = self._attended(seen)
+        self.network.add(
+            SERVER, self._speaking(self.attendance or seen), Link(out=speed, into=speed)
+        )
         for one in self.clients:
+            one.busy.drop()
             device = self.conditions.devices.of(one.number, self.seed)
             self.network.add(one.name, self._speaking(one), Link(out=device.up, into=device.down))
 
@@ -133,11 +141,29 @@ class SimulatedLearner(Learner):
             return node
         return Compressed(node, self.exchange)
 
+    def _attended(self, seen: Node) -> Attendance | None:
+        """Who is there when; None where everybody always is."""
+        if self.conditions.availability.always and not self.conditions.drop_out:
+            return None
+        return Attendance(self.server, seen, self.conditions, self.seed, self._lose)
+
+    def _lose(self, name: str) -> None:
+        """A client is gone in the midst of something."""
+        self.network.lose(name)
+        one = next(one for one in self.clients if one.name == name)
+        one.party.drop()
+        one.busy.drop()
+
     def _seconds(self, number: int, examples: int, stages: Sequence[int], back: bool) -> float:
         """How long a client takes for so many examples in these stages."""
         device = self.conditions.devices.of(number, self.seed)
         share = sum(self.shares[stage] for stage in stages)
         return (2 if back else 1) / 3 * share * examples / device.examples_per_second
+
+    def _server_seconds(self, examples: int, back: bool) -> float:
+        """How long the server takes for so many examples."""
+        speed = self.conditions.server_examples_per_second
+        return (2 if back else 1) / 3 * self.shares[1] * examples / speed
 
     def flops_per_step(self) -> float:
         return self.flops
@@ -145,9 +171,11 @@ class SimulatedLearner(Learner):
     # The run
 
     def advance(self, wish: int) -> Progress:
-        """One round: every client trains its local epochs."""
+        """One round: every client that is there trains its local epochs."""
         before = generators_state()
-        self.network.send(SERVER, self.server.begin(self.round))
+        counted_before = dict(self.order.since)
+        first = self._first()
+        self.network.send(SERVER, first)
         over = self.network.run(self._over, math.inf)
         restore_generators(before)
         assert over, "nobody waits for anybody for ever"
@@ -158,14 +186,31 @@ class SimulatedLearner(Learner):
         self.server.losses = []
         samples = self.server.samples
         self.server.samples = 0
-        counted = sum(count for _, count in steps)
+        counted = math.fsum(count for _, count in steps)
         leaks = {} if self.leaks is None else self.leaks.numbers()
+        there = self._there(counted_before)
         return Progress(
-            loss=mean_over(sum(loss * count for loss, count in steps), counted),
+            loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish,
-            numbers={"virtual_seconds": self.now, **leaks},
+            numbers={"virtual_seconds": self.now, **there, **leaks},
         )
+
+    def _first(self) -> Sequence[Envelope]:
+        """What the server says when a round begins."""
+        if self.attendance is None:
+            return self.server.begin(self.round)
+        # What those who went have left on its way would be lost when a run is resumed.
+        self._begin()
+        self.network.now = self.attendance.opens(self.now)
+        return self.attendance.begin(self.round, self.network.now)
+
+    def _there(self, before: Mapping[str, int]) -> dict[str, float]:
+        """How many turns of a round counted and failed. before: the newest turns that had."""
+        if self.attendance is None:
+            return {}
+        turns = [name for name, turn in self.order.since.items() if turn != before.get(name)]
+        return {"turns": float(len(turns)), "failed": float(self.attendance.failed)}
 
     def _over(self) -> bool:
         return self.order.over
@@ -179,9 +224,13 @@ class SimulatedLearner(Learner):
 
     # What is kept
 
+    def _known(self, one: Client) -> Kept:
+        """What a client knew after the newest of its turns that counts."""
+        return one.after(self.order.since.get(one.name, -1))
+
     def _load(self) -> None:
         """The newest head and tail into the model."""
-        self.heads.take(self.order.newest([one.held.own for one in self.clients]))
+        self.heads.take(self.order.newest([self._known(one).own for one in self.clients]))
         self.tails.take(self.order.tails[0].own)
 
     def evaluate(self) -> dict[str, float]:
@@ -200,9 +249,9 @@ class SimulatedLearner(Learner):
             "now": self.now,
             "order": self.order.state(),
             "head": written(self.order.head),
-            "heads": [written(one.held.own) for one in self.clients],
+            "heads": [written(self._known(one).own) for one in self.clients],
             "tails": [written(one.own) for one in self.order.tails],
-            "remembered": [one.held.memory for one in self.clients],
+            "remembered": [self._known(one).memory for one in self.clients],
             "buffers": passing_buffers(self.model),
         }
 
@@ -226,4 +275,4 @@ class SimulatedLearner(Learner):
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
         measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
-        return facts_of(self.plan, self.divided, measured)
+        return facts_of(self.plan, self.divided, self._meters[1:], measured)

@@ -246,7 +246,7 @@ class Split(Strategy):
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that the clients of split learning do not have."""
-        check_conditions(conditions)
+        check_conditions(conditions, known=("availability", "drop_out"))
 
     def division(self, task: Task, seed: int) -> Description | None:
         labels = task.train.labels()

@@ -11,6 +11,10 @@ undivided model, and the trajectory is that of one worker on all columns.
     bytes of a step and party     b B q_p up,  b B q_p down,  for activations of q_p numbers of b
                                   bytes; none for a party that has the labels
 
+A defence is at work where something leaves: noise on gradients at the holder, for each party who
+has no labels (`dure.split.parties.guarded`); NoPeek at each of these parties, for its own columns;
+labels are randomised before anybody trains.
+
 Which rows the batch is of follows from the step's number and a seed that all know, and costs
 nothing. Before, parties may have to find out whom all of them know, and in which order
 (`dure.split.alignment`).
@@ -22,19 +26,21 @@ Vertical Partitioning".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import check_batch_size
 from dure.fleet.conditions import Conditions
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
+from dure.settings import parse_fields
 from dure.split.alignment import check_library, id_texts
 from dure.split.conditions import check_conditions
+from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.parties.model import (
     Columns,
     Division,
@@ -65,6 +71,10 @@ class VerticalSplit(Strategy):
         id_column: the column of the inputs with people's ids, which no party trains on; by default
             the keys of the task are the ids.
         missing: the share of people, drawn for each party, that it does not know.
+        defence: against what travels telling more than it should: none, marvell:4, max-norm:1,
+            isotropic:1, no-peek:1 or randomised-response:1.
+        measure_leaks: whether a meter tells how well each party could guess labels, and how much of
+            its columns the holder sees.
     """
 
     features: tuple[str, ...] = ()
@@ -74,6 +84,8 @@ class VerticalSplit(Strategy):
     align: bool = False
     id_column: int | None = None
     missing: float = 0.0
+    defence: Defence = field(default_factory=NoDefence)
+    measure_leaks: bool = False
 
     name: ClassVar[str] = "vertical-split"
     kind: ClassVar[Kind] = "clients"
@@ -82,6 +94,7 @@ class VerticalSplit(Strategy):
     def __post_init__(self) -> None:
         # The one place where a frozen dataclass is still being made.
         object.__setattr__(self, "features", tuple(map(_written, self.features)))
+        parse_fields(self, {"defence": parse_defence})
 
     @property
     def label(self) -> str:
@@ -99,6 +112,8 @@ class VerticalSplit(Strategy):
             align=self.align,
             id_column=self.id_column,
             missing=self.missing,
+            defence=self.defence,
+            measure_leaks=self.measure_leaks,
         )
 
     def check(self, task: Task, workers: int | None) -> None:
@@ -114,6 +129,8 @@ class VerticalSplit(Strategy):
         if self.align:
             check_library()
             id_texts(ids_of(task.train, self.id_column))
+        # The labels are with whoever computes the loss, and go nowhere.
+        self.defence.check(task.train, labels_stay=True)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for parties over a network."""
@@ -122,7 +139,7 @@ class VerticalSplit(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model or an optimizer that cannot be divided so."""
-        division = self._divided(task, model)
+        division, activations = self._divided(task, model)
         if self.label_party is not None and not 0 <= self.label_party < len(division.heads):
             raise ValueError(
                 f"label_party is {self.label_party}, but there are {len(division.heads)} parties, "
@@ -139,13 +156,25 @@ class VerticalSplit(Strategy):
         if division.cuts_parameters:
             check_element_wise(optimizer)
         check_pieces(task, model, self.batch_size, 1)
+        self._check_guarded(activations)
 
-    def _divided(self, task: Task, model: nn.Module) -> Division:
+    def _check_guarded(self, activations: Sequence[Tensor]) -> None:
+        """Raises ValueError for a defence where nothing leaves that it could guard."""
+        others = self.plan.others(len(activations))
+        if self.defence.guards != "nothing" and not any(
+            activations[number].requires_grad for number in others
+        ):
+            raise ValueError(
+                f"{self.defence} guards nothing here: no party without the labels has a head that "
+                f"learns, so leave it out"
+            )
+
+    def _divided(self, task: Task, model: nn.Module) -> tuple[Division, list[Tensor]]:
+        """The model by its parts, and what leaves the heads for an example."""
         train, _ = examples_for(model, task)
         inputs, _ = train.batch(torch.tensor([0]))
         division = divide(model, inputs, self.plan.features, self.parties)
-        activations_of(division, inputs)
-        return division
+        return division, activations_of(division, inputs)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""

@@ -128,7 +128,8 @@ def program(
 ) -> Program:
     """The program of `stage`.
 
-    later: what is done with weight gradients; None where nothing goes backward.
+    later: what is done with weight gradients; None where autograd is left to it, or nothing goes
+        backward.
     """
     over = crossing(trace, stage_of, stages)
     received = over[stage - 1] if stage > 0 else []

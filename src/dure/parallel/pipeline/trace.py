@@ -259,7 +259,8 @@ class Trace:
 
 def leaves_of(inputs: Any) -> list[Any]:
     """The tensors of a model's inputs, in the order of a trace."""
-    return list(tree_flatten(((inputs,), {}))[0])
+    # To take apart what has no parts takes longer than many an operation.
+    return [inputs] if isinstance(inputs, Tensor) else list(tree_flatten(((inputs,), {}))[0])
 
 
 def exported(model: nn.Module, inputs: Any, places: bool = False) -> tuple[fx.GraphModule, Layers]:

@@ -4,9 +4,14 @@ labels    with one cut the server is sent them; with two it sees the gradients o
 inputs    what leaves the head is always seen by the server; a decoder needs the head, or a
           shadow of it
 head      whoever is handed it: the next client, or the server
+
+Of parties with different features each has gradients of its own, and whoever holds the labels sees
+what leaves all heads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from dure.split.leakage.defence import Defence
 
@@ -41,3 +46,40 @@ def _inputs(through_server: bool, hands: bool, defence: Defence) -> str:
             f"the heads of each other"
         )
     return f"{seen}, and knows no head unless it enrols a client of its own"
+
+
+def parties_exposure(
+    holder: str, others: Sequence[str], learning: Sequence[str], aligned: bool, defence: Defence
+) -> str:
+    """Of parties with different features.
+
+    holder: who has the labels. others: the parties who have none. learning: those of them who are
+    sent gradients. aligned: whether they have found out whom all know.
+    """
+    if not others:
+        return f"{holder} has all columns and the labels, and nothing leaves it"
+    fewer = f" (which {defence} makes say less)" if defence.guards == "activations" else ""
+    heads = "head of" if len(others) == 1 else "heads of"
+    seen = (
+        f"{holder} has the labels, sees what leaves the {heads} {_and(others)}{fewer}, and could "
+        f"rebuild columns if it knew a head"
+    )
+    people = f"; {holder} knows which of its people each of them has" if aligned else ""
+    return f"{_guesses(learning, defence)}; {seen}{people}"
+
+
+def _guesses(learning: Sequence[str], defence: Defence) -> str:
+    """Who could guess labels."""
+    if not learning:
+        return "nobody is sent gradients from which labels could be guessed"
+    made = f", made of labels randomised by {defence}" if defence.guards == "labels" else ""
+    noise = f" with the noise of {defence}" if defence.guards == "gradients" else ""
+    sees, head = ("sees", "its head") if len(learning) == 1 else ("see", "their heads")
+    return (
+        f"{_and(learning)} {sees} the gradients of what leaves {head}{noise}{made}, and could "
+        f"guess labels from them"
+    )
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

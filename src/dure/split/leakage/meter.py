@@ -88,13 +88,14 @@ class LeakMeter:
         self._values = Window(self._of_values)
         self._gradients = Window(self._of_gradients)
         self._inputs = Window(self._of_inputs)
+        self._windows = (self._gradients, self._values, self._inputs)
         self._found: dict[str, list[float]] = {}
         self.latest: dict[str, float] = {}
         """The numbers of the newest round."""
 
-    def smashed(self, message: Smashed, indices: Tensor, inputs: Sequence[Any]) -> None:
+    def smashed(self, leaving: Sequence[Tensor], indices: Tensor, inputs: Sequence[Any]) -> None:
         """What left a head, of the examples at these indices, with these leaves of the inputs."""
-        values = _rows(message.values, self._leaving)
+        values = _rows(leaving, self._leaving)
         if values is None:
             return
         if self.labels is not None:
@@ -103,22 +104,37 @@ class LeakMeter:
         if numbers is not None and len(numbers) == len(values):
             self._take(self._inputs.add(numbers, values))
 
-    def gradients(self, message: OutputGradients, indices: Tensor) -> None:
+    def gradients(self, leaving: Sequence[Tensor], indices: Tensor) -> None:
         """What left the party that has the labels."""
-        rows = _rows(message.values, self._arriving)
+        rows = _rows(leaving, self._arriving)
         if rows is not None and self.labels is not None:
             self._take(self._gradients.add(rows, self.labels[indices]))
 
     def numbers(self) -> dict[str, float]:
         """The medians of a round, which is over."""
-        for window in (self._gradients, self._values, self._inputs):
+        for window in self._windows:
             if window.examples >= _LEFT:
                 self._take(window.close())
             window.drop()
+        self.latest = self.measured()
+        return self.latest
+
+    def measured(self) -> dict[str, float]:
+        """The medians of what was measured since this was asked last; windows stay open."""
         found = self._found
         self._found = {}
-        self.latest = {name: statistics.median(values) for name, values in found.items()}
-        return self.latest
+        return {name: statistics.median(values) for name, values in found.items()}
+
+    def state(self) -> list[list[list[Tensor]]]:
+        """The open windows, once what was measured has been taken."""
+        return [[list(part) for part in window.parts] for window in self._windows]
+
+    def restore(self, state: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+        """The inverse of `state`."""
+        for window, parts in zip(self._windows, state, strict=True):
+            window.drop()
+            for part in parts:
+                window.add(*part)
 
     def _take(self, measured: Mapping[str, float]) -> None:
         for name, value in measured.items():
@@ -163,9 +179,9 @@ class Metered:
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         if isinstance(message, Smashed):
-            self.meter.smashed(message, *self.held(sender))
+            self.meter.smashed(message.values, *self.held(sender))
         elif isinstance(message, OutputGradients):
-            self.meter.gradients(message, self.held(sender)[0])
+            self.meter.gradients(message.values, self.held(sender)[0])
         return self.server.receive(sender, message, now)
 
 

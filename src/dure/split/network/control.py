@@ -21,11 +21,10 @@ from torch import Tensor
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """examples: of the client's. batch: how many it trains on in a step, at the most. member: its
-    entry in the roster, as JSON. digest: of the head that it begins with."""
+    """examples: of the client's. member: its entry in the roster, as JSON. digest: of the head that
+    it begins with."""
 
     examples: int
-    batch: int
     member: bytes
     digest: str
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -112,31 +113,42 @@ def decode(content: Buffer, most: int | None = None) -> Frame:
         raise FrameError(f"the frame is of version {version}, and this is version {VERSION}")
     if header > MOST_HEADER or _HEAD.size + header > size:
         raise FrameError(f"a header of {header:,} bytes is too long for a frame of {size:,}")
-    return _Reading(_writable(content), _HEAD.size + header).message()
+    return _OWN.reader.message(_writable(content), _HEAD.size + header)
 
 
-class _Reading:
-    """A frame that is being read. at: where its header ends, and later the tensor before."""
+class _Reader:
+    """Reads one frame after another: to make a decoder takes longer than most frames.
 
-    def __init__(self, content: bytearray | memoryview, at: int) -> None:
-        self.content = content
-        self.header = memoryview(content)[_HEAD.size : at]
-        self.at = at
+    at: where the header of a frame ends, and later the tensor before.
+    """
+
+    def __init__(self) -> None:
+        self.decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(
+            Frame, ext_hook=self._tensor
+        )
+        self.content: bytearray | memoryview = bytearray()
+        self.at = 0
         self.count = 0
 
-    def message(self) -> Frame:
+    def message(self, content: bytearray | memoryview, at: int) -> Frame:
+        """The message of a frame, whose header ends there."""
+        self.content = content
+        self.at = at
+        self.count = 0
         try:
-            decoder = msgspec.msgpack.Decoder(Frame, ext_hook=self._tensor)
-            message: Frame = decoder.decode(self.header)
+            message = self.decoder.decode(memoryview(content)[_HEAD.size : at])
             _check_leaves(message)
         except FrameError:
             raise
         except (msgspec.MsgspecError, ValueError, RuntimeError, OverflowError) as error:
             # Names that are no text, nests without an end, shapes that torch cannot have.
             raise FrameError(f"the frame holds no message: {error}") from error
-        if self.at != len(self.content):
+        finally:
+            # The frame lives as long as its tensors do, and no longer.
+            self.content = bytearray()
+        if self.at != len(content):
             raise FrameError(
-                f"the frame has {len(self.content) - self.at:,} bytes that belong to nothing"
+                f"the frame has {len(content) - self.at:,} bytes that belong to nothing"
             )
         return message
 
@@ -156,6 +168,16 @@ class _Reading:
             raise FrameError("a truth value of the message is neither 0 nor 1")
         self.at = begin + nbytes
         return tensor
+
+
+class _Own(threading.local):
+    """A thread's own reader."""
+
+    def __init__(self) -> None:
+        self.reader = _Reader()
+
+
+_OWN = _Own()
 
 
 def _form(tensor: Tensor) -> bytes:
@@ -190,8 +212,8 @@ def _check_leaves(message: Frame) -> None:
             raise FrameError("the targets of a batch are a list of leaves")
         for leaf in message.targets:
             _check_leaf(leaf, "the targets of a batch")
-    own = cast(Own | None, getattr(message, "head", None))
-    for state in own.optimizer if own is not None else ():
+    own = getattr(message, "head", None)
+    for state in own.optimizer if isinstance(own, Own) else ():
         for key, kept in cast(Mapping[Any, Any], state).items():
             if not isinstance(key, str):
                 raise FrameError(f"what an optimizer remembers has names, and {key!r} is none")

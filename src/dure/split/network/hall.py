@@ -106,6 +106,8 @@ class Hall:
         """Why a client was lost."""
         self._since: dict[str, float] = {}
         """Since when a client is gone, or a message of it is awaited."""
+        self._refused: set[str] = set()
+        """Those that were turned away."""
         self._handing: dict[str, str] = {}
         """Who hands its head to whom."""
         self._exchanges: dict[str, Exchange] = {}
@@ -124,8 +126,9 @@ class Hall:
         """Trains until the round is over; False where it `ends` before. Raises ClientsLostError,
         LossNotFiniteError."""
         if self.order.over:
-            self.absent = frozenset()
-            said = self.server.begin(round)
+            # Whoever was turned away is not waited for, and may come again.
+            self.absent = frozenset(self._refused - self.here)
+            said = self.server.begin(round, self.absent)
         # A run that was interrupted goes on in the middle of one.
         else:
             said = self.order.again(self.absent)
@@ -201,6 +204,7 @@ class Hall:
     def _enters(self, name: str) -> None:
         assert self.entrance.roster is not None
         self.here.add(name)
+        self._refused.discard(name)
         self._since.pop(name, None)
         self._send(name, Members(self.entrance.roster.to_json()))
 
@@ -221,6 +225,7 @@ class Hall:
         """A client has done what cannot be gone on with."""
         self.here.discard(name)
         self.reasons[name] = reason
+        self._refused.add(name)
         self.channels.turn_away(number_of(name), reason)
         self._without(name)
 
@@ -306,6 +311,7 @@ class Hall:
         if self.server.whole is not whole:
             self.kept()
         self._say(said)
+        self.server.meanwhile()
 
     def _relays(self, name: str, sealed: Sealed) -> None:
         """A head, which nobody here can read, goes on to whom it is for."""

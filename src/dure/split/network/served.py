@@ -7,6 +7,7 @@ killed goes on with the turn after it, by the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,7 +113,8 @@ class ServedLearner(Learner):
         self.hall = Hall(
             self.server,
             self.channels,
-            Checks(self.cut, self.heads, targets, largest),
+            # A last example that is left over joins the batch before, where one alone will not do.
+            Checks(self.cut, self.heads, targets, largest + int(joins)),
             Forward(self.cut, plan.compression),
             self._meters,
             entrance,
@@ -158,12 +160,12 @@ class ServedLearner(Learner):
         self.server.samples = 0
         # What is said of them now is not said again by a run that goes on from the checkpoint.
         self.server.keep()
-        counted = sum(count for _, count in steps)
+        counted = math.fsum(count for _, count in steps)
         # The clients keep what they knew after their last turns, and no more: neither side can
         # come back to an earlier round.
         kept = CHECKPOINT if self.place.folder is not None else 0
         return Progress(
-            loss=mean_over(sum(loss * count for loss, count in steps), counted),
+            loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish | wished | kept,
             numbers={"absent": float(len(self.hall.absent))},
@@ -279,4 +281,4 @@ class ServedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        return facts_of(self.plan, self.divided, {})
+        return facts_of(self.plan, self.divided, self._meters[1:], {})

@@ -8,7 +8,8 @@ server hears that it has ended one, so that it may be killed at any moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,18 +50,28 @@ class Says(Protocol):
 
 
 class Identity:
-    """The keys of a client. own: what it says of itself to all others."""
+    """The keys of a client. own: what it says of itself to all others. known: others, by number, of
+    whom its user knows the keys; None: nobody has been asked."""
 
-    def __init__(self, key: Key, box: BoxKey, own: Member, run: str, pinned: Pinned) -> None:
+    def __init__(
+        self,
+        key: Key,
+        box: BoxKey,
+        own: Member,
+        run: str,
+        pinned: Pinned,
+        known: Mapping[int, str] | None,
+    ) -> None:
         self.key = key
         self.box = box
         self.own = own
         self.run = run
         self.pinned = pinned
+        self.known = known
 
-    def takes(self, roster: bytes) -> None:
-        """Raises RosterError for one that is not the first, or not signed."""
-        self.pinned.take(Roster.from_json(roster), self.own)
+    def takes(self, roster: bytes) -> Roster:
+        """Raises RosterError for one that is not the first, or not signed, or has a stranger."""
+        return self.pinned.take(Roster.from_json(roster), self.own, known=self.known)
 
     def member(self, number: int) -> Member:
         assert self.pinned.roster is not None
@@ -121,10 +132,13 @@ class Site:
             frame = decode(channel.next())
             for said in self._hears(frame, channel):
                 channel.say(encode(said))
+            with self._as_drawn():
+                self.machine.meanwhile()
 
     def _hears(self, frame: Frame, channel: Says) -> list[Frame]:
         if isinstance(frame, Members):
-            self.identity.takes(frame.roster)
+            roster = self.identity.takes(frame.roster)
+            self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
             return []
         if isinstance(frame, Measure):
             return [self._measures(frame, channel)]
@@ -137,12 +151,18 @@ class Site:
 
     def _trains(self, sender: str, message: Any) -> list[Frame]:
         self._tells(message)
-        before = generators_state() if self.machine.examples.draws else None
-        said = self.node.receive(sender, message, 0.0)
-        if before is not None:
-            restore_generators(before)
+        with self._as_drawn():
+            said = self.node.receive(sender, message, 0.0)
         self._write_kept()
         return [self._out(envelope) for envelope in said]
+
+    @contextmanager
+    def _as_drawn(self) -> Iterator[None]:
+        """Examples may draw as they are read, from generators that go on afterwards as before."""
+        before = generators_state() if self.machine.examples.draws else None
+        yield
+        if before is not None:
+            restore_generators(before)
 
     def _out(self, envelope: Envelope) -> Frame:
         to, message = envelope

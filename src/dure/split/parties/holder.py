@@ -6,23 +6,32 @@
 
 It is the server, or a party that has features too (`LabelParty`).
 
-No I/O: messages in, messages out, `now` is an argument.
+No I/O: messages in, messages out, `now` is an argument. It shares nothing with the parties but
+messages, and knows of each its name and what leaves its head.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dure.data.batches import Batches
-from dure.errors import LossNotFiniteError
+from dure.errors import CutNotANumberError, LossNotFiniteError
 from dure.randomness.seeds import seed_generators
 from dure.split.busy import Busy
-from dure.split.parties.messages import ActivationGradients, Activations, Envelope, Message, Step
+from dure.split.parties.guarded import GuardedGradients
+from dure.split.parties.messages import (
+    ActivationGradients,
+    Activations,
+    Envelope,
+    Leaving,
+    Message,
+    Step,
+)
 from dure.split.parties.model import joined
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
@@ -32,14 +41,16 @@ from dure.tasks.loss_shares import CountedLoss
 class Holder:
     """Of the labels of all people.
 
-    parties: their names, in the order in which activations are joined. targets: of these rows, at a
-    step. seconds: how long so many examples take in the tail, forward or backward.
+    parties: what leaves the head of each, by its name, in the order in which activations are
+    joined. targets: of these rows, at a step. seed: from which the tail draws. seconds: how long so
+    many examples take in the tail, forward or backward. guarded: the defence of the gradients that
+    leave; None where there is none.
     """
 
     def __init__(
         self,
         name: str,
-        parties: Sequence[str],
+        parties: Mapping[str, Leaving],
         part: TrainedPart,
         join: str,
         targets: Callable[[Tensor, int], Any],
@@ -48,9 +59,11 @@ class Holder:
         seed: int,
         seconds: Callable[[int, bool], float],
         busy: Busy,
+        guarded: GuardedGradients | None = None,
     ) -> None:
         self.name = name
         self.parties = list(parties)
+        self.leaving = dict(parties)
         self.part = part
         self.join = join
         self.targets = targets
@@ -59,6 +72,7 @@ class Holder:
         self.seed = seed
         self.seconds = seconds
         self.busy = busy
+        self.guarded = guarded
         self.done = 0
         """Steps that it has made."""
         self.loss: tuple[float, float] = (0.0, 0.0)
@@ -79,7 +93,9 @@ class Holder:
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message.
 
-        Raises ValueError for one that is not due or has not the batch's shape, LossNotFiniteError.
+        Raises ValueError for one that is not due or has not the shape that was agreed upon,
+        CutNotANumberError and LossNotFiniteError. What is refused before it is joined changes
+        nothing.
         """
         if sender not in self.parties or not isinstance(message, Activations):
             raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
@@ -89,13 +105,22 @@ class Holder:
                 f"{sender} sends activations of step {message.step + 1}, and {self.name} is in "
                 f"step {self.done + 1}"
             )
-        if message.values.ndim < 1 or len(message.values) != examples:
-            raise ValueError(
-                f"{sender} sends activations of shape {list(message.values.shape)}, and the batch "
-                f"has {examples} examples"
-            )
+        self._check(sender, message, examples)
         self._came[sender] = message
         return self._train(examples, now) if len(self._came) == len(self.parties) else []
+
+    def _check(self, sender: str, message: Activations, examples: int) -> None:
+        """Raises the errors of `receive` for activations that cannot be joined."""
+        values = message.values
+        shape, dtype = self.leaving[sender]
+        # Also the dtype: joined with others, another one would be converted without a word.
+        if tuple(values.shape) != (examples, *shape) or values.dtype != dtype:
+            raise ValueError(
+                f"{sender} sends activations of shape {list(values.shape)} and {values.dtype}, and "
+                f"a batch of {examples} examples has {[examples, *shape]} and {dtype} there"
+            )
+        if bool(values.isnan().any()):
+            raise CutNotANumberError("activations", sender, f"step {message.step + 1}")
 
     def _train(self, examples: int, now: float) -> list[Envelope]:
         # In the order of parties, whoever came first: the sum has the same bits.
@@ -115,12 +140,17 @@ class Holder:
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self._blamed(came), f"step {step + 1}")
         found.loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: one.grad for name, one in zip(self.parties, values, strict=True)}
+        if any(one is not None and bool(one.isnan().any()) for one in gradients.values()):
+            self.part.optimizer.zero_grad(set_to_none=True)
+            raise CutNotANumberError("gradients", self.name, f"step {step + 1}")
+        if self.guarded is not None:
+            gradients = self.guarded.gradients(gradients, targets, step)
         self.loss = loss, found.counted
         self.part.update(step)
         self.done += 1
         said: list[Envelope] = [
-            (name, ActivationGradients(step, value.grad))
-            for name, value in zip(self.parties, values, strict=True)
+            (name, ActivationGradients(step, gradient)) for name, gradient in gradients.items()
         ]
         seconds = self.seconds(examples, False) + self.seconds(examples, True)
         return self.busy.work(seconds, said, now)

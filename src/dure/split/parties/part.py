@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.contracts.lr_schedule import Rates
-from dure.contracts.task import Task
+from dure.contracts.lr_schedule import LRSchedule, Rates
 from dure.split.parties.model import Part, Piece
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class TrainedPart:
-    """A part with an optimizer of its own: the task's, of the part's parameters alone.
+    """A part with an optimizer of its own, of the part's parameters alone.
 
-    model: of which it is a part.
+    model: of which it is a part; the part's own module, where nobody here has more of it.
+    optimizer, schedule: as a task has them.
     """
 
-    def __init__(self, part: Part, task: Task, model: nn.Module) -> None:
+    def __init__(
+        self,
+        part: Part,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        schedule: LRSchedule | None = None,
+    ) -> None:
         self.module = part.module
         self.pieces = part.pieces
-        self.optimizer = _optimizer(part.pieces, task, model)
-        self.rates = Rates(self.optimizer, task.lr_schedule)
+        self.optimizer = _optimizer(part.pieces, model, optimizer)
+        self.rates = Rates(self.optimizer, schedule)
 
     def update(self, step: int) -> None:
         """One step of the optimizer by the gradients that are there."""
@@ -39,9 +47,9 @@ class TrainedPart:
         self.optimizer.load_state_dict(dict(state))
 
 
-def _optimizer(pieces: list[Piece], task: Task, model: nn.Module) -> Optimizer:
+def _optimizer(pieces: list[Piece], model: nn.Module, make: MakeOptimizer) -> Optimizer:
     # It is made of all parameters, for a user's function may group them by their places.
-    optimizer = task.optimizer(list(model.parameters()))
+    optimizer = make(list(model.parameters()))
     mine = {id(piece.there): piece.here for piece in pieces}
     for group in optimizer.param_groups:
         group["params"] = [mine[id(one)] for one in group["params"] if id(one) in mine]

@@ -4,7 +4,7 @@
     ActivationGradients   ->  backward, one step of the head's optimizer
 
 No I/O: messages in, messages out, `now` is an argument. It shares nothing with the others but
-messages.
+messages, and knows nothing of them but the holder's name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from dure.data.batches import Batches
+from dure.errors import CutNotANumberError
 from dure.randomness.seeds import seed_generators
 from dure.split.busy import Busy
+from dure.split.leakage.guard import Guard
 from dure.split.parties.messages import (
     ActivationGradients,
     Activations,
@@ -34,8 +36,9 @@ Read = Callable[[Tensor, int], Tensor]
 class Party:
     """Party `number`. holder: of the labels.
 
-    batches: of the rows of people, in the order that all know. seconds: how long so many examples
-    take in its head, forward or backward.
+    batches: of the rows of people, in the order that all know. seed: from which it draws; a secret
+    of its own will do. seconds: how long so many examples take in its head, forward or backward.
+    guard: the defence of what leaves the head; None where there is none.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Party:
         batches: Batches,
         seed: int,
         seconds: Callable[[int, bool], float],
+        guard: Guard | None = None,
     ) -> None:
         self.number = number
         self.name = party(number)
@@ -56,6 +60,7 @@ class Party:
         self.batches = batches
         self.seed = seed
         self.seconds = seconds
+        self.guard = guard
         self.busy = Busy()
         self.done = 0
         """Steps that it has made."""
@@ -70,7 +75,11 @@ class Party:
         return self.busy.tick(now)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. Raises ValueError for one that is not due."""
+        """What it says to a message.
+
+        Raises ValueError for one that is not due or has not the shape of what was sent, and
+        CutNotANumberError. What is refused changes nothing.
+        """
         if sender == self.holder and isinstance(message, Step):
             return self._forward(message, now)
         if sender == self.holder and isinstance(message, ActivationGradients):
@@ -89,26 +98,43 @@ class Party:
         seed_generators(self.seed, "party", message.number, self.number)
         with torch.enable_grad():
             self._sent = values = self.part.module(inputs)
+        if self.guard is not None:
+            self.guard.sent([inputs], [values])
         said = Activations(message.number, values.detach(), values.requires_grad)
         return self.busy.work(self.seconds(len(rows), False), [(self.holder, said)], now)
 
     def _backward(self, message: ActivationGradients, now: float) -> list[Envelope]:
         sent = self._sent
-        self._sent = None
         if sent is None or message.step != self.done:
             raise ValueError(
                 f"{self.name} is sent gradients of step {message.step + 1}, and is in step "
                 f"{self.done + 1}"
             )
-        gradients = message.values
+        gradients = self._gradients(sent, message)
+        self._sent = None
         if gradients is not None:
-            if gradients.shape != sent.shape:
-                raise ValueError(
-                    f"{self.name} is sent gradients of shape {list(gradients.shape)} for "
-                    f"activations of shape {list(sent.shape)}"
-                )
             torch.autograd.backward(sent, gradients)
         # Also where nothing came: schedules go on.
         self.part.update(message.step)
         self.done += 1
         return self.busy.work(self.seconds(len(sent), True), [], now)
+
+    def _gradients(self, sent: Tensor, message: ActivationGradients) -> Tensor | None:
+        """With which the head goes backward; None where it does not."""
+        gradients = message.values
+        if gradients is not None:
+            if gradients.shape != sent.shape or gradients.dtype != sent.dtype:
+                raise ValueError(
+                    f"{self.holder} sends {self.name} gradients of shape {list(gradients.shape)} "
+                    f"and {gradients.dtype} for activations of shape {list(sent.shape)} and "
+                    f"{sent.dtype}"
+                )
+            if bool(gradients.isnan().any()):
+                when = f"step {message.step + 1}"
+                raise CutNotANumberError("gradients", self.holder, when, intact=False)
+        if self.guard is None or not sent.requires_grad:
+            return gradients
+        if gradients is None and self.guard.adds:
+            gradients = torch.zeros_like(sent)
+        returned = self.guard.returned([] if gradients is None else [gradients], 1.0)
+        return returned[0] if returned else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from dure.data.examples import Examples
 from dure.data.keys import owners_of
 from dure.randomness.seeds import generator
+from dure.split.leakage import Defence, NoDefence
 from dure.split.messages import SERVER
 from dure.split.parties.messages import party
 from dure.split.parties.model import Columns
@@ -19,9 +20,7 @@ from dure.split.parties.model import Columns
 
 @dataclass(frozen=True)
 class PartiesPlan:
-    """features, parties, batch_size, label_party, align, id_column, missing: as in `VerticalSplit`,
-    features as columns.
-    """
+    """The fields are those of `VerticalSplit`, features as columns."""
 
     features: tuple[Columns, ...]
     parties: int | None
@@ -30,11 +29,17 @@ class PartiesPlan:
     align: bool
     id_column: int | None
     missing: float
+    defence: Defence = field(default_factory=NoDefence)
+    measure_leaks: bool = False
 
     @property
     def holder(self) -> str:
         """The name of whoever holds the labels."""
         return SERVER if self.label_party is None else party(self.label_party)
+
+    def others(self, parties: int) -> list[int]:
+        """Which of so many parties have no labels."""
+        return [number for number in range(parties) if number != self.label_party]
 
     def known(self, number: int, people: int, seed: int) -> Tensor:
         """Whom somebody knows, and in which order these are kept there: rows of the task's data.

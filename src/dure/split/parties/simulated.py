@@ -6,8 +6,8 @@ takes, for so many examples of a part with the share s of the model's operations
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-A server takes no time, and nor do the points of an alignment; their bytes do. Each party has its
-own part of the model, its own columns, and its own optimizer.
+So does a server, by a speed of its own. The points of an alignment take none; their bytes do. Each
+party has its own part of the model, its own columns, and its own optimizer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, Node, VirtualNetwork
-from dure.randomness.seeds import seed_generators
+from dure.randomness.seeds import generator, seed_generators
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder, AlignedParty
 from dure.split.busy import Busy
+from dure.split.leakage.defence import class_labels, count_classes
+from dure.split.leakage.exposure import parties_exposure
+from dure.split.leakage.guard import Crossing, Guard
+from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
+from dure.split.parties.guarded import GuardedGradients
 from dure.split.parties.holder import Holder, LabelParty
-from dure.split.parties.messages import party
+from dure.split.parties.messages import Leaving, party
+from dure.split.parties.metered import Metered, PartyMeters
 from dure.split.parties.model import Columns, Division, Part, activations_of, divide, joined, select
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party, Read
@@ -65,6 +71,8 @@ class PartiesLearner(Learner):
         self.division = divide(self.model, inputs, plan.features, plan.parties)
         self.parties = len(self.division.heads)
         names = [party(number) for number in range(self.parties)]
+        self.others = [party(number) for number in plan.others(self.parties)]
+        """Those who have no labels."""
         self.meters_ = [Meter(SERVER, is_worker=False)] if plan.label_party is None else []
         self.meters_ += [Meter(name) for name in names]
         # The holder's first: it is the one that tells the facts.
@@ -84,20 +92,27 @@ class PartiesLearner(Learner):
         self.activations = activations_of(self.division, inputs)
         shares = _shares(self.division, inputs, self.activations)
         self.step = 0
-        self.tail = TrainedPart(self.division.tail, task, self.model)
-        self.heads = [TrainedPart(head, task, self.model) for head in self.division.heads]
+        self.tail = self._trained(self.division.tail)
+        self.heads = [self._trained(head) for head in self.division.heads]
         busy = Busy()
+        # With which labels everybody trains.
+        self.labelled = relabelled(plan.defence, self.train, seed)
+        self.guarded = GuardedGradients(plan.defence, self.others, self.division.join, self._noise)
         self.holder = Holder(
             plan.holder,
-            names,
+            {
+                name: Leaving(tuple(one.shape[1:]), one.dtype)
+                for name, one in zip(names, self.activations, strict=True)
+            },
             self.tail,
             self.division.join,
             self._targets,
             self.batches,
-            CountedLoss(task.loss, self.train),
+            CountedLoss(task.loss, self.labelled),
             seed,
             partial(self._seconds, plan.label_party, shares[-1]),
             busy,
+            self.guarded,
         )
         self.members = [
             Party(
@@ -108,6 +123,7 @@ class PartiesLearner(Learner):
                 self.batches,
                 seed,
                 partial(self._seconds, number, shares[number]),
+                self._guard(number),
             )
             for number, head in enumerate(self.heads)
         ]
@@ -117,7 +133,38 @@ class PartiesLearner(Learner):
             member = self.members[plan.label_party]
             member.busy = busy
             self.first = LabelParty(member, self.holder)
+        self.leaks = self._leaks() if plan.measure_leaks else None
         self._live()
+
+    def _trained(self, part: Part) -> TrainedPart:
+        """A part with an optimizer of its own."""
+        return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
+
+    # What travels tells of more
+
+    def _noise(self, name: str, step: int) -> torch.Generator:
+        """From where the noise of a step is drawn, on the gradients for a party."""
+        return generator(self.seed, "defence", self.others.index(name), step)
+
+    def _guard(self, number: int) -> Guard | None:
+        """The defence of what leaves the head of a party."""
+        defence = self.plan.defence
+        if defence.guards != "activations" or number == self.plan.label_party:
+            return None
+        draws = partial(generator, self.seed, "defence", number)
+        return Guard(defence, [Crossing(0, True)], [], draws)
+
+    def _leaks(self) -> PartyMeters:
+        """The meters, which know the true labels."""
+        labels = class_labels(self.train)
+        classes = 0 if labels is None else count_classes(self.train, labels)
+        return PartyMeters(self.others, labels, classes, self._held)
+
+    def _held(self, name: str, step: int) -> tuple[Tensor, Tensor]:
+        """The rows of a step's batch in the task's data, and a party's columns of them."""
+        people = self.batches.at(step)
+        member = next(one for one in self.members if one.name == name)
+        return self.rows[member.number][people], member.read(people, step)
 
     # The network
 
@@ -131,24 +178,25 @@ class PartiesLearner(Learner):
         self.network.add(name, node, link)
 
     def _live(self) -> None:
-        self._add(self.plan.holder, self.plan.label_party, self.first)
+        seen = self.first if self.leaks is None else Metered(self.first, self.leaks)
+        self._add(self.plan.holder, self.plan.label_party, seen)
         for member in self.members:
             if member.number != self.plan.label_party:
                 self._add(member.name, member.number, member)
 
     def _seconds(self, number: int | None, share: float, examples: int, back: bool) -> float:
         """How long somebody takes for so many examples in a part."""
-        if number is None:
-            return 0.0
-        device = self.conditions.devices.of(number, self.seed)
-        return (2 if back else 1) / 3 * share * examples / device.examples_per_second
+        speed = self.conditions.server_examples_per_second
+        if number is not None:
+            speed = self.conditions.devices.of(number, self.seed).examples_per_second
+        return (2 if back else 1) / 3 * share * examples / speed
 
     def _align(self) -> None:
         """Everybody's rows of the people whom all know, in the order for all."""
         plan = self.plan
         people = len(self.train)
         ids = ids_of(self.task.train, plan.id_column)
-        others = [n for n in range(self.parties) if n != plan.label_party]
+        others = plan.others(self.parties)
         first = self.parties if plan.label_party is None else plan.label_party
         known = {n: plan.known(n, people, self.seed) for n in (*others, first)}
         theirs = {n: [ids[row] for row in rows.tolist()] for n, rows in known.items()}
@@ -194,14 +242,14 @@ class PartiesLearner(Learner):
 
     def _targets(self, people: Tensor, step: int) -> Any:
         rows = self.rows[self.parties][people]
-        if type(self.train) is Examples:
-            return tree_map(lambda leaf: leaf.index_select(0, rows), self.train.targets)
+        if type(self.labelled) is Examples:
+            return tree_map(lambda leaf: leaf.index_select(0, rows), self.labelled.targets)
         return self._read(rows, step)[1]
 
     def _read(self, rows: Tensor, step: int) -> tuple[Any, Any]:
         """Examples of a dataset, whose transforms draw what they draw for one worker."""
         seed_generators(self.seed, "step", step, 0, everything=True)
-        return self.train.batch(rows)
+        return self.labelled.batch(rows)
 
     # The run
 
@@ -217,11 +265,12 @@ class PartiesLearner(Learner):
         self.step += 1
         self._count(self.network.now - began)
         loss, counted = self.holder.loss
+        leaks = {} if self.leaks is None else self.leaks.numbers()
         return Progress(
             loss=loss if counted else None,
             samples=len(self.batches.at(self.step - 1)),
             wish=wish,
-            numbers={"virtual_seconds": self.network.now},
+            numbers={"virtual_seconds": self.network.now, **leaks},
         )
 
     def _over(self) -> bool:
@@ -255,6 +304,8 @@ class PartiesLearner(Learner):
             "tail": self.tail.state(),
             "heads": [head.state() for head in self.heads],
             "buffers": passing_buffers(self.model),
+            "remembered": self.guarded.memory,
+            "leaks": None if self.leaks is None else self.leaks.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -264,6 +315,9 @@ class PartiesLearner(Learner):
         self.tail.restore(state["tail"])
         for head, kept in zip(self.heads, state["heads"], strict=True):
             head.restore(kept)
+        self.guarded.remember(state["remembered"])
+        if self.leaks is not None:
+            self.leaks.restore(state["leaks"])
         self.step = state["step"]
         for one in self.everybody:
             one.done = self.step
@@ -296,7 +350,22 @@ class PartiesLearner(Learner):
                         self.division.features, self.division.heads, self.activations, strict=True
                     )
                 ],
-            }
+            },
+            "leakage": self._leakage(),
+        }
+
+    def _leakage(self) -> dict[str, Any]:
+        """The defence, who could learn what, and what the meters last said."""
+        plan = self.plan
+        learning = [
+            party(n) for n in plan.others(self.parties) if self.activations[n].requires_grad
+        ]
+        return {
+            "defence": str(plan.defence),
+            "exposure": parties_exposure(
+                plan.holder, self.others, learning, plan.align, plan.defence
+            ),
+            "measured": dict(self.leaks.latest) if self.leaks is not None else {},
         }
 
 
