@@ -85,6 +85,9 @@ if TYPE_CHECKING:
     from dure.split.split_fed import SplitFed as SplitFed
     from dure.split.vertical import VerticalSplit as VerticalSplit
     from dure.tasks.builtin import load_task as load_task
+    from dure.tasks.parts import HeadTask as HeadTask
+    from dure.tasks.parts import TailTask as TailTask
+    from dure.tasks.parts import joined as joined
     from dure.worlds.network.world import Network as Network
     from dure.worlds.processes.world import Processes as Processes
     from dure.worlds.simulated import Simulated as Simulated
@@ -118,6 +121,9 @@ _WHERE = {
     "Strategy": "dure.contracts.strategy",
     "World": "dure.contracts.strategy",
     "Task": "dure.contracts.task",
+    "HeadTask": "dure.tasks.parts",
+    "TailTask": "dure.tasks.parts",
+    "joined": "dure.tasks.parts",
     "VerticalModel": "dure.split.parties.model",
     "head_of": "dure.split.export",
     "tail_of": "dure.split.export",

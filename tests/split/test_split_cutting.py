@@ -92,7 +92,6 @@ Split = partial(dure.SplitLearning, clients=2, batch_size=4)
         (plain, Split(cut=("2", "1")), "does not lie behind"),
         (plain, Split(cut=("2", "2")), "does not lie behind"),
         (plain, Split(cut=("1", "2", "2")), "names 3 places"),
-        (plain, Split(cut=()), "names 0 places"),
         (plain, Split(clients=0), "clients is 0"),
         (plain, Split(local_epochs=0), "local_epochs is 0"),
         (plain, Split(clients=25), "25"),

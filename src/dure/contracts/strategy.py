@@ -341,6 +341,9 @@ class Strategy:
     alone: ClassVar[bool] = False
     """Whether it is one worker, whatever the machine has."""
 
+    trains_parts: ClassVar[bool] = False
+    """Whether it trains a head and a tail of two tasks, each by its own optimizer."""
+
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
 

@@ -20,8 +20,8 @@ from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
-from dure.split.compressed import exchange_of, message_bytes
-from dure.split.cutting import cut_at
+from dure.split.compressed import exchange_of
+from dure.split.cutting import Cut
 from dure.split.halves import Halves
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.network.control import Failed, Hello
@@ -30,6 +30,7 @@ from dure.split.network.frames import encode
 from dure.split.network.site import Identity, Site
 from dure.split.strategy import Split
 from dure.tasks.batch_norm import needs_two
+from dure.tasks.loss_shares import CountedLoss
 from dure.wire import requests
 from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
@@ -97,16 +98,16 @@ def _site(
     known: Mapping[int, str] | None,
     event: Progress,
 ) -> Site:
-    plan = strategy.plan
+    plan = strategy.of(task).plan
     model = seeded_model(task, welcome.seed).train()
     train, test = examples_for(model, task)
     own = own_part(strategy, welcome, train, part, needs_two(model, train))
     batch = min(own.batches.batch_size, len(own.indices))
-    cut = cut_at(task, model, plan.at, batch)
-    halves = Halves(task, cut, plan, relabelled(plan.defence, train, welcome.seed), welcome.seed)
-    side = halves.side(plan.client_stages)
-    head = side.own()
-    machine = halves.client(welcome.client, side, head, own)
+    seen = relabelled(plan.defence, train, welcome.seed)
+    divided = Cut(task, model, plan.at, batch, welcome.seed, CountedLoss(task.loss, seen))
+    cut = divided.cut
+    head = divided.heads.own()
+    machine = Halves(divided, plan, seen, welcome.seed).client(welcome.client, head, own)
     key = session.key
     folder = None if kept.temporary else kept.folder
     box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / _box_of(welcome.run))
@@ -140,17 +141,16 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     # Who only looks has no number yet.
     seen = replace(welcome, client=max(welcome.client, part or 0, 0))
     own = own_part(strategy, seen, train, part, needs_two(model, train))
-    plan = strategy.plan
+    plan = strategy.of(task).plan
     batch = min(own.batches.batch_size, len(own.indices))
     with left_out():
-        cut = cut_at(task, model, plan.at, batch)
-        halves = Halves(task, cut, plan, train, welcome.seed)
-        side = halves.side(plan.client_stages)
-        machine = halves.client(seen.client, side, side.own(), own)
+        divided = Cut(task, model, plan.at, batch, welcome.seed, CountedLoss(task.loss, train))
+        halves = Halves(divided, plan, train, welcome.seed)
+        machine = halves.client(seen.client, divided.heads.own(), own)
         began = time.perf_counter()
         machine.party.forward(0, 0, machine.read(0)[1], [])
         seconds = time.perf_counter() - began
-    values, gradients = message_bytes(plan.compression, cut, 0, batch)
+    values, gradients = divided.message_bytes(plan.compression)[0]
     yield f"training: the head took {seconds:.3f} s for a batch of {batch}"
     labels = "labels stay here" if plan.rules.labels_stay else "its labels go with it"
     yield (

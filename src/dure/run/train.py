@@ -32,6 +32,7 @@ from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
+from dure.tasks.parts import check_whole
 from dure.worlds.here import leads_here
 from dure.worlds.processes.fork_server import server
 
@@ -360,6 +361,7 @@ def prepare(
     """
     # First: all that follows calls their methods.
     _check_kinds(strategy, world)
+    check_whole(task, strategy.trains_parts, world.serves)
     has_data = len(task.train) > 0
     if not has_data and not world.serves:
         raise ValueError(

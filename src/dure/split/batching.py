@@ -1,12 +1,12 @@
 """Values of several clients as those of one batch, and gradients of one batch for each of them.
 
-Which dimension of a value counts examples is read off traces of two sizes: the one that has grown.
-A value that has none, such as a mask for all, has to be the same of all clients.
+Which dimension of a value counts examples follows from batches of two sizes: the one that has
+grown. A value that has none, such as a mask for all, has to be the same of all clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,19 +18,24 @@ from dure.split.leakage.guard import Crossing
 
 
 class Batching:
-    """Of clients' batches of these sizes, at all cuts."""
+    """Of clients' batches of these sizes, at all cuts.
 
-    def __init__(self, cut: CutModel, sizes: Sequence[int]) -> None:
+    crossings: what is known of the values at each cut; asked where there are several batches.
+    """
+
+    def __init__(
+        self, crossings: Callable[[], Sequence[Sequence[Crossing]]], sizes: Sequence[int]
+    ) -> None:
         self.sizes = list(sizes)
         self.single = len(sizes) == 1
         if self.single:
             return
-        total = sum(sizes)
-        self._into = _dims(cut, 0, sizes[0], total)
-        self._differentiable = [one.differentiable for one in values_at(cut, 0, total)]
-        if cut.stages == 3:
-            self._out = _dims(cut, 1, sizes[0], total)
-            self._out_differentiable = [one.differentiable for one in values_at(cut, 1, total)]
+        into, *out = crossings()
+        self._into = [one.dim for one in into]
+        self._differentiable = [one.differentiable for one in into]
+        # In the U-shape the server gives values too.
+        self._out = [one.dim for values in out for one in values]
+        self._out_differentiable = [one.differentiable for values in out for one in values]
 
     def together(self, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """What leaves the heads, as what leaves that of the joint batch."""
@@ -71,10 +76,18 @@ class Batching:
         return [list(own) for own in zip(*parts, strict=True)] or [[] for _ in self.sizes]
 
 
-def crossings(cut: CutModel, boundary: int, training: bool = True) -> list[Crossing]:
-    """What is known of the values that cross a cut. Raises ValueError for one of a whole batch."""
-    few = cut.examples
-    dims = _dims(cut, boundary, few, 2 * few, training)
+def crossings(
+    cut: CutModel,
+    boundary: int,
+    training: bool = True,
+    sizes: tuple[int, int] | None = None,
+) -> list[Crossing]:
+    """What is known of the values that cross a cut. Raises ValueError for one of a whole batch.
+
+    sizes: of two batches of which it is told; by default a batch's, and twice that.
+    """
+    few, many = sizes or (cut.examples, 2 * cut.examples)
+    dims = _dims(cut, boundary, few, many, training)
     return [
         Crossing(dim, value.differentiable)
         for dim, value in zip(dims, values_at(cut, boundary, few, training), strict=True)

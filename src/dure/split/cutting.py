@@ -12,11 +12,12 @@ that both sides use, and examples that the server's part reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 
 from torch import nn
 
+from dure.collectives.compression import Compression
 from dure.contracts.strategy import Proof, another, examples_for
 from dure.contracts.task import Task
 from dure.parallel.divisible import check_parameter_wise
@@ -24,9 +25,136 @@ from dure.parallel.mesh.check import sample
 from dure.parallel.pipeline.balance import costs_of
 from dure.parallel.pipeline.cut import CutModel, named_starts
 from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import program
+from dure.parallel.pipeline.program import Program, program
 from dure.parallel.pipeline.proof import prove_cut
+from dure.parallel.pipeline.stage import Stage
 from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of
+from dure.randomness.seeds import derive
+from dure.split.batching import Batching, crossings
+from dure.split.compressed import message_bytes
+from dure.split.divided import Divided
+from dure.split.leakage.guard import Crossing
+from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
+from dure.tasks.loss_shares import CountedLoss
+
+
+class CutStages(Stages):
+    """Stages of a traced model.
+
+    stream: from where they draw. loss: called by the stage that is the model's last, if it is here.
+    """
+
+    def __init__(self, cut: CutModel, numbers: Sequence[int], stream: Stream, loss: Loss) -> None:
+        self.cut = cut
+        self.model = cut.model
+        self.numbers = list(numbers)
+        self.stream = stream
+        self._loss = loss
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        mine = {name for number in self.numbers for name in self.cut.names[number]}
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if name in mine and parameter.requires_grad and name in self.cut.learned
+        }
+
+    def written(self) -> list[str]:
+        written: set[str] = set()
+        for number in self.numbers:
+            written.update(self._program(number, self.cut.examples).written)
+        return sorted(written)
+
+    def _program(self, number: int, examples: int) -> Program:
+        """The program of a stage for so many examples."""
+        # A step is one micro-batch: there is no gradient yet to which a product could add its own.
+        return self.cut.program(number, examples, training=True, stream=self.stream, later=None)
+
+    def stage(self, number: int) -> Stage:
+        return Stage(
+            number,
+            last=number == self.cut.stages - 1,
+            program_for=lambda examples: self._program(number, examples),
+            structure_for=lambda examples: self.cut.structure(examples, True),
+            loss=self._loss,
+            stream=self.stream,
+            remaining=None,
+        )
+
+    def arriving(self, number: int, examples: int) -> int:
+        return sum(value.differentiable for value in self._program(number, examples).received)
+
+    def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
+        # A trace is of the whole model: the bits are those of what its last stage has received.
+        return self.cut.without_gradient(missed) if missed else ()
+
+    def passed_on(self, stage: StageAtWork, missed: int) -> int:
+        return missed
+
+
+class Cut(Divided):
+    """A model that is cut there, in batches of so many examples.
+
+    Raises ValueError as `cut_at` does.
+    """
+
+    head_is_known = True
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        at: Sequence[str],
+        examples: int,
+        seed: int,
+        losses: CountedLoss,
+    ) -> None:
+        self.task = task
+        self.cut = cut_at(task, model, at, examples)
+        self.examples = examples
+        self.at = tuple(at)
+        self.losses = losses
+        # Every operation draws from a seed of its own: neither side tells the other what it drew.
+        self._stream = Stream(derive(seed, "split"), carried=False)
+        self._loss = self._stream.drawing(weighed(losses), -1)
+
+    @cached_property
+    def heads(self) -> Side:
+        return self._side([0, 2] if self.cut.stages == 3 else [0])
+
+    @cached_property
+    def tails(self) -> Side:
+        return self._side([1])
+
+    def _side(self, numbers: Sequence[int]) -> Side:
+        return Side(CutStages(self.cut, numbers, self._stream, self._loss), self.task)
+
+    @cached_property
+    def shares(self) -> Sequence[float]:
+        return shares_of(self.cut)
+
+    @property
+    def weights(self) -> Sequence[int]:
+        sides = {0: self.heads, 1: self.tails, 2: self.heads}
+        return [
+            sum(one.numel() for name, one in sides[stage].parameters.items() if name in names)
+            for stage, names in enumerate(self.cut.names)
+        ]
+
+    def message_bytes(self, compression: Compression) -> list[tuple[int, int]]:
+        boundaries = range(self.cut.stages - 1)
+        return [message_bytes(compression, self.cut, one, self.examples) for one in boundaries]
+
+    @property
+    def batching(self) -> Callable[[Sequence[int]], Batching]:
+        return self._batching
+
+    def _batching(self, sizes: Sequence[int]) -> Batching:
+        return Batching(partial(self.crossings, sizes[0], sum(sizes)), sizes)
+
+    def crossings(self, few: int, many: int) -> list[list[Crossing]]:
+        boundaries = range(self.cut.stages - 1)
+        return [crossings(self.cut, one, sizes=(few, many)) for one in boundaries]
 
 
 def check_at(at: Sequence[str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dure.parallel.pipeline.cut import CutModel
+from dure.collectives.compression import NoCompression
 from dure.record.meter import Meter
-from dure.split.compressed import message_bytes
+from dure.split.divided import Divided
 from dure.split.leakage.exposure import exposure
 from dure.split.plan import Plan
 from dure.split.sides import Side
@@ -15,47 +15,38 @@ from dure.split.sides import Side
 _WITH_HEADS = ("Turn", "Handed", "Ended")
 """Kinds of messages whose payload is a head."""
 
-Sides = tuple[Side, Side]
-"""That of clients, and the server's."""
-
 
 def facts_of(
     plan: Plan,
-    cut: CutModel,
-    sides: Sides,
+    divided: Divided,
     clients: Sequence[Meter],
     *,
-    shares: Sequence[float],
     flops: float,
     target_bytes: int,
     measured: Mapping[str, float],
 ) -> dict[str, Any]:
     """As JSON.
 
-    clients: their meters. shares: of the stages in the operations; flops: of a step of the whole
-    model. target_bytes: of the targets of a batch. measured: what the leak meter last said.
+    clients: their meters. flops: of a step of the whole model. target_bytes: of the targets of a
+    batch. measured: what the leak meter last said.
     """
-    heads, tails = sides
-    values, gradients = cut.message_bytes(0, cut.examples)
-    compressed = [
-        message_bytes(plan.compression, cut, boundary, cut.examples)
-        for boundary in range(cut.stages - 1)
-    ]
+    values, gradients = divided.message_bytes(NoCompression())[0]
+    compressed = divided.message_bytes(plan.compression)
     return {
         "split": {
-            "at": list(plan.at),
-            "shares": list(shares),
-            "head_weights": sum(one.numel() for one in heads.parameters.values()),
-            "tail_weights": sum(one.numel() for one in tails.parameters.values()),
-            "weights": [_weights_of(cut, sides, stage) for stage in range(cut.stages)],
+            "at": list(divided.at),
+            "shares": list(divided.shares),
+            "head_weights": sum(one.numel() for one in divided.heads.parameters.values()),
+            "tail_weights": sum(one.numel() for one in divided.tails.parameters.values()),
+            "weights": list(divided.weights),
             "smashed_bytes": values,
             "gradient_bytes": gradients,
-            "examples": cut.examples,
+            "examples": divided.examples,
             "messages_sent": [one.counters.messages_sent for one in clients],
             "compression": str(plan.compression),
             "compressed_bytes": [list(one) for one in compressed],
             "flops": flops,
-            "formulas": _formulas(plan, heads, compressed, target_bytes),
+            "formulas": _formulas(plan, divided.heads, compressed, target_bytes),
         },
         "leakage": {
             "defence": str(plan.defence),
@@ -69,13 +60,6 @@ def facts_of(
             "measured": dict(measured),
         },
     }
-
-
-def _weights_of(cut: CutModel, sides: Sides, stage: int) -> int:
-    """How many weights a part of the model trains."""
-    side = sides[1] if stage == 1 else sides[0]
-    names = set(cut.names[stage])
-    return sum(one.numel() for name, one in side.parameters.items() if name in names)
 
 
 def _formulas(

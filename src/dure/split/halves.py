@@ -1,5 +1,5 @@
-"""The two halves of a run of split learning: what is made of a cut model for the server and for a
-client.
+"""The two halves of a run of split learning: what is made of a divided model for the server and for
+a client.
 
 Both halves live in one process in a simulation, and apart over a network; they share what `Draws`
 has, which is a function of the seed, and messages.
@@ -14,58 +14,39 @@ from functools import lru_cache, partial
 import torch
 from torch.utils._pytree import tree_flatten
 
-from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.own_part import OwnPart
-from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
-from dure.randomness.seeds import derive, generator
-from dure.split.batching import Batching, crossings
+from dure.randomness.seeds import generator
 from dure.split.client import Client
+from dure.split.divided import Divided
 from dure.split.leakage.guard import Guard
 from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
 from dure.split.plan import Plan
 from dure.split.server import Server
-from dure.split.sides import Party, Side, weighed
-from dure.tasks.loss_shares import CountedLoss
+from dure.split.sides import Party
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Makes them, of one cut model.
+    """Makes them, of one divided model.
 
-    examples: those that are trained on; a server elsewhere has some like them. seen: whether they
-    are here, all of them; without them each batch tells what it counts.
+    examples: those that are trained on; a server elsewhere has some like them.
     """
 
-    task: Task
-    cut: CutModel
+    divided: Divided
     plan: Plan
     examples: Examples
     seed: int
-    seen: bool = True
-
-    @property
-    def losses(self) -> CountedLoss:
-        """The loss, and what it counts in a batch."""
-        return CountedLoss(self.task.loss, self.examples if self.seen else None)
-
-    def side(self, stages: Sequence[int]) -> Side:
-        """These stages, with an optimizer of their own."""
-        # Every operation draws from a seed of its own: neither side tells the other what it drew.
-        stream = Stream(derive(self.seed, "split"), carried=False)
-        drawn = stream.drawing(weighed(self.losses), -1)
-        return Side(self.cut, stages, self.task, stream, drawn)
 
     def server(
         self,
-        side: Side,
         amounts: Amounts,
         head: Own | None,
         seconds: Callable[[int, bool], float] = lambda examples, back: 0.0,
     ) -> Server:
         """The server. head: of all clients, as far as it is known here."""
+        side = self.divided.tails
         tail = side.own()
         order: Order = self.plan.order(
             amounts, head, lambda number: Party(side, tail, number), self.seed
@@ -74,13 +55,11 @@ class Halves:
         if not self.plan.rules.labels_stay:
             _, targets = self.examples.batch(torch.arange(1))
             structure = tree_flatten(targets)[1]
-        batching = lru_cache(maxsize=64)(partial(Batching, self.cut))
-        return Server(order, batching, structure, seconds)
+        return Server(order, lru_cache(maxsize=64)(self.divided.batching), structure, seconds)
 
     def client(
         self,
         number: int,
-        side: Side,
         head: Own,
         part: OwnPart,
         seconds: Callable[[int, Sequence[int], bool], float] = lambda count, stages, back: 0.0,
@@ -88,11 +67,11 @@ class Halves:
         """A client, of the examples that are its part. head: with which it begins."""
         return Client(
             number,
-            Party(side, head, number),
+            Party(self.divided.heads, head, number),
             self.plan.rules,
             self.examples,
             part.at,
-            self.losses,
+            self.divided.losses,
             self.seed,
             seconds,
             self._guard(number),
@@ -103,6 +82,7 @@ class Halves:
         defence = self.plan.defence
         if defence.guards in ("nothing", "labels"):
             return None
-        first = crossings(self.cut, 0)
-        last = crossings(self.cut, self.cut.stages - 2)
-        return Guard(defence, first, last, partial(generator, self.seed, "defence", number))
+        crossing = self.divided.crossings_of_two()
+        return Guard(
+            defence, crossing[0], crossing[-1], partial(generator, self.seed, "defence", number)
+        )

@@ -126,6 +126,7 @@ class ParallelSplit(Split):
 
     name: ClassVar[str] = "parallel-split"
     title: ClassVar[str] = "parallel split"
+    joins: ClassVar[bool] = True
 
     def rules(self) -> Rules:
         return Rules(labels_stay=self.labels_stay, sums=not self.personal_heads)

@@ -246,20 +246,22 @@ class Server:
         found = tail.backward(1, gradients)
         if back is None:
             mean, counted = tail.loss(1)
-            missed = tail.missed(1, examples)
+            missed = 0
+            missed_before = tail.missed(1, examples)
         else:
             counted = sum(one.counted for one in back)
             mean = sum(one.loss * one.counted for one in back) / counted if counted else 0.0
             missed = -1
             for one in back:
                 missed &= one.missed
+            missed_before = tail.passed_on(1, missed)
         if not math.isfinite(mean):
             raise LossNotFiniteError(mean, " and ".join(joint.clients), f"step {joint.at + 1}")
         self.losses.append((mean, counted))
         # Clients need not wait for the step of the tail.
-        tail.leave(tail.gradients(missed if back is not None else 0), self.order.rate(joint.at))
+        tail.leave(tail.gradients(missed), self.order.rate(joint.at))
         said: list[Envelope] = [
-            (client, Gradients(one.step, tuple(own), missed, mean, counted, share))
+            (client, Gradients(one.step, tuple(own), missed_before, mean, counted, share))
             for client, one, own, share in zip(
                 joint.clients,
                 joint.smashed,

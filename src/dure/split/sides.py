@@ -1,6 +1,6 @@
 """A side of the cut at work: the stages of the model that one party has, and their optimizer.
 
-    forward    what was received  ->  what leaves        (`dure.parallel.pipeline.stage`)
+    forward    what was received  ->  what leaves
     backward   the gradients of what left  ->  those of what was received, and of the weights
     update     one step of the task's optimizer on the weights of the side
 
@@ -8,12 +8,16 @@ What a side has learned is an `Own`. Where many clients live in one process they
 of one model: before a client computes, its own tensors take the place of those that are there
 (`take`), which moves no data. The optimizer moves them by way of parameters of its own: what a
 client's backward pass has kept of the modules counts as unchanged, whoever computes in between.
+
+What the stages are made of is one of two: pieces of a traced model (`dure.split.cutting`), or
+modules that were written apart (`dure.split.apart`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +25,7 @@ from torch.optim import Optimizer
 
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.task import Task
-from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import Program
-from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.stage import Microbatch
 from dure.split.messages import Own
 from dure.tasks.loss_shares import Computed, CountedLoss, Share
 
@@ -32,39 +33,87 @@ Loss = Callable[[Any, Any, int, Share], Computed]
 """loss(outputs, targets, examples, share), as the last stage of a pipeline has it."""
 
 
-class Side:
-    """The stages `numbers` of a cut model, and an optimizer of what they train.
+class StageAtWork(Protocol):
+    """A stage of one party, which remembers what its backward passes need.
 
-    stream: from where they draw. loss: called by the stage that is the model's last, if it is here.
+    losses, counts: what the last stage has added to the loss of a batch, and what that counts, by
+    the batch's number. reached: which of the received values that have a gradient got one.
     """
 
-    def __init__(
-        self, cut: CutModel, numbers: Sequence[int], task: Task, stream: Stream, loss: Loss
-    ) -> None:
-        self.cut = cut
-        self.numbers = list(numbers)
-        self.stream = stream
-        self._loss = loss
-        mine = {name for number in numbers for name in cut.names[number]}
-        self.parameters = {
-            name: parameter
-            for name, parameter in cut.model.named_parameters()
-            if name in mine and parameter.requires_grad and name in cut.learned
-        }
+    losses: dict[int, float]
+    counts: dict[int, float]
+    reached: set[int]
+
+    def begin(self, step: int) -> None:
+        """A step begins; what an interrupted one has left is dropped."""
+
+    def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
+        """Computes batch `number`; returns what leaves, cut from the graph."""
+
+    def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of what was received; those of weights are in the parameters."""
+
+
+class Stages(ABC):
+    """The stages that a side consists of: 0 is the head, the last one has the loss.
+
+    model: has their parameters and buffers, by name; maybe others too.
+    """
+
+    model: nn.Module
+    numbers: Sequence[int]
+
+    @abstractmethod
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that they train."""
+
+    @abstractmethod
+    def written(self) -> list[str]:
+        """The buffers that forward passes may change."""
+
+    @abstractmethod
+    def stage(self, number: int) -> StageAtWork:
+        """A stage. Each party has its own."""
+
+    @abstractmethod
+    def arriving(self, number: int, examples: int) -> int:
+        """How many of the values that a stage receives have a gradient."""
+
+    @abstractmethod
+    def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
+        """The parameters to which no way leads from values that got a gradient.
+
+        stages: those of the party, behind their backward passes; they are not asked again. missed:
+        which values got none, as bits: of those that the other side has told of.
+        """
+
+    @abstractmethod
+    def passed_on(self, stage: StageAtWork, missed: int) -> int:
+        """The same bits for the side before, which go back with the gradients."""
+
+
+class Side:
+    """The stages of one side of the cut, and an optimizer of what they train."""
+
+    def __init__(self, stages: Stages, task: Task) -> None:
+        self.stages = stages
+        self.numbers = list(stages.numbers)
+        self.parameters = stages.trained()
         self.moved = {
             name: nn.Parameter(parameter.data) for name, parameter in self.parameters.items()
         }
         """The same tensors, as the optimizer has them."""
         self._taken: Own | None = None
         """What its modules hold."""
-        self.written = self._written()
+        self.written = stages.written()
         self.optimizer = self._made(task)
         self.rates = Rates(self.optimizer, task.lr_schedule)
 
     def _made(self, task: Task) -> Optimizer:
         """The task's optimizer, of the parameters of this side alone."""
         # It is made of all parameters, for a user's function may group them by their places.
-        optimizer = task.optimizer(list(self.cut.model.parameters()))
+        every = list(self.stages.model.parameters())
+        optimizer = task.optimizer(every) if every else torch.optim.SGD([{"params": []}])
         moved = {id(one): self.moved[name] for name, one in self.parameters.items()}
         for group in optimizer.param_groups:
             group["params"] = [moved[id(one)] for one in group["params"] if id(one) in moved]
@@ -75,35 +124,11 @@ class Side:
                 optimizer.state[moved[id(parameter)]] = kept
         return optimizer
 
-    def _written(self) -> list[str]:
-        """The buffers that forward passes of this side change."""
-        written: set[str] = set()
-        for number in self.numbers:
-            written.update(self.program(number, self.cut.examples).written)
-        return sorted(written)
-
-    def program(self, number: int, examples: int) -> Program:
-        """The program of a stage for so many examples."""
-        # A step is one micro-batch: there is no gradient yet to which a product could add its own.
-        return self.cut.program(number, examples, training=True, stream=self.stream, later=None)
-
-    def stage(self, number: int) -> Stage:
-        """A stage, which remembers what its backward passes need. Each party has its own."""
-        return Stage(
-            number,
-            last=number == self.cut.stages - 1,
-            program_for=lambda examples: self.program(number, examples),
-            structure_for=lambda examples: self.cut.structure(examples, True),
-            loss=self._loss,
-            stream=self.stream,
-            remaining=None,
-        )
-
     # What it has learned
 
     def buffers(self) -> list[Tensor]:
         """Those that forward passes change."""
-        return [self.cut.model.get_buffer(name) for name in self.written]
+        return [self.stages.model.get_buffer(name) for name in self.written]
 
     def own(self) -> Own:
         """What it has learned, as copies."""
@@ -171,7 +196,7 @@ class Party:
         self._own = own
         self._left: tuple[Sequence[Tensor | None], int] | None = None
         """A step of the optimizer that is still to be made."""
-        self._stages = {stage: side.stage(stage) for stage in side.numbers}
+        self._stages = {stage: side.stages.stage(stage) for stage in side.numbers}
         self._batches: dict[int, Microbatch] = {}
         self._gradients: dict[str, Tensor] = {}
 
@@ -224,10 +249,16 @@ class Party:
 
         To be asked behind its backward pass of so many examples.
         """
-        program = self.side.program(stage, examples)
-        count = sum(value.differentiable for value in program.received)
+        count = self.side.stages.arriving(stage, examples)
         reached = self._stages[stage].reached
         return sum(1 << place for place in range(count) if place not in reached)
+
+    def passed_on(self, stage: int, missed: int) -> int:
+        """Which of the values that a stage has received got none, where these that left got none.
+
+        To be asked behind its backward pass.
+        """
+        return self.side.stages.passed_on(self._stages[stage], missed)
 
     def backward(self, stage: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of what the stage has received; those of weights are kept here."""
@@ -243,12 +274,12 @@ class Party:
     def gradients(self, missed: int) -> tuple[Tensor | None, ...]:
         """Those of the weights, since this was asked last; None of one that got none.
 
-        missed: which of the values that the last stage has received got no gradient, as bits: no
-        way leads from the loss to the weights before them alone.
+        missed: which values got no gradient, as bits, by what the other side has told: no way leads
+        from the loss to the weights before them alone.
         """
         found = self._gradients
         self._gradients = {}
-        for name in self.side.cut.without_gradient(missed) if missed else ():
+        for name in self.side.stages.without_gradient(self._stages, missed):
             found.pop(name, None)
         return tuple(found.get(name) for name in self.side.parameters)
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
@@ -30,11 +30,12 @@ from dure.record.meter import Meter
 from dure.split import personal
 from dure.split.account import Account
 from dure.split.across import AcrossTheCut
+from dure.split.apart.sides import clients_examples
 from dure.split.attendance import Attendance
-from dure.split.batching import crossings
 from dure.split.client import Client, Kept
 from dure.split.compressed import Compressed, exchange_of
-from dure.split.cutting import cut_at, shares_of
+from dure.split.cutting import Cut
+from dure.split.divide import divided
 from dure.split.facts import facts_of
 from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
@@ -67,28 +68,29 @@ class SimulatedLearner(Learner):
         self.group = place.group
         self.conditions = place.conditions or Conditions()
         self.model = place.model(task, seed).train()
-        self.train, self.test = examples_for(self.model, task)
+        self.train, self.test = clients_examples(task, self.model)
         joins = needs_two(self.model, self.train)
         self.parts = divide(
             plan.partition, plan.clients, self.train, plan.batch_size, seed, joins, plan.held_out
         )
         largest = max(part.batches.batch_size for part in self.parts)
-        self.cut = cut_at(task, self.model, plan.at, largest)
         self.flops = flops_per_step(self.model, self.train, largest)
-        self.shares = shares_of(self.cut)
         trained = relabelled(plan.defence, self.train, seed)
-        halves = Halves(task, self.cut, plan, trained, seed)
-        self.heads = halves.side(plan.client_stages)
-        self.tails = halves.side([1])
+        self.divided = divided(task, self.model, trained, plan.at, largest, seed)
+        self.shares = self.divided.shares
+        self.heads = self.divided.heads
+        self.tails = self.divided.tails
+        halves = Halves(self.divided, plan, trained, seed)
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
         )
         head = self.heads.own()
-        self.server = halves.server(self.tails, amounts, head, self._server_seconds)
+        first = head if self.divided.head_is_known else None
+        self.server = halves.server(amounts, first, self._server_seconds)
         self.order = self.server.order
         self.clients = [
-            halves.client(number, self.heads, head, part, partial(self._seconds, number))
+            halves.client(number, head, part, partial(self._seconds, number))
             for number, part in enumerate(self.parts)
         ]
         self._meters = [Meter(SERVER, is_worker=False)]
@@ -98,20 +100,24 @@ class SimulatedLearner(Learner):
         self.now = 0.0
         self.account = Account()
         self.leaks = self._leaks() if plan.measure_leaks else None
-        self.exchange = exchange_of(plan.compression, self.cut)
-        self.measured = (
-            self.model if self.exchange is None else AcrossTheCut(self.cut, plan.compression)
-        )
+        self.exchange = None
+        self.measured = self.model
+        # Parts that were written apart exchange what they give as it is.
+        if isinstance(self.divided, Cut):
+            self.exchange = exchange_of(plan.compression, self.divided.cut)
+            if self.exchange is not None:
+                self.measured = AcrossTheCut(self.divided.cut, plan.compression)
         self._begin()
 
     def _leaks(self) -> LeakMeter:
         """The meter, which knows the true labels."""
         labels = class_labels(self.train)
+        crossing = self.divided.crossings_of_two()
         return LeakMeter(
             labels,
             0 if labels is None else count_classes(self.train, labels),
-            crossings(self.cut, 0),
-            crossings(self.cut, self.cut.stages - 2),
+            crossing[0],
+            crossing[-1],
         )
 
     def _held(self, name: str) -> tuple[Tensor, Sequence[Any]]:
@@ -275,7 +281,7 @@ class SimulatedLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = read(state["head"])
+        self.order.head = None if state["head"] is None else read(state["head"])
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
         for one, head, memory in held:
             one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
@@ -295,10 +301,8 @@ class SimulatedLearner(Learner):
         _, targets = self.train.batch(largest.at(0))
         facts = facts_of(
             self.plan,
-            self.cut,
-            (self.heads, self.tails),
+            self.divided,
             self._meters[1:],
-            shares=self.shares,
             flops=self.flops,
             target_bytes=nbytes(tree_flatten(targets)[0]),
             measured=measured,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import nn
@@ -39,11 +39,15 @@ from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
+from dure.errors import warn
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
 from dure.split import personal
 from dure.split.across import AcrossTheCut
+from dure.split.apart.checks import check_parts, notes_on_head
+from dure.split.apart.proof import prove as prove_parts
+from dure.split.apart.sides import Apart, clients_examples, cut_of
 from dure.split.client import Rules
 from dure.split.compressed import check_compression, exchange_of
 from dure.split.conditions import check_conditions
@@ -56,6 +60,7 @@ from dure.split.sides import Party
 from dure.split.simulated import SimulatedLearner
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.parts import PARTS, JoinedTask, ModelParts
 from dure.tensors.flat import check_apart
 
 
@@ -65,7 +70,8 @@ class Split(Strategy):
 
     Args:
         cut: where: a module's name or a number of layers; two of them leave the end of the model,
-            and the labels, with the client.
+            and the labels, with the client. By default a task of two files is cut between them, and
+            any other model behind its first layer.
         clients: K.
         local_epochs: E, passes of a client over its data in a round.
         batch_size: B, of a client's step; None is all of its data.
@@ -82,7 +88,7 @@ class Split(Strategy):
             with their own heads.
     """
 
-    cut: tuple[str, ...] = ("1",)
+    cut: tuple[str, ...] = ()
     clients: int = 10
     local_epochs: int = 1
     batch_size: int | None = 10
@@ -95,6 +101,10 @@ class Split(Strategy):
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
+    trains_parts: ClassVar[bool] = True
+    joins: ClassVar[bool] = False
+    """Whether batches of several clients are one batch of the server's."""
+
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -120,9 +130,25 @@ class Split(Strategy):
     @property
     def label(self) -> str:
         shape = ", labels stay" if self.labels_stay else ""
+        where = f" at {' and '.join(self.cut)}" if self.cut else ""
         own = ", personal heads" if self.personal_heads else ""
         fewer = f", {self.compression}" if self.compression.compresses else ""
-        return f"{self.title} at {' and '.join(self.cut)}{shape}{own}{fewer}"
+        return f"{self.title}{where}{shape}{own}{fewer}"
+
+    def of(self, task: Task) -> Split:
+        """The same, with the place of the cut where the task says it, or nobody does.
+
+        Raises ValueError for another place than that of the task's files.
+        """
+        if not isinstance(task, PARTS):
+            return self if self.cut else replace(self, cut=("1",))
+        at = cut_of(task)
+        if self.cut and self.cut != at:
+            raise ValueError(
+                f"cut is {' '.join(self.cut)}, but the task is of two files, which say where the "
+                f"model is cut: leave cut out"
+            )
+        return replace(self, cut=at)
 
     @property
     def labels_stay(self) -> bool:
@@ -148,6 +174,9 @@ class Split(Strategy):
         )
 
     def check(self, task: Task, workers: int | None) -> None:
+        self.of(task)._check(task)
+
+    def _check(self, task: Task) -> None:
         check_at(self.cut)
         check_batch_size(self.batch_size)
         for name in ("clients", "local_epochs"):
@@ -162,9 +191,11 @@ class Split(Strategy):
                 "held_out measures models with heads of clients' own, and all have one head: give "
                 "personal_heads too"
             )
-        labels = task.train.labels()
-        self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
-        self.defence.check(task.train, self.labels_stay)
+        # The server of a network may have no data.
+        if len(task.train):
+            labels = task.train.labels()
+            self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
+            self.defence.check(task.train, self.labels_stay)
         check_compression(self.compression)
 
     def check_in(self, world: World) -> None:
@@ -177,13 +208,36 @@ class Split(Strategy):
                 )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Cuts a copy of the model. Raises ValueError for one that cannot be divided so."""
-        self._checked(task, model)
+        """Divides a copy of the model. Raises ValueError for one that cannot be divided so."""
+        one = self.of(task)
+        if isinstance(task, PARTS):
+            one._check_parts(task, model)
+        else:
+            one._check_model(task, model)
+            one._cut(task, model)
 
-    def _checked(self, task: Task, model: nn.Module) -> CutModel:
-        """A copy of the model that was cut."""
-        check_apart(model)
-        check_optimizer(task, model)
+    def _check_parts(self, task: Task, model: nn.Module) -> None:
+        """Tries copies of the parts that are here."""
+        if self.compression.compresses:
+            raise ValueError(
+                f"compression is {self.compression}, which needs a model that is cut by tracing, "
+                f"and the task is of two files: leave compression out, or let the head give fewer "
+                f"numbers"
+            )
+        twin = another(model, task, 0)
+        assert isinstance(twin, ModelParts)
+        check_parts(task, twin)
+        if isinstance(task, JoinedTask):
+            self._check_model(task, model)
+            train, _ = clients_examples(task, twin)
+            apart = Apart(task, twin, train, self._examples(task), 0)
+            if self.joins or self.defence.guards in ("activations", "gradients"):
+                apart.server.crossings()
+        if twin.head is not None:
+            for note in notes_on_head(twin, clients_examples(task, twin)[0]):
+                warn(note)
+
+    def _check_model(self, task: Task, model: nn.Module) -> None:
         together = None if self.batch_size is None else self.batch_size * self.clients
         check_own_batches(task, model, together, self.clients)
         train, _ = examples_for(model, task)
@@ -192,7 +246,11 @@ class Split(Strategy):
                 "the loss tells what it counts only when it is computed, and clients with the end "
                 "of the model have to know their shares before: cut once, or train in turn"
             )
-        # A copy, since the model is the one that will be trained.
+
+    def _cut(self, task: Task, model: nn.Module) -> CutModel:
+        """A copy of the model that was cut, since the model is the one that will be trained."""
+        check_apart(model)
+        check_optimizer(task, model)
         cut = cut_at(task, another(model, task, 0), self.cut, self._examples(task))
         if exchange_of(self.compression, cut) is not None:
             AcrossTheCut(cut, self.compression)
@@ -200,8 +258,16 @@ class Split(Strategy):
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Runs the parts and the undivided model side by side, on one batch."""
+        one = self.of(task)
+        if isinstance(task, PARTS):
+            one._check_parts(task, model)
+            # A part alone has nothing to be compared with.
+            if not isinstance(task, JoinedTask):
+                return None
+            return prove_parts(task, model, one._examples(task))
+        one._check_model(task, model)
         # To trace a model takes longest of all: it is the one that was cut for the checks.
-        return prove(task, model, self._checked(task, model))
+        return prove(task, model, one._cut(task, model))
 
     def _examples(self, task: Task) -> int:
         own = max(1, len(task.train) // self.clients)
@@ -224,9 +290,10 @@ class Split(Strategy):
         return describe(self.partition, parts, labels, task.train.classes)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        one = self.of(task)
         if place.channels is not None:
             # Here, since a network needs libraries that a simulation does without.
             from dure.split.network.served import ServedLearner
 
-            return ServedLearner(task, place, seed, self.plan, place.channels)
-        return SimulatedLearner(task, place, seed, self.plan)
+            return ServedLearner(task, place, seed, one.plan, place.channels)
+        return SimulatedLearner(task, place, seed, one.plan)

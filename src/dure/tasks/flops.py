@@ -27,12 +27,12 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     try:
         with in_mode(model, training=False):
             # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.
-            return 3 * batch * _forward_flops(model, inputs)
+            return 3 * batch * forward_flops(model, inputs)
     except Exception:
         return float("inf")
 
 
-def _forward_flops(model: nn.Module, inputs: Any) -> float:
+def forward_flops(model: nn.Module, inputs: Any) -> float:
     """Of a forward pass over the inputs."""
     # torch's counter does not look into recurrent layers: two for each weight and position.
     recurrent = 0.0

@@ -42,17 +42,18 @@ class Microbatch:
     read: Callable[[], tuple[Any, Any]]
 
     @cached_property
-    def _content(self) -> tuple[Any, Any]:
+    def content(self) -> tuple[Any, Any]:
+        """Inputs and targets, as they were read."""
         return self.read()
 
     @cached_property
     def inputs(self) -> list[Any]:
         """The leaves of the model's inputs."""
-        return leaves_of(self._content[0])
+        return leaves_of(self.content[0])
 
     @property
     def targets(self) -> Any:
-        return self._content[1]
+        return self.content[1]
 
 
 @dataclass

@@ -27,7 +27,7 @@ from dure.record.disk import write_atomically
 from dure.record.meter import Meter
 from dure.split.across import AcrossTheCut
 from dure.split.compressed import exchange_of
-from dure.split.cutting import cut_at, shares_of
+from dure.split.cutting import Cut
 from dure.split.facts import facts_of
 from dure.split.halves import Halves
 from dure.split.leakage.randomised_response import relabelled
@@ -43,7 +43,7 @@ from dure.split.states import read, written
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import mean_over
+from dure.tasks.loss_shares import CountedLoss, mean_over
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
@@ -96,18 +96,20 @@ class ServedLearner(Learner):
         sizes = [entrance.hellos[number].examples for number in range(plan.clients)]
         batches = [Batches(count, plan.batch_size, seed, n, joins) for n, count in enumerate(sizes)]
         largest = max(one.batch_size for one in batches)
-        self.cut = cut_at(task, self.model, plan.at, largest)
-        self.shares = shares_of(self.cut)
+        # Its examples are elsewhere: each batch tells what it counts.
+        losses = CountedLoss(task.loss, None)
+        self.divided = Cut(task, self.model, plan.at, largest, seed, losses)
+        self.cut = self.divided.cut
         seen = relabelled(plan.defence, sample, seed)
-        halves = Halves(task, self.cut, plan, seen, seed, seen=False)
-        self.heads = halves.side(plan.client_stages)
-        self.tails = halves.side([1])
+        halves = Halves(self.divided, plan, seen, seed)
+        self.heads = self.divided.heads
+        self.tails = self.divided.tails
         self.amounts = Amounts(
             steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=sizes
         )
         # Where clients hand it on themselves, their head is none of the server's business.
         head = None if plan.rules.hands else self.heads.own()
-        self.server = halves.server(self.tails, self.amounts, head)
+        self.server = halves.server(self.amounts, head)
         self.server.keeps = True
         self.order = self.server.order
         _, one = sample.batch(torch.arange(1))
@@ -287,11 +289,9 @@ class ServedLearner(Learner):
         """Where the model was cut, how much of it each side has, and who could learn what."""
         return facts_of(
             self.plan,
-            self.cut,
-            (self.heads, self.tails),
+            self.divided,
             self._meters[1:],
-            shares=self.shares,
             flops=self.flops,
-            target_bytes=self.cut.examples * self._target_bytes,
+            target_bytes=self.divided.examples * self._target_bytes,
             measured={},
         )

@@ -1,0 +1,220 @@
+"""What is tried of a head and a tail before any work, each by the side that has it.
+
+    head    on examples of its own, in batches of two sizes      ->  the form of what leaves it
+    tail    on made-up values of that form: ones where they are whole numbers, such as lengths or
+            indices, and small random numbers elsewhere
+
+A part is tried in training mode, on a copy where it can be copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from dure.contracts.lr_schedule import check_schedule
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.parallel.divisible import check_parameter_wise
+from dure.parallel.mesh.check import sample
+from dure.parallel.pipeline.place import place_of
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.split.apart.form import Form, dtype_of, flatten, form_of
+from dure.tasks.modes import in_mode
+from dure.tasks.parts import PLACES, ModelParts, parts_of
+from dure.tensors.copies import copy_of
+from dure.tensors.flat import check_apart
+
+
+class Tried(NamedTuple):
+    """What a part has given for batches of two sizes.
+
+    clones: whether it writes into what it is called with.
+    """
+
+    few: Any
+    many: Any
+    clones: bool
+
+
+def try_head(head: nn.Module, train: Examples, examples: int) -> Form:
+    """What a head gives, tried on batches of so many examples, and of twice as many.
+
+    Raises ValueError for one that fails there, or gives what cannot travel.
+    """
+    few = max(examples, 2)
+    sizes = (few, 2 * few)
+    with spare(head) as tried:
+        one, other = (
+            _called(tried, sample(train, size), "the head", "its examples") for size in sizes
+        )
+        return form_of(one, other, sizes, "the head")
+
+
+def form_of_targets(train: Examples) -> Form:
+    """Of the targets of a batch. Raises ValueError for what cannot travel."""
+    before = generators_state()
+    try:
+        one, two = (train.batch(torch.arange(count) % len(train))[1] for count in (1, 2))
+    finally:
+        restore_generators(before)
+    return form_of(one, two, (1, 2), "the data's targets")
+
+
+def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
+    """A part on values of the form that the part before gives.
+
+    before, who: what messages call the two. Raises ValueError where they do not fit.
+    """
+    with spare(module) as tried:
+        few, clones = _on_made_up(tried, form, [one.few for one in form.tensors], before, who)
+        many, _ = _on_made_up(tried, form, [one.many for one in form.tensors], before, who)
+    return Tried(few, many, clones)
+
+
+def _on_made_up(
+    module: nn.Module, form: Form, shapes: Sequence[tuple[int, ...]], before: str, who: str
+) -> tuple[Any, bool]:
+    leaves = [
+        _made_up(one.dtype, shape, one.differentiable)
+        for one, shape in zip(form.tensors, shapes, strict=True)
+    ]
+    versions = [one._version for one in leaves]
+    try:
+        outputs = module(form.whole(leaves))
+        if [one._version for one in leaves] == versions:
+            return outputs, False
+    # A part that writes into a value with a gradient fails.
+    except Exception:
+        pass
+    clones = [one.clone() for one in leaves]
+    what = f"what {before} gives, {form}"
+    return _called(module, form.whole(clones), who, what), True
+
+
+def _made_up(name: str, shape: tuple[int, ...], learns: bool) -> Tensor:
+    dtype = dtype_of(name)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.ones(shape, dtype=dtype)
+    return torch.randn(shape).to(dtype).requires_grad_(learns)
+
+
+def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
+    try:
+        return module(inputs)
+    except Exception as error:
+        place = place_of(error, module)
+        said = (str(error).strip() or "nothing").split("\n")[0]
+        raise ValueError(
+            f"{who} does not take {what}: {type(error).__name__}: {said}"
+            f"{f' (in {place})' if place else ''}"
+        ) from error
+
+
+@contextmanager
+def spare(module: nn.Module) -> Iterator[nn.Module]:
+    """A module to try things on: a copy, or else the module, which is then as it was before.
+
+    Random numbers are the same each time, and nobody else's.
+    """
+    twin = copy_of(module) or module
+    before = generators_state()
+    buffers = [(one, one.detach().clone()) for one in module.buffers()]
+    try:
+        seed_generators(0, "trial of a part", everything=True)
+        with in_mode(twin, training=True), torch.enable_grad():
+            yield twin
+    finally:
+        restore_generators(before)
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)
+
+
+# Parts by themselves
+
+
+def check_parts(task: Task, model: ModelParts) -> None:
+    """Raises ValueError for parts that cannot be trained, each by its own optimizer.
+
+    task, model: of both sides, or of one.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet: say how large its layers are")
+    check_apart(model)
+    _check_untied(model)
+    for side, own in parts_of(task):
+        names = ("head", "end") if side == "head" else ("tail",)
+        _check_optimizer(own, side, model.only(*names))
+
+
+def _check_untied(model: ModelParts) -> None:
+    """Raises ValueError for a tensor that both sides have."""
+    owners: dict[int, tuple[str, bool]] = {}
+    for place, part in model.there.items():
+        at_server = PLACES[place] == "tail"
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            here = f"{PLACES[place]}.{name}"
+            there, other = owners.setdefault(id(tensor), (here, at_server))
+            if other != at_server:
+                raise ValueError(
+                    f"{there} and {here} are one tensor, and each side has its own: let head and "
+                    f"tail make their own"
+                )
+
+
+def _check_optimizer(task: Task, side: str, model: ModelParts) -> None:
+    every = list(model.parameters())
+    if not every:
+        return
+    try:
+        optimizer = task.optimizer(every)
+    except Exception as error:
+        raise ValueError(
+            f"the optimizer of the {side} cannot be made of its {len(every)} parameters, which are "
+            f"all that it is called with: {type(error).__name__}: {error}"
+        ) from error
+    check_parameter_wise(optimizer)
+    check_schedule(task.lr_schedule, optimizer)
+    mine = {id(one) for one in every}
+    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    if not given <= mine:
+        raise ValueError(
+            f"the optimizer of the {side} has parameters that are not the {side}'s: make it of "
+            f"those that it is called with"
+        )
+    if any(one.requires_grad for one in every) and not any(
+        id(one) in given for one in every if one.requires_grad
+    ):
+        raise ValueError(f"the optimizer of the {side} has none of its parameters that train")
+
+
+def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
+    """What a user ought to know of a head that can be trained, and may not be what was meant."""
+    assert model.head is not None
+    notes = []
+    if not any(one.requires_grad for one in model.head.parameters()):
+        notes.append(
+            "the head has no parameter that trains: no gradient goes back to it, and it stays what "
+            "it is; the tail learns from what it gives"
+        )
+    inputs = sample(train, 2)
+    with spare(model.head) as tried:
+        _, given = flatten(_called(tried, inputs, "the head", "its examples"), "the head")
+    memory = {one.untyped_storage().data_ptr() for one in _tensors(inputs) if one.numel()}
+    if any(one.untyped_storage().data_ptr() in memory for one in given if one.numel()):
+        notes.append(
+            "the head gives something of the examples on as it is, and the server sees that"
+        )
+    return notes
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]

@@ -1,0 +1,282 @@
+"""The form of what a part of a model gives, as data: how it is nested, and its tensors' shapes.
+
+A tail that was written apart is called with what the head returned: a tensor, or a tuple, list or
+dict of tensors, nested as wanted. Only the tensors travel in every step. How they make up the whole
+is told once, as JSON, and nothing is unpickled.
+
+Which dimension of a tensor counts examples follows from the shapes for two sizes of a batch: the
+one that has grown. Numbers, texts and None are part of the form, and stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from dure.parallel.pipeline.trace import Value
+from dure.split.leakage.guard import Crossing
+
+
+class Place(msgspec.Struct, frozen=True, tag="tensor"):
+    """Where the next tensor belongs."""
+
+
+class Constant(msgspec.Struct, frozen=True, tag="constant"):
+    """What is no tensor, and the same for every batch."""
+
+    value: bool | int | float | str | None
+
+
+class Nest(msgspec.Struct, frozen=True, tag="nest"):
+    """A tuple, list or dict. keys: of a dict."""
+
+    kind: Literal["tuple", "list", "dict"]
+    items: tuple[Place | Constant | Nest, ...]
+    keys: tuple[int | str, ...] = ()
+
+
+Node = Place | Constant | Nest
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """One of the tensors. few, many: its shapes for batches of two sizes.
+
+    order: its dimensions as they lie in memory, the last the closest. differentiable: whether a
+    gradient goes back for it.
+    """
+
+    dtype: str
+    few: tuple[int, ...]
+    many: tuple[int, ...]
+    order: tuple[int, ...]
+    differentiable: bool
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The same value in this order of memory, on which the last bits of sums may depend."""
+        if tensor.ndim != len(self.order):
+            return tensor.contiguous()
+        value = Value(tuple(tensor.shape), tensor.dtype, self.differentiable, self.order)
+        return value.laid_out(tensor)
+
+    @classmethod
+    def of(cls, few: Tensor, many: Tensor) -> Tensors:
+        """Of what was given for both."""
+        value = Value.of(few, few.requires_grad)
+        name = _name(few.dtype)
+        return cls(name, value.shape, tuple(many.shape), value.order, value.differentiable)
+
+
+class Form(msgspec.Struct, frozen=True):
+    """Of what leaves a part. few, many: the two sizes of a batch at which it was looked at."""
+
+    nest: Node
+    tensors: tuple[Tensors, ...]
+    few: int
+    many: int
+
+    def dim(self, place: int) -> int | None:
+        """The dimension of a tensor that counts examples; None where not one alone does so."""
+        one = self.tensors[place]
+        if len(one.few) != len(one.many):
+            return None
+        grown = [n for n, (a, b) in enumerate(zip(one.few, one.many, strict=True)) if a != b]
+        if len(grown) != 1 or one.many[grown[0]] * self.few != one.few[grown[0]] * self.many:
+            return None
+        return grown[0]
+
+    def crossings(self) -> list[Crossing]:
+        """As batches are put together by."""
+        return [
+            Crossing(self.dim(place), one.differentiable) for place, one in enumerate(self.tensors)
+        ]
+
+    def check_dims(self) -> None:
+        """Raises ValueError for a tensor that cannot be put together of those of several clients:
+        it grows with the batch otherwise than by examples, or belongs to the whole batch and has
+        gradients.
+        """
+        for place, one in enumerate(self.tensors):
+            if self.dim(place) is None and (one.differentiable or one.few != one.many):
+                raise ValueError(
+                    f"a value at the cut has the shape {list(one.few)} for {self.few} examples and "
+                    f"{list(one.many)} for {self.many}: batches of several clients cannot be one "
+                    f"batch; let the head give values whose rows are examples"
+                )
+
+    def nbytes(self, examples: int) -> tuple[int, int]:
+        """Bytes of so many examples: of the tensors, and of their gradients."""
+        values = gradients = 0
+        for place, one in enumerate(self.tensors):
+            dim = self.dim(place)
+            shape = list(one.few)
+            if dim is not None:
+                shape[dim] = shape[dim] * examples // self.few
+            size = math.prod(shape) * dtype_of(one.dtype).itemsize
+            values += size
+            gradients += size if one.differentiable else 0
+        return values, gradients
+
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """What these tensors make up."""
+        return _build(self.nest, iter(tensors))
+
+    @property
+    def structure(self) -> TreeSpec:
+        """How torch says the same."""
+        return tree_flatten(self.whole([torch.empty(0) for _ in self.tensors]))[1]
+
+    def check(self, values: Sequence[Tensor], examples: int, who: str) -> None:
+        """Raises ValueError for tensors of another form, of a batch of so many examples."""
+        fits = len(values) == len(self.tensors) and all(
+            self._fits(place, value, examples) for place, value in enumerate(values)
+        )
+        if not fits:
+            given = ", ".join(f"{_name(one.dtype)} {list(one.shape)}" for one in values)
+            raise ValueError(
+                f"{who} gives {given or 'no tensor'} for {examples} examples, and was to give "
+                f"{self}"
+            )
+
+    def _fits(self, place: int, value: Tensor, examples: int) -> bool:
+        one = self.tensors[place]
+        dim = self.dim(place)
+        if _name(value.dtype) != one.dtype or value.ndim not in (len(one.few), len(one.many)):
+            return False
+        # What does not count examples may differ from batch to batch, as the length of texts does.
+        return dim is None or value.shape[dim] * self.few == one.few[dim] * examples
+
+    def __str__(self) -> str:
+        shapes = [self._shape(place) for place in range(len(self.tensors))]
+        return _told(self.nest, iter(shapes))
+
+    def _shape(self, place: int) -> str:
+        one = self.tensors[place]
+        dim = self.dim(place)
+        if dim is None:
+            return f"{one.dtype} ({', '.join(map(str, one.few))})"
+        each = one.few[dim] // self.few
+        sizes = list(map(str, one.few))
+        sizes[dim] = "B" if each == 1 else f"{each} B"
+        return f"{one.dtype} ({', '.join(sizes)})"
+
+
+def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> Form:
+    """The form of what a part has given for two sizes of a batch.
+
+    Raises ValueError for what is no tensor, tuple, list or dict, or differs between the two.
+    """
+    nest, one = flatten(few, who)
+    other_nest, other = flatten(many, who)
+    if nest != other_nest:
+        raise ValueError(
+            f"{who} gives {_told(nest, None)} for {sizes[0]} examples and "
+            f"{_told(other_nest, None)} for {sizes[1]}: what is no tensor has to be the same for "
+            f"every batch"
+        )
+    return Form(
+        nest=nest,
+        tensors=tuple(map(Tensors.of, one, other)),
+        few=sizes[0],
+        many=sizes[1],
+    )
+
+
+def encoded(form: Form) -> bytes:
+    """As it travels: JSON."""
+    return msgspec.json.encode(form)
+
+
+def decoded(text: bytes) -> Form:
+    """The inverse of `encoded`. Raises ValueError for what is no form."""
+    try:
+        form = msgspec.json.decode(text, type=Form)
+        for one in form.tensors:
+            dtype_of(one.dtype)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"this is no form of what leaves a head: {error}") from error
+    fits = all(sorted(one.order) == list(range(len(one.few))) for one in form.tensors)
+    sizes = [size for one in form.tensors for size in (*one.few, *one.many)]
+    counts = _count(form.nest) == len(form.tensors) and 0 < form.few < form.many
+    if not fits or not counts or min(sizes, default=0) < 0:
+        raise ValueError("this is no form of what leaves a head: its numbers do not fit together")
+    return form
+
+
+def flatten(value: Any, who: str) -> tuple[Node, list[Tensor]]:
+    """How a value is nested, and its tensors in their order.
+
+    Raises ValueError for what cannot travel so.
+    """
+    tensors: list[Tensor] = []
+    return _flatten(value, who, tensors), tensors
+
+
+def _flatten(value: Any, who: str, tensors: list[Tensor]) -> Node:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            raise ValueError(f"{who} gives a tensor that is not dense: give it by to_dense()")
+        tensors.append(value)
+        return Place()
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if type(value) in (bool, int, float, str, type(None)) and finite:
+        return Constant(value)
+    if type(value) in (tuple, list):
+        kind: Literal["tuple", "list"] = "tuple" if type(value) is tuple else "list"
+        return Nest(kind, tuple(_flatten(one, who, tensors) for one in value))
+    if type(value) in (dict, OrderedDict) and all(type(key) in (int, str) for key in value):
+        items = tuple(_flatten(one, who, tensors) for one in value.values())
+        return Nest("dict", items, tuple(value))
+    raise ValueError(
+        f"{who} gives a {type(value).__name__}, which cannot travel: give tensors, numbers and "
+        f"texts, in tuples, lists or dicts with texts as keys"
+    )
+
+
+def _build(node: Node, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(node, Place):
+        return next(tensors)
+    if isinstance(node, Constant):
+        return node.value
+    items = [_build(one, tensors) for one in node.items]
+    if node.kind == "dict":
+        return dict(zip(node.keys, items, strict=True))
+    return tuple(items) if node.kind == "tuple" else items
+
+
+def _count(node: Node) -> int:
+    if isinstance(node, Nest):
+        return sum(map(_count, node.items))
+    return isinstance(node, Place)
+
+
+def _told(node: Node, shapes: Iterator[str] | None) -> str:
+    """In words; shapes: of the tensors."""
+    if isinstance(node, Place):
+        return "a tensor" if shapes is None else next(shapes)
+    if isinstance(node, Constant):
+        return repr(node.value)
+    items = [_told(one, shapes) for one in node.items]
+    if node.kind == "dict":
+        pairs = zip(node.keys, items, strict=True)
+        return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
+    told = ", ".join(items)
+    return f"({told})" if node.kind == "tuple" else f"[{told}]"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name. Raises ValueError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"this is no form of what leaves a head: there is no dtype {name!r}")
+    return found

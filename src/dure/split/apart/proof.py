@@ -1,0 +1,140 @@
+"""Head and tail apart beside the model undivided, on one batch: is it the same?
+
+Compared are the loss, the gradients of all parameters, and the buffers behind the step. Both draw
+the same random numbers: undivided, each part begins with the seed that it has apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import Proof, another
+from dure.parallel.pipeline.stage import Microbatch
+from dure.parallel.proof import first_difference, same_operations
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.split.apart.sides import Apart, clients_examples
+from dure.split.apart.stage import seed_part
+from dure.split.sides import Party
+from dure.tasks.loss_shares import CountedLoss, Share
+from dure.tasks.parts import JoinedTask, ModelParts
+
+_WHAT = "head and tail apart give the loss and gradients of the model undivided"
+
+
+class Given(NamedTuple):
+    """What a step has given: its loss, the gradients by name, and the buffers behind it."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
+    """One step of each on batches of so many examples. The model stays as it is.
+
+    Raises ValueError where they differ. None where there is nothing to compare with: no second
+    model, or one that computes nothing undivided, as where a tail writes into what its head needs.
+    """
+    started = time.perf_counter()
+    one, other = another(model, task, 0), another(model, task, 0)
+    if one is other or model in (one, other):
+        return None
+    assert isinstance(one, ModelParts)
+    assert isinstance(other, ModelParts)
+    train, _ = clients_examples(task, model)
+    before = generators_state()
+    try:
+        indices = torch.arange(examples) % len(train)
+        inputs, targets = train.batch(indices)
+        batch = Microbatch(examples, Share(1.0, 1.0), lambda: (inputs, targets))
+        apart = Apart(task, other, train, examples, seed=0)
+        right = _together(one.train(), batch, CountedLoss(task.loss, train))
+        found = None if right is None else _found(right, apart, batch)
+    finally:
+        restore_generators(before)
+    if right is None:
+        return None
+    if found is not None:
+        raise ValueError(
+            f"head and tail apart {found}, so something besides what the head returns goes from "
+            f"one to the other: let the head return it"
+        )
+    return Proof(_WHAT, time.perf_counter() - started)
+
+
+def _together(model: ModelParts, batch: Microbatch, losses: CountedLoss) -> Given | None:
+    for place, part in model.there.items():
+        part.register_forward_pre_hook(partial(_seeded, place))
+    try:
+        with torch.enable_grad():
+            outputs = model(batch.content[0])
+            found = losses.mean(outputs, batch.targets, batch.examples)
+            found.loss.backward()  # type: ignore[no-untyped-call]
+    except Exception:
+        return None
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    return Given(found.loss.detach(), gradients, dict(model.named_buffers()))
+
+
+def _seeded(place: int, module: nn.Module, given: Any) -> None:
+    seed_part(0, place, step=0, number=0)
+
+
+def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
+    """What is wrong with the parts, in words."""
+    try:
+        tried = _apart(apart, batch)
+    except Exception as error:
+        said = (str(error).strip() or "nothing").split("\n")[0]
+        return f"fail where the model undivided does not ({type(error).__name__}: {said})"
+    found = _difference(right, tried)
+    return None if found is None else f"give {found} than the model undivided"
+
+
+def _apart(apart: Apart, batch: Microbatch) -> Given:
+    """As client and server compute a step, but for the optimizers."""
+    head = Party(apart.heads, apart.heads.own(), 0)
+    tail = Party(apart.tails, apart.tails.own(), 0)
+    values = tail.forward(1, 0, batch, head.forward(0, 0, batch, []))
+    missed = 0
+    if apart.server.leaving is None:
+        back = tail.backward(1, [])
+        missed_before = tail.missed(1, batch.examples)
+        loss, _ = tail.loss(1)
+    else:
+        head.forward(2, 0, batch, values)
+        at_end = head.backward(2, [])
+        loss, _ = head.loss(2)
+        missed = head.missed(2, batch.examples)
+        back = tail.backward(1, at_end)
+        missed_before = tail.passed_on(1, missed)
+    head.backward(0, back)
+    gradients: dict[str, Tensor | None] = {}
+    buffers: dict[str, Tensor] = {}
+    for party, lost in ((head, missed_before), (tail, missed)):
+        gradients.update(zip(party.side.parameters, party.gradients(lost), strict=True))
+        buffers.update(zip(party.side.written, party.side.buffers(), strict=True))
+    return Given(torch.tensor(loss, dtype=torch.float64), gradients, buffers)
+
+
+def _difference(right: Given, tried: Given) -> str | None:
+    """The first thing that differs, in words."""
+    pairs = (
+        ("loss", {"": right.loss}, {"": tried.loss.to(right.loss.dtype)}),
+        ("gradient of ", right.gradients, tried.gradients),
+        ("buffer ", right.buffers, tried.buffers),
+    )
+    for what, one, other in pairs:
+        found = first_difference(one, other, tolerance=same_operations)
+        if found is not None:
+            return f"another {what}{found.name} (by {found.share:.0e} of its largest value)"
+    for name, gradient in right.gradients.items():
+        if (gradient is None) != (tried.gradients.get(name) is None):
+            return f"another gradient of {name}, which is none in one of the two,"
+    return None

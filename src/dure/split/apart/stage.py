@@ -1,0 +1,230 @@
+"""A module as a stage, without a trace: backward goes by autograd.
+
+    forward    values received, as leaves  ->  the module  ->  what leaves, cut from the graph
+    backward   gradients of what left      ->  those of the leaves, and of the weights
+
+What draws random numbers, such as dropout, draws after a seed that follows from the run's seed, the
+part, the step and the client: the same again in a resumed run, and not what the undivided model
+would draw. All else has the bits of the undivided model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.parallel.pipeline.stage import Microbatch
+from dure.randomness.seeds import seed_generators
+from dure.split.apart.form import Form, flatten
+from dure.split.sides import Loss
+from dure.tasks.parts import PLACES
+
+
+def seed_part(seed: int, place: int, step: int, number: int) -> None:
+    """What the part at this place draws from here on, for a step of a client."""
+    seed_generators(seed, "split", place, step, number, everything=True)
+
+
+class _Kept(NamedTuple):
+    """What a batch needs for its backward pass: where gradients go out, and where they come in."""
+
+    received: list[Tensor]
+    ends: list[Tensor]
+
+
+class ModuleStage:
+    """A module as the stage of one party.
+
+    place: of the module, as in `PLACES`. receives: the form of what it is called with; None where
+    that are examples. gives: the form of what leaves it; None where the loss follows. clones:
+    whether the module writes into what it is called with. seed: from which its draws follow.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        module: nn.Module,
+        receives: Form | None,
+        gives: Form | None,
+        loss: Loss,
+        clones: bool,
+        seed: int,
+    ) -> None:
+        self.place = place
+        self.module = module
+        self.who = f"the {PLACES[place]}"
+        self.receives = receives
+        self.gives = gives
+        self.clones = clones
+        self.seed = seed
+        self._loss = loss
+        self._kept: dict[int, _Kept] = {}
+        self._step = 0
+        self._ways: list[Any] = []
+        self._leaves: list[Tensor] = []
+        self.losses: dict[int, float] = {}
+        self.counts: dict[int, float] = {}
+        self.reached: set[int] = set()
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._kept.clear()
+        self.let_go()
+        self.losses.clear()
+        self.counts.clear()
+        self.reached.clear()
+
+    def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
+        """Raises ValueError for values of another form than was told."""
+        seed_part(self.seed, self.place, self._step, number)
+        leaves = self._leaves_of(received, batch.examples)
+        outputs = self._called(self._inputs(leaves, batch))
+        if self.gives is not None:
+            ends = self._leaving(outputs, self.gives, batch.examples)
+            self._kept[number] = _Kept(leaves, ends)
+            # The graph stays here; only values go on.
+            return [end.detach() for end in ends]
+        found = self._loss(outputs, batch.targets, batch.examples, batch.share)
+        self.losses[number] = float(found.loss.item())
+        self.counts[number] = found.counted
+        self._kept[number] = _Kept(leaves, [found.loss])
+        return []
+
+    def _leaves_of(self, received: Sequence[Tensor], examples: int) -> list[Tensor]:
+        """What was received begins this part's graph; backward leaves in its `grad` what goes
+        back.
+        """
+        if self.receives is None:
+            return []
+        self.receives.check(received, examples, f"the {PLACES[self.place - 1]}")
+        pairs = zip(received, self.receives.tensors, strict=True)
+        return [
+            one.laid_out(value.detach()).requires_grad_(one.differentiable) for value, one in pairs
+        ]
+
+    def _inputs(self, leaves: Sequence[Tensor], batch: Microbatch) -> Any:
+        """What the module is called with."""
+        if self.receives is None:
+            return batch.content[0]
+        return self.receives.whole([one.clone() for one in leaves] if self.clones else leaves)
+
+    def _called(self, inputs: Any) -> Any:
+        """What the module gives. Its buffers stay the tensors that they were."""
+        before = [
+            (module, name, buffer)
+            for module in self.module.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        outputs = self.module(inputs)
+        # A pass may put another tensor in a buffer's place. Its value goes into the party's own.
+        for module, name, buffer in before:
+            now = module._buffers.get(name)
+            if now is buffer:
+                continue
+            if now is None or now.shape != buffer.shape or now.dtype != buffer.dtype:
+                raise ValueError(
+                    f"{self.who} puts something of another shape in the place of its buffer "
+                    f"{name}: let buffers keep their shapes"
+                )
+            buffer.data.copy_(now.detach())
+            module._buffers[name] = buffer
+        return outputs
+
+    def _leaving(self, outputs: Any, gives: Form, examples: int) -> list[Tensor]:
+        nest, tensors = flatten(outputs, self.who)
+        if nest != gives.nest:
+            raise ValueError(
+                f"{self.who} gives another structure, or other numbers or texts, than before the "
+                f"first step, when it gave {gives}: what is no tensor has to stay the same"
+            )
+        gives.check(tensors, examples, self.who)
+        for value, one in zip(tensors, gives.tensors, strict=True):
+            if value.requires_grad and not one.differentiable:
+                raise ValueError(
+                    f"{self.who} gives a value with a gradient that had none before the first "
+                    f"step: let the same parameters train in every step"
+                )
+        return tensors
+
+    def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
+        leaves, ends = self._kept.pop(number)
+        if self.gives is None:
+            # A loss without a gradient is an error, as everywhere.
+            torch.autograd.backward(ends)
+        else:
+            self._descend(ends, self.gives, gradients)
+        learning = [one for one in leaves if one.requires_grad]
+        self._leaves = learning if self.gives is not None else []
+        self.reached.update(n for n, each in enumerate(learning) if each.grad is not None)
+        # The part before waits for a gradient of each, whether there is one or not.
+        return [torch.zeros_like(one) if one.grad is None else one.grad for one in learning]
+
+    def _descend(self, ends: Sequence[Tensor], gives: Form, gradients: Sequence[Tensor]) -> None:
+        there = zip(ends, gives.tensors, strict=True)
+        learning = [(end, one) for end, one in there if one.differentiable]
+        self._ways = [_entry(end) for end, _ in learning]
+        wanted = [
+            (end, one.laid_out(gradient))
+            for (end, one), gradient in zip(learning, gradients, strict=True)
+            if end.requires_grad
+        ]
+        # A part may have nothing that learns, and nothing before it that does.
+        if wanted:
+            torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
+
+    # What got no gradient
+
+    def unreached(self, missed: int) -> int:
+        """Which of the received values that may have a gradient got none, as bits.
+
+        missed: which of the values that left got none, likewise. To be asked behind the backward
+        pass, before `let_go`.
+        """
+        lost = self.lost(missed)
+        return sum(
+            1 << place
+            for place, leaf in enumerate(self._leaves)
+            if place not in self.reached or id(leaf) in lost
+        )
+
+    def lost(self, missed: int) -> set[int]:
+        """The ids of the tensors to which ways lead from such values alone."""
+        if not missed:
+            return set()
+        ways = list(enumerate(self._ways))
+        lost = _leaves_behind([way for place, way in ways if missed >> place & 1])
+        return lost - _leaves_behind([way for place, way in ways if not missed >> place & 1])
+
+    def let_go(self) -> None:
+        """The graph of the newest backward pass is not asked about any more."""
+        self._ways = []
+        self._leaves = []
+
+
+def _entry(end: Tensor) -> Any:
+    """Where a gradient of this value enters autograd's graph; None where there is none."""
+    if end.grad_fn is not None:
+        return end.grad_fn
+    return end if end.requires_grad else None
+
+
+def _leaves_behind(entries: Sequence[Any]) -> set[int]:
+    """The ids of the leaves of the graph to which a way leads from there."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    ahead = [one for one in entries if one is not None]
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, Tensor):
+            found.add(id(node))
+        elif node not in seen:
+            seen.add(node)
+            # The node of a leaf, which adds up its gradient.
+            if hasattr(node, "variable"):
+                found.add(id(node.variable))
+            ahead += [before for before, _ in node.next_functions if before is not None]
+    return found
