@@ -14,11 +14,13 @@ from pathlib import Path
 from dure.contracts.task import Task
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
+from dure.run import party_site
 from dure.run.registry import decode_strategy
 from dure.run.site import Reach, opened, path_of
 from dure.run.split_site import check_part, take_part
 from dure.run.training import Training
 from dure.split.strategy import Split
+from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
@@ -79,8 +81,9 @@ def join(
         welcome = session.check_in(training.enter())
         session.belongs(welcome, name)
         strategy = decode_strategy(welcome.strategy)
-        if isinstance(strategy, Split):
-            return take_part(
+        if isinstance(strategy, Split | VerticalSplit):
+            takes = party_site.take_part if isinstance(strategy, VerticalSplit) else take_part
+            return takes(
                 task,
                 strategy,
                 welcome,
@@ -125,6 +128,9 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         strategy = decode_strategy(welcome.strategy)
         if isinstance(strategy, Split):
             yield from check_part(task, strategy, welcome, reach.part)
+            return
+        if isinstance(strategy, VerticalSplit):
+            yield from party_site.check_part(task, strategy, welcome, kept)
             return
         training.begin(welcome, None)
         sent = training.would_send()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -47,7 +48,7 @@ Progress = Callable[[str, Mapping[str, object]], None]
 
 def take_part(
     task: Task,
-    strategy: Split,
+    strategy: Any,
     welcome: Welcome,
     session: Session,
     kept: ClientState,
@@ -57,10 +58,14 @@ def take_part(
     share_errors: bool,
     identities: Path | None,
     event: Progress,
+    make: Callable[..., Any] | None = None,
 ) -> str:
-    """Trains until the run is over; why it is. Raises as `dure.join` does."""
+    """Trains until the run is over; why it is. Raises as `dure.join` does.
+
+    make: makes the site, as `_site` does.
+    """
     known = None if identities is None else read_identities(identities)
-    site = _site(task, strategy, welcome, session, kept, name, part, known, event)
+    site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event)
     with threads(welcome.machine.threads), left_out():
         while True:
             channel = session.patiently(session.channel)
@@ -71,7 +76,7 @@ def take_part(
             except OverError as over:
                 # Whoever steals it later reads nothing of this run with it.
                 if not kept.temporary:
-                    (kept.folder / _box_of(welcome.run)).unlink(missing_ok=True)
+                    (kept.folder / box_of(welcome.run)).unlink(missing_ok=True)
                 return str(over)
             except OSError as error:
                 event("waiting", {"why": str(error)})
@@ -110,7 +115,7 @@ def _site(
     machine = Halves(divided, plan, seen, welcome.seed).client(welcome.client, head, own)
     key = session.key
     folder = None if kept.temporary else kept.folder
-    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / _box_of(welcome.run))
+    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / box_of(welcome.run))
     known_as = name or f"client {welcome.client}"
     member = box.member(key, welcome.client, known_as, welcome.run)
     pinned = Pinned.kept_in(kept.folder, welcome.run)
@@ -159,7 +164,7 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     )
 
 
-def _box_of(run: str) -> str:
+def box_of(run: str) -> str:
     """In the state folder: the key for which other clients of the run seal their heads."""
     return f"box-{run}.pem"
 

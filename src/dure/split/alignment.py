@@ -238,7 +238,10 @@ class AlignedParty(_Side):
 
 
 class AlignedHolder(_Side):
-    """The holder of the labels. parties: the names of the others."""
+    """The holder of the labels. parties: the names of the others.
+
+    order: bytes from which, and from ids, the order of all follows; by default those of the secret.
+    """
 
     def __init__(
         self,
@@ -247,16 +250,22 @@ class AlignedHolder(_Side):
         ids: Sequence[Any],
         secret: bytes,
         most: int = 4096,
+        order: bytes | None = None,
     ) -> None:
         super().__init__(name, ids, secret, most)
         self.parties = list(parties)
-        self._secret = secret
+        self._order = secret if order is None else order
         self._texts = id_texts(ids)
         self._theirs: dict[str, dict[bytes, int]] = {name: {} for name in parties}
         """The places of each party's points, by the points raised to both secrets."""
         self._totals: dict[str, int] = {}
         self._mine: dict[str, dict[int, bytes]] = {name: {} for name in parties}
         """The own points that each party has raised, by their places."""
+
+    @property
+    def awaited(self) -> list[str]:
+        """Who has not sent all of its points yet, or not raised all of the holder's."""
+        return [name for name in self.parties if not self._has_all(name)]
 
     def begin(self, now: float) -> list[Envelope]:
         """What it says first."""
@@ -277,7 +286,7 @@ class AlignedHolder(_Side):
             self._take_theirs(sender, message)
         else:
             self._take_mine(sender, message)
-        return self._align() if all(map(self._has_all, self.parties)) else []
+        return [] if self.awaited else self._align()
 
     def _take_theirs(self, sender: str, message: Blinded) -> None:
         points = self._raised(sender, message.points)
@@ -320,8 +329,8 @@ class AlignedHolder(_Side):
         return torch.tensor([theirs[mine[place]] for place in order])
 
     def _drawn(self, row: int) -> bytes:
-        """A number of the id that nobody without the secret can know."""
-        return hashlib.blake2b(self._texts[row].encode(), key=self._secret).digest()
+        """A number of the id, which tells nothing of how ids are kept."""
+        return hashlib.blake2b(self._texts[row].encode(), key=self._order).digest()
 
 
 def _check_range(sender: str, first: int, count: int, total: int) -> None:

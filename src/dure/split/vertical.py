@@ -133,9 +133,12 @@ class VerticalSplit(Strategy):
         self.defence.check(task.train, labels_stay=True)
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for parties over a network."""
-        if world.serves:
-            raise ValueError("vertical split learning is simulated: leave the network out")
+        """Raises ValueError for what only a simulation has."""
+        if world.serves and self.measure_leaks:
+            raise ValueError(
+                "measure_leaks is for simulations, in which all columns and labels are at hand: "
+                "leave it out over a network"
+            )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model or an optimizer that cannot be divided so."""
@@ -186,6 +189,11 @@ class VerticalSplit(Strategy):
         check_conditions(conditions)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        if place.channels is not None:
+            # Here, since a network needs libraries that a simulation does without.
+            from dure.split.network.parties_served import ServedParties
+
+            return ServedParties(task, place, seed, self.plan, place.channels)
         return PartiesLearner(task, place, seed, self.plan)
 
 

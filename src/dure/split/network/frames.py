@@ -31,11 +31,14 @@ from torch import Tensor
 
 from dure.protocol.encoding import ALIGNED, aligned, may_be_shape, view_at
 from dure.record.weights import DTYPES, elements_of
+from dure.split import alignment
 from dure.split.messages import Message, Own, Smashed
 from dure.split.network.control import Control
+from dure.split.network.parties_control import PartiesControl
+from dure.split.parties import messages as parties
 
 VERSION = 1
-Frame = Message | Control
+Frame = Message | Control | parties.Message | alignment.Message | PartiesControl
 
 KINDS = (*DTYPES, torch.complex128)
 """What may travel. A dtype's place is its number in a frame, so new ones come last."""

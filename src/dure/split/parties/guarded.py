@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.randomness.seeds import generator
 from dure.split.leakage.defence import Defence, Memory
 from dure.split.leakage.guard import Crossing, Guard
 
@@ -69,3 +70,14 @@ class GuardedGradients:
 
 def _guard(defence: Defence, name: str, draws: Callable[[str, int], torch.Generator]) -> Guard:
     return Guard(defence, [], [Crossing(0, True)], lambda step: draws(name, step))
+
+
+def activations_guard(
+    defence: Defence, number: int, label_party: int | None, seed: int
+) -> Guard | None:
+    """The defence of what leaves the head of a party; None where nothing is guarded there."""
+    if defence.guards != "activations" or number == label_party:
+        return None
+    return Guard(
+        defence, [Crossing(0, True)], [], lambda step: generator(seed, "defence", number, step)
+    )

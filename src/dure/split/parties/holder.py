@@ -86,6 +86,15 @@ class Holder:
     def tick(self, now: float) -> list[Envelope]:
         return self.busy.tick(now)
 
+    @property
+    def awaited(self) -> list[str]:
+        """Whose activations have not come yet."""
+        return [name for name in self.parties if name not in self._came]
+
+    def drop(self) -> None:
+        """The step that has begun will not be made."""
+        self._came = {}
+
     def begin(self, now: float) -> list[Envelope]:
         """The next step begins."""
         return [(name, Step(self.done)) for name in self.parties]

@@ -185,6 +185,18 @@ class Division:
         return outputs
 
 
+class Together(nn.Module):
+    """The parts as a module that is called with all columns."""
+
+    def __init__(self, division: Division) -> None:
+        super().__init__()
+        self.division = division
+        self.parts = nn.ModuleList(part.module for part in (*division.heads, division.tail))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.division.forward(inputs)
+
+
 def divide(
     model: nn.Module, inputs: object, features: Sequence[Columns], parties: int | None
 ) -> Division:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.contracts.lr_schedule import LRSchedule, Rates
 from dure.split.parties.model import Part, Piece
+from dure.tensors.buffers import passing_buffers, write
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -45,6 +48,24 @@ class TrainedPart:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(dict(state))
+
+    def kept(self) -> dict[str, Any]:
+        """All that it has learned, as a tree of copies."""
+        return {
+            "values": {name: one.clone() for name, one in self._values().items()},
+            "optimizer": copy.deepcopy(self.state()),
+        }
+
+    @torch.no_grad()
+    def back(self, kept: Mapping[str, Any]) -> None:
+        """The inverse of `kept`."""
+        for name, one in self._values().items():
+            write(one, kept["values"][name])
+        self.optimizer.zero_grad(set_to_none=True)
+        self.restore(copy.deepcopy(kept["optimizer"]))
+
+    def _values(self) -> dict[str, Tensor]:
+        return {**self.module.state_dict(), **passing_buffers(self.module)}
 
 
 def _optimizer(pieces: list[Piece], model: nn.Module, make: MakeOptimizer) -> Optimizer:

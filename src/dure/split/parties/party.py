@@ -74,6 +74,10 @@ class Party:
     def tick(self, now: float) -> list[Envelope]:
         return self.busy.tick(now)
 
+    def drop(self) -> None:
+        """The step that has begun will not be made."""
+        self._sent = None
+
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message.
 
@@ -100,7 +104,8 @@ class Party:
             self._sent = values = self.part.module(inputs)
         if self.guard is not None:
             self.guard.sent([inputs], [values])
-        said = Activations(message.number, values.detach(), values.requires_grad)
+        # In the layout in which they arrive elsewhere.
+        said = Activations(message.number, values.detach().contiguous(), values.requires_grad)
         return self.busy.work(self.seconds(len(rows), False), [(self.holder, said)], now)
 
     def _backward(self, message: ActivationGradients, now: float) -> list[Envelope]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from dure.contracts.strategy import Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
@@ -27,23 +26,31 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, Node, VirtualNetwork
-from dure.randomness.seeds import generator, seed_generators
+from dure.randomness.seeds import generator
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder, AlignedParty
 from dure.split.busy import Busy
 from dure.split.leakage.defence import class_labels, count_classes
-from dure.split.leakage.exposure import parties_exposure
-from dure.split.leakage.guard import Crossing, Guard
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
-from dure.split.parties.guarded import GuardedGradients
+from dure.split.parties.facts import facts_of
+from dure.split.parties.guarded import GuardedGradients, activations_guard
 from dure.split.parties.holder import Holder, LabelParty
 from dure.split.parties.messages import Leaving, party
 from dure.split.parties.metered import Metered, PartyMeters
-from dure.split.parties.model import Columns, Division, Part, activations_of, divide, joined, select
+from dure.split.parties.model import (
+    Division,
+    Part,
+    Together,
+    activations_of,
+    divide,
+    joined,
+    select,
+)
 from dure.split.parties.part import TrainedPart
-from dure.split.parties.party import Party, Read
+from dure.split.parties.party import Party
 from dure.split.parties.plan import PartiesPlan, ids_of
+from dure.split.parties.table import Table
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -106,7 +113,7 @@ class PartiesLearner(Learner):
             },
             self.tail,
             self.division.join,
-            self._targets,
+            self._table(self.parties).targets,
             self.batches,
             CountedLoss(task.loss, self.labelled),
             seed,
@@ -119,11 +126,11 @@ class PartiesLearner(Learner):
                 number,
                 plan.holder,
                 head,
-                self._reader(number, self.division.features[number]),
+                self._table(number).reader(self.division.features[number]),
                 self.batches,
                 seed,
                 partial(self._seconds, number, shares[number]),
-                self._guard(number),
+                activations_guard(plan.defence, number, plan.label_party, seed),
             )
             for number, head in enumerate(self.heads)
         ]
@@ -136,6 +143,10 @@ class PartiesLearner(Learner):
         self.leaks = self._leaks() if plan.measure_leaks else None
         self._live()
 
+    def _table(self, number: int) -> Table:
+        """The examples of a party; of the server, whose number is how many there are."""
+        return Table(self.labelled, self.rows[number], self.seed)
+
     def _trained(self, part: Part) -> TrainedPart:
         """A part with an optimizer of its own."""
         return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
@@ -145,14 +156,6 @@ class PartiesLearner(Learner):
     def _noise(self, name: str, step: int) -> torch.Generator:
         """From where the noise of a step is drawn, on the gradients for a party."""
         return generator(self.seed, "defence", self.others.index(name), step)
-
-    def _guard(self, number: int) -> Guard | None:
-        """The defence of what leaves the head of a party."""
-        defence = self.plan.defence
-        if defence.guards != "activations" or number == self.plan.label_party:
-            return None
-        draws = partial(generator, self.seed, "defence", number)
-        return Guard(defence, [Crossing(0, True)], [], draws)
 
     def _leaks(self) -> PartyMeters:
         """The meters, which know the true labels."""
@@ -225,32 +228,6 @@ class PartiesLearner(Learner):
             computed = self._computed(meter.name)
             self.network.traffic(meter.name).tell(meter, computed, elapsed)
 
-    # Data
-
-    def _reader(self, number: int, columns: Columns) -> Read:
-        rows = self.rows[number]
-        if type(self.train) is Examples:
-            # All that a party ever has.
-            own = select(self.train.inputs, columns)[rows]
-            return lambda people, step: own.index_select(0, people)
-
-        def read(people: Tensor, step: int) -> Tensor:
-            inputs, _ = self._read(rows[people], step)
-            return select(inputs, columns).contiguous()
-
-        return read
-
-    def _targets(self, people: Tensor, step: int) -> Any:
-        rows = self.rows[self.parties][people]
-        if type(self.labelled) is Examples:
-            return tree_map(lambda leaf: leaf.index_select(0, rows), self.labelled.targets)
-        return self._read(rows, step)[1]
-
-    def _read(self, rows: Tensor, step: int) -> tuple[Any, Any]:
-        """Examples of a dataset, whose transforms draw what they draw for one worker."""
-        seed_generators(self.seed, "step", step, 0, everything=True)
-        return self.labelled.batch(rows)
-
     # The run
 
     def flops_per_step(self) -> float:
@@ -289,8 +266,8 @@ class PartiesLearner(Learner):
     # What is kept
 
     def evaluate(self) -> dict[str, float]:
-        self.division.store()
-        return evaluate(self.task, self.model, self.test, self.group, self.step)
+        # The parts themselves: so do parties who are apart, by the same bits.
+        return evaluate(self.task, Together(self.division), self.test, self.group, self.step)
 
     def weights(self) -> dict[str, Tensor]:
         self.division.store()
@@ -329,48 +306,16 @@ class PartiesLearner(Learner):
         return self.meters_
 
     def facts(self) -> dict[str, Any]:
-        """Who has what of the model, and of the people."""
-        return {
-            "vertical": {
-                "holder": self.plan.holder,
-                "join": self.division.join,
-                "people": self.examples,
-                "known": len(self.plan.known(0, len(self.train), self.seed)),
-                "aligned": self.plan.align,
-                "batch_size": self.batches.batch_size,
-                "tail_weights": _weights(self.division.tail),
-                "parties": [
-                    {
-                        "columns": list(columns),
-                        "weights": _weights(head),
-                        "activation_bytes": own.nbytes,
-                        "gradient_bytes": own.nbytes if own.requires_grad else 0,
-                    }
-                    for columns, head, own in zip(
-                        self.division.features, self.division.heads, self.activations, strict=True
-                    )
-                ],
-            },
-            "leakage": self._leakage(),
-        }
-
-    def _leakage(self) -> dict[str, Any]:
-        """The defence, who could learn what, and what the meters last said."""
-        plan = self.plan
-        learning = [
-            party(n) for n in plan.others(self.parties) if self.activations[n].requires_grad
-        ]
-        return {
-            "defence": str(plan.defence),
-            "exposure": parties_exposure(
-                plan.holder, self.others, learning, plan.align, plan.defence
-            ),
-            "measured": dict(self.leaks.latest) if self.leaks is not None else {},
-        }
-
-
-def _weights(part: Part) -> int:
-    return sum(piece.here.numel() for piece in part.pieces)
+        """Who has what of the model, and of the people; who could learn what."""
+        return facts_of(
+            self.plan,
+            self.division,
+            self.activations,
+            self.batches,
+            self.batches.n,
+            len(self.plan.known(0, len(self.train), self.seed)),
+            {} if self.leaks is None else self.leaks.latest,
+        )
 
 
 def _shares(division: Division, inputs: Tensor, activations: Sequence[Tensor]) -> list[float]:

@@ -1,0 +1,94 @@
+"""A party of vertical split learning on a network: what `dure.join` does where the run is one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import msgspec
+import torch
+
+from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.task import Task
+from dure.machine.compiler import left_out
+from dure.run import split_site
+from dure.run.split_site import Progress
+from dure.split.network.control import Hello
+from dure.split.network.parties_site import PartySite
+from dure.split.network.site import Identity
+from dure.split.parties.model import select
+from dure.split.vertical import VerticalSplit
+from dure.tasks.modes import in_mode
+from dure.wire.boxes import BoxKey
+from dure.wire.requests import Welcome
+from dure.wire.roster import Pinned
+from dure.wire.tensors import digest_of
+from dure.worlds.network.client.session import Session
+from dure.worlds.network.client.state import ClientState
+
+
+def _site(
+    task: Task,
+    strategy: VerticalSplit,
+    welcome: Welcome,
+    session: Session,
+    kept: ClientState,
+    name: str,
+    part: int | None,
+    known: Mapping[int, str] | None,
+    event: Progress,
+) -> PartySite:
+    run = welcome.run
+    folder = None if kept.temporary else kept.folder
+    site = _party(task, strategy, welcome, kept, event)
+    box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / split_site.box_of(run))
+    member = box.member(session.key, welcome.client, name or f"client {welcome.client}", run)
+    pinned = Pinned.kept_in(kept.folder, run)
+    hello = Hello(
+        examples=len(site.known),
+        member=msgspec.json.encode(member),
+        digest=digest_of(dict(site.part.module.named_parameters())),
+    )
+    site.takes(hello, Identity(session.key, box, member, run, pinned, known))
+    return site
+
+
+def _party(
+    task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState, event: Progress
+) -> PartySite:
+    """Of the number that the server has given it: in a demonstration its part of all columns."""
+    seed = welcome.seed
+    folder = None if kept.temporary else kept.folder
+    # Who only looks has no number yet.
+    number = max(welcome.client, 0)
+    # An optimizer would load the compiler, which takes seconds.
+    with left_out():
+        model = seeded_model(task, seed).train()
+        train, test = examples_for(model, task)
+        return PartySite(
+            task, model, train, test, strategy.plan, number, seed, folder, welcome.run, event
+        )
+
+
+take_part = partial(split_site.take_part, make=_site)
+"""As `dure.run.split_site.take_part`, of a `VerticalSplit`."""
+
+
+def check_part(
+    task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState
+) -> Iterator[str]:
+    """Tries one batch of the head, and says in lines what would be sent."""
+    site = _party(task, strategy, welcome, kept, lambda what, about: None)
+    size = strategy.batch_size or len(site.known)
+    inputs, _ = site.train.batch(site.known[:size])
+    with left_out(), torch.no_grad(), in_mode(site.part.module, training=False):
+        began = time.perf_counter()
+        values = site.part.module(select(inputs, site.columns))
+        seconds = time.perf_counter() - began
+    columns = ", ".join(map(str, site.columns))
+    yield f"training: the head of {site.name} took {seconds:.3f} s for a batch of {len(values)}"
+    yield (
+        f"would be sent: {values.nbytes:,} bytes a batch of what the head makes of the columns "
+        f"{columns}, and as many come back; columns and weights stay here"
+    )

@@ -1,0 +1,442 @@
+"""Parties with different features over a network: the learner of whoever holds the labels.
+
+It is the server; where the labels are with a party, this process is that party, with its columns
+too. The others come to it. What it and they do is decided by the state machines of the simulation.
+
+Whenever this run writes a checkpoint, the parties write down what they know after the same step: a
+server that is killed, or a party, goes on from there by the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.contracts.channels import Channels, Hosted
+from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.task import Task
+from dure.data.batches import Batches
+from dure.errors import DureError, RunFolderError
+from dure.machine.threads import threads_for
+from dure.randomness.seeds import generator
+from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.disk import write_atomically
+from dure.record.meter import Meter
+from dure.split.alignment import AlignedHolder
+from dure.split.busy import Busy
+from dure.split.leakage.randomised_response import relabelled
+from dure.split.messages import SERVER
+from dure.split.network.entrance import Entrance
+from dure.split.network.parties_control import ALIGNS, Keep, TestRows
+from dure.split.network.parties_hall import PartiesHall
+from dure.split.parties.facts import facts_of
+from dure.split.parties.guarded import GuardedGradients
+from dure.split.parties.holder import Holder, LabelParty
+from dure.split.parties.messages import Leaving, party
+from dure.split.parties.model import Part, activations_of, divide, joined, select
+from dure.split.parties.part import TrainedPart
+from dure.split.parties.party import Party
+from dure.split.parties.plan import PartiesPlan, ids_of
+from dure.split.parties.table import Table
+from dure.tasks.batch_norm import needs_two
+from dure.tasks.flops import flops_per_step
+from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.measurement import Measurement
+from dure.tasks.modes import in_mode
+from dure.tasks.trained import trains_of
+from dure.tensors.buffers import passing_buffers
+
+PEOPLE = "people.tree"
+"""In the run folder: which rows the people have whom all parties know."""
+
+
+def no_time(examples: int, back: bool) -> float:
+    """What takes time here takes it."""
+    return 0.0
+
+
+class Aligning:
+    """The alignment, as one step of `PartiesHall`. make: whoever has the labels, anew."""
+
+    def __init__(self, make: Callable[[], AlignedHolder]) -> None:
+        self._make = make
+        self.holder: AlignedHolder | None = None
+        self.done = 0
+
+    @property
+    def waits_for(self) -> Sequence[str]:
+        assert self.holder is not None
+        return self.holder.awaited
+
+    def back(self) -> int:
+        self.holder = self._make()
+        self.done = 0
+        return ALIGNS
+
+    def begin(self) -> list[tuple[str, Any]]:
+        assert self.holder is not None
+        return list(self.holder.begin(0.0))
+
+    def receive(self, sender: str, message: Any) -> list[tuple[str, Any]]:
+        assert self.holder is not None
+        said = list(self.holder.receive(sender, message, 0.0))
+        self.done = int(self.holder.rows is not None)
+        return said
+
+
+class Training:
+    """Steps of training. first: the holder, or the party that it is as well. parts: what is trained
+    here."""
+
+    def __init__(self, first: Holder | LabelParty, guarded: GuardedGradients) -> None:
+        self.first = first
+        self.holder = first.holder if isinstance(first, LabelParty) else first
+        self.guarded = guarded
+        self.parts = {"tail": self.holder.part}
+        if isinstance(first, LabelParty):
+            self.parts["head"] = first.party.part
+        self.kept = self.now()
+        """What is known after the newest step that all have kept."""
+
+    @property
+    def done(self) -> int:
+        return self.holder.done
+
+    @property
+    def waits_for(self) -> Sequence[str]:
+        return self.holder.awaited
+
+    def now(self) -> dict[str, Any]:
+        """What is known now, as a tree."""
+        return {
+            "step": self.done,
+            "parts": {name: part.kept() for name, part in self.parts.items()},
+            "remembered": dict(self.guarded.memory),
+        }
+
+    def back(self) -> int:
+        for name, part in self.parts.items():
+            part.back(self.kept["parts"][name])
+        self.guarded.remember(self.kept["remembered"])
+        self.holder.drop()
+        self.holder.done = step = self.kept["step"]
+        if isinstance(self.first, LabelParty):
+            self.first.party.drop()
+            self.first.party.done = step
+        return int(step)
+
+    def begin(self) -> list[tuple[str, Any]]:
+        return list(self.first.begin(0.0))
+
+    def receive(self, sender: str, message: Any) -> list[tuple[str, Any]]:
+        return list(self.first.receive(sender, message, 0.0))
+
+
+class ServedParties(Learner):
+    """Whoever holds the labels of a run."""
+
+    unit = "step"
+
+    def __init__(
+        self,
+        task: Task,
+        place: Place,
+        seed: int,
+        plan: PartiesPlan,
+        connect: Callable[[Hosted], Channels],
+    ) -> None:
+        self.task = task
+        self.plan = plan
+        self.seed = seed
+        self.place = place
+        self.where = plan.holder
+        self.model = place.model(task, seed).train()
+        self.train, self.test = examples_for(self.model, task)
+        inputs, _ = self.train.batch(torch.tensor([0]))
+        self.division = divide(self.model, inputs, plan.features, plan.parties)
+        self.activations = activations_of(self.division, inputs)
+        self.parties = len(self.division.heads)
+        self.others = plan.others(self.parties)
+        if not self.others:
+            raise DureError(f"{plan.holder} has all columns and the labels: nobody else is needed")
+        size = len(self.train) if plan.batch_size is None else plan.batch_size
+        self.flops = flops_per_step(self.model, self.train, min(size, len(self.train)))
+        self.channels = connect(
+            Hosted(
+                clients=len(self.others),
+                seed=seed,
+                trains=trains_of(task, self.model),
+                threads=threads_for(self.flops),
+            )
+        )
+        names = [party(number) for number in self.others]
+        self._meters = [Meter(plan.holder, is_worker=plan.holder != SERVER)]
+        self._meters += [Meter(name) for name in names]
+        entrance = Entrance(self.channels, len(names), self._tells)
+        entrance.wait(place.interrupted)
+        self.hall = PartiesHall(
+            self.channels,
+            entrance,
+            self.others,
+            (self._meters[0], dict(zip(names, self._meters[1:], strict=True))),
+            self._tells,
+            lambda look: place.report({"federation": look}),
+            place.interrupted,
+        )
+        rows = self._aligned() if plan.align else self._all_rows(entrance)
+        self.examples = len(rows)
+        joins = plan.align and needs_two(self.model, self.train)
+        self.batches = Batches(len(rows), plan.batch_size, seed, joins=joins)
+        self.units_per_epoch = self.batches.steps_per_epoch
+        self.training = self._training(rows)
+        self.elsewhere = self._elsewhere()
+        self.step = 0
+        self._durable = 0
+        """The step after which the newest checkpoint is."""
+        self._began = False
+        self._over = False
+        if plan.align:
+            self._keep_people(rows)
+
+    def _tells(self, text: str) -> None:
+        self.place.report({"waiting": text})
+
+    # Who has what
+
+    def _all_rows(self, entrance: Entrance) -> Tensor:
+        """All people. Raises PartyLostError for a party that has others, as their number tells."""
+        for place, number in enumerate(self.others):
+            examples = entrance.hellos[place].examples
+            if examples != len(self.train):
+                self.hall.refuses(
+                    party(number),
+                    f"it has {examples} people, and {self.plan.holder} {len(self.train)}: give all "
+                    f"the same people in the same order, or align",
+                )
+        return torch.arange(len(self.train))
+
+    def _aligned(self) -> Tensor:
+        """The rows of the people whom all know, in the order for all."""
+        folder = self.place.folder
+        if folder is not None and (folder / PEOPLE).exists():
+            rows: Tensor = tree_from_bytes((folder / PEOPLE).read_bytes())["rows"]
+            return rows
+        plan = self.plan
+        first = self.parties if plan.label_party is None else plan.label_party
+        known = plan.known(first, len(self.train), self.seed)
+        ids = ids_of(self.task.train, plan.id_column)
+        own = [ids[row] for row in known.tolist()]
+
+        def holder() -> AlignedHolder:
+            return AlignedHolder(
+                plan.holder,
+                self.hall.names,
+                own,
+                secrets.token_bytes(32),
+                # Of ids that parties know anyway, it tells nothing: it may follow from the seed.
+                order=plan.secret(first, self.seed),
+            )
+
+        self._tells("aligning: whom do all parties know?")
+        aligning = Aligning(holder)
+        self.hall.does(aligning)
+        self.hall.reach(1)
+        assert aligning.holder is not None
+        return known[torch.tensor(aligning.holder.rows)]
+
+    def _keep_people(self, rows: Tensor) -> None:
+        """Writes down who is aligned, once all parties have."""
+        folder = self.place.folder
+        if folder is not None and not (folder / PEOPLE).exists():
+            self.hall.does(self.training)
+            self.hall.reach(0)
+            write_atomically(folder / PEOPLE, tree_to_bytes({"rows": rows}))
+
+    def _training(self, rows: Tensor) -> Training:
+        plan = self.plan
+        seed = self.seed
+        names = [party(number) for number in range(self.parties)]
+        others = self.hall.names
+        drawn = self._secret_seed()
+        labelled = relabelled(plan.defence, self.train, drawn)
+        table = Table(labelled, rows, seed)
+        guarded = GuardedGradients(
+            plan.defence,
+            others,
+            self.division.join,
+            lambda name, step: generator(drawn, "defence", others.index(name), step),
+        )
+        holder = Holder(
+            plan.holder,
+            {
+                name: Leaving(tuple(one.shape[1:]), one.dtype)
+                for name, one in zip(names, self.activations, strict=True)
+            },
+            self._trained(self.division.tail),
+            self.division.join,
+            table.targets,
+            self.batches,
+            CountedLoss(self.task.loss, labelled),
+            seed,
+            no_time,
+            Busy(),
+            guarded,
+        )
+        if plan.label_party is None:
+            return Training(holder, guarded)
+        own = Party(
+            plan.label_party,
+            plan.holder,
+            self._trained(self.division.heads[plan.label_party]),
+            table.reader(self.division.features[plan.label_party]),
+            self.batches,
+            seed,
+            no_time,
+        )
+        own.busy = holder.busy
+        return Training(LabelParty(own, holder), guarded)
+
+    def _secret_seed(self) -> int:
+        """From which a defence draws: a party that knew it could take its noise away again."""
+        signed = self.channels.key.sign(b"what defences draw from")
+        return int.from_bytes(hashlib.sha256(signed).digest()[:7], "little")
+
+    def _trained(self, part: Part) -> TrainedPart:
+        return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
+
+    def _elsewhere(self) -> list[str]:
+        """What the parties have of the model, by name."""
+        heads = [self.division.heads[number] for number in self.others]
+        theirs = {id(piece.there) for head in heads for piece in head.pieces}
+        theirs |= {id(buffer) for head in heads for buffer in head.module.buffers()}
+        state = self.model.state_dict(keep_vars=True)
+        return [name for name, value in state.items() if id(value) in theirs]
+
+    # The run
+
+    def flops_per_step(self) -> float:
+        return self.flops
+
+    def _take_up(self) -> None:
+        """Parties go back to what the newest checkpoint knows, before anything else."""
+        if not self._began:
+            self._began = True
+            self.hall.does(self.training)
+
+    def advance(self, wish: int) -> Progress:
+        """One step of all parties on a batch of the people whom all know."""
+        self._take_up()
+        self.hall.reach(self.step + 1)
+        samples = len(self.batches.at(self.step))
+        self.step += 1
+        loss, counted = self.training.holder.loss
+        return Progress(loss=loss if counted else None, samples=samples, wish=wish)
+
+    def ended(self, reason: str) -> None:
+        self._over = True
+        if reason != "interrupt":
+            self.channels.over("the run is over")
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """On the test data, of which each party has its columns."""
+        if self.test is None:
+            return {}
+        self._take_up()
+        self.hall.reach(self.step)
+        tail = self.training.holder.part.module
+        count = len(self.test)
+        measurement = Measurement(self.task, examples=count, share=count)
+        with in_mode(tail, training=False):
+            for rows in torch.split(torch.arange(count), self.task.eval_batch_size):
+                values = self._test_activations(rows)
+                _, targets = self.test.batch(rows)
+                outputs = tail(joined(values, self.division.join))
+                measurement.add(outputs, targets, len(rows))
+        values_of = measurement.values(self.place.group)
+        return {f"test_{name}": value for name, value in values_of.items()}
+
+    def _test_activations(self, rows: Tensor) -> list[Tensor]:
+        """What leaves all heads for these rows of the test data, in the order of parties."""
+        assert self.test is not None
+        answers = self.hall.ask(TestRows(int(rows[0]), len(rows)))
+        found: list[Tensor] = []
+        for number, like in enumerate(self.activations):
+            if number == self.plan.label_party:
+                inputs, _ = self.test.batch(rows)
+                head = self.division.heads[number].module
+                with in_mode(head, training=False):
+                    found.append(head(select(inputs, self.division.features[number])))
+                continue
+            values = answers[party(number)].values
+            if values.shape != (len(rows), *like.shape[1:]) or values.dtype != like.dtype:
+                self.hall.refuses(
+                    party(number),
+                    f"activations of test data of shape {list(values.shape)} and {values.dtype}",
+                )
+            found.append(values)
+        return found
+
+    # What is kept
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the tail, and of the head that is here."""
+        self.division.store()
+        state = self.model.state_dict()
+        return {name: value for name, value in state.items() if name not in self.elsewhere}
+
+    def state(self) -> dict[str, Any]:
+        if not self._over:
+            self._all_keep()
+        return {
+            "version": 1,
+            "served": True,
+            **self.training.now(),
+            "people": self.examples,
+            "buffers": passing_buffers(self.model),
+        }
+
+    def _all_keep(self) -> None:
+        """All parties write down what they know now."""
+        self._take_up()
+        self.hall.reach(self.step)
+        if self.training.kept["step"] != self.step:
+            self.hall.ask(Keep(self.step, self._durable))
+            self.training.kept = self.training.now()
+
+    def saved(self) -> None:
+        self._durable = self.step
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        if not state.get("served"):
+            raise RunFolderError(
+                "this run was simulated, and no party elsewhere has its head: serve a new one"
+            )
+        if state["people"] != self.examples:
+            raise RunFolderError(
+                f"there are {self.examples} people, and were {state['people']} when the run began: "
+                f"it has to go on with the same"
+            )
+        self.training.kept = {name: state[name] for name in ("step", "parts", "remembered")}
+        self.step = self._durable = state["step"]
+        self.training.back()
+
+    def meters(self) -> list[Meter]:
+        return self._meters
+
+    def facts(self) -> dict[str, Any]:
+        """Who has what of the model, and of the people; who could learn what."""
+        return facts_of(
+            self.plan,
+            self.division,
+            self.activations,
+            self.batches,
+            self.batches.n,
+            len(self.plan.known(0, len(self.train), self.seed)),
+            {},
+        )
