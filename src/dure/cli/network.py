@@ -109,7 +109,9 @@ def serve(given: list[str]) -> int:
         ending.enter_context(_before_a_round(command, out))
         hears: Hears = Invites(reference, world.access == "invited", out, how.json)
         if local:
-            hears = Local(ending, strategy.clients, reference, options, out)
+            if getattr(strategy, "clients", 0) is None:
+                raise ValueError("clients is not given: say with --clients how many there are")
+            hears = Local(ending, reference, options, out)
         return show_run(
             partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
@@ -135,7 +137,7 @@ def _resumed(flags: list[str]) -> int:
             task = was.task.name or asked["how"].task
             if task is None:
                 raise ValueError("the task was made in Python: start its clients from there")
-            return Local(ending, was.strategy.get("clients"), task, was.task.options, folder)
+            return Local(ending, task, was.task.options, folder)
 
         command = "dure serve --local" if "--local" in flags else "dure serve"
         return resumed(flags, command, {"where": LocalOptions}, hears)
@@ -190,15 +192,11 @@ class Local:
     def __init__(
         self,
         ending: contextlib.ExitStack,
-        clients: int | None,
         task: str,
         options: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        if clients is None:
-            raise ValueError("clients is not given: say with --clients how many there are")
         self._ending = ending
-        self._clients = clients
         self._task = task
         self._flags = [
             text for name, value in options.items() for text in (_flag(name), str(value))
@@ -208,7 +206,8 @@ class Local:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if "serving" not in event:
             return
-        processes = [self._start(client, event["serving"]) for client in range(self._clients)]
+        url = event["serving"]
+        processes = [self._start(client, url) for client in range(event["clients"])]
         self._ending.callback(_end, processes)
 
     def _start(self, client: int, url: str) -> subprocess.Popen[bytes]:

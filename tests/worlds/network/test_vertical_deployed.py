@@ -32,7 +32,8 @@ class Steps(Plan):
 
 def model() -> nn.Module:
     heads = [
-        nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2)) for _ in COLUMNS
+        nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2))
+        for _ in COLUMNS
     ]
     tail = nn.Sequential(nn.Linear(15, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     return dure.VerticalModel(heads, tail, "concat", COLUMNS).double()

@@ -2,10 +2,11 @@
 
     holder -> party    Resume: begin anew, after so many steps, or with the alignment
     party  -> holder   Resumed: all that it says from now on is of that turn
+    party  -> holder   Aligned: it has written down who is with all parties
     holder -> party    Keep: the step to which all may have to come back
     party  -> holder   Kept: it is on its disk
-    holder -> party    TestRows: the model is being measured
-    party  -> holder   TestActivations: what leaves its head for these, in evaluation
+    holder -> party    Evaluate: the model is being measured
+    party  -> holder   Evaluated: what leaves its head for these, in evaluation
 
 A turn is one attempt: whenever a party has come again, all begin a new one.
 """
@@ -32,6 +33,10 @@ class Resumed(msgspec.Struct, frozen=True, tag=True):
     turn: int
 
 
+class Aligned(msgspec.Struct, frozen=True, tag=True):
+    """The party has written down who is with all parties."""
+
+
 class Keep(msgspec.Struct, frozen=True, tag=True):
     """Write down what you know after this step, and forget what is older than after `since`."""
 
@@ -45,18 +50,18 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-class TestRows(msgspec.Struct, frozen=True, tag=True):
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
     """So many rows of the test data, from `first` on."""
 
     first: int
     count: int
 
 
-class TestActivations(msgspec.Struct, frozen=True, tag=True):
+class Evaluated(msgspec.Struct, frozen=True, tag=True):
     """values: (count, q, ...)."""
 
     first: int
     values: Tensor
 
 
-PartiesControl = Resume | Resumed | Keep | Kept | TestRows | TestActivations
+PartiesControl = Resume | Resumed | Aligned | Keep | Kept | Evaluate | Evaluated

@@ -23,7 +23,7 @@ from dure.record.meter import Meter
 from dure.split.network.control import Failed, Members
 from dure.split.network.entrance import Entrance
 from dure.split.network.frames import Frame, FrameError, decode, encode
-from dure.split.network.parties_control import Kept, Resume, Resumed, TestActivations
+from dure.split.network.parties_control import Evaluated, Kept, Resume, Resumed
 from dure.split.parties.messages import party
 
 MOMENT = 0.2
@@ -267,7 +267,7 @@ class PartiesHall:
         elif name not in self._ready:
             # Of a turn before.
             return
-        elif isinstance(frame, Kept | TestActivations):
+        elif isinstance(frame, Kept | Evaluated):
             if not self._asked or name in self._answers:
                 raise FrameError(f"{type(frame).__name__} was not asked for")
             self._answers[name] = frame

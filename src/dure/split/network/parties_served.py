@@ -9,6 +9,7 @@ server that is killed, or a party, goes on from there by the same bits.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from dure.split.busy import Busy
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
 from dure.split.network.entrance import Entrance
-from dure.split.network.parties_control import ALIGNS, Keep, TestRows
+from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Keep
 from dure.split.network.parties_hall import PartiesHall
 from dure.split.parties.facts import facts_of
 from dure.split.parties.guarded import GuardedGradients
@@ -65,28 +66,33 @@ class Aligning:
 
     def __init__(self, make: Callable[[], AlignedHolder]) -> None:
         self._make = make
-        self.holder: AlignedHolder | None = None
-        self.done = 0
+        self.holder = make()
+        self._aligned: set[str] = set()
+        """Who has written it down."""
+
+    @property
+    def done(self) -> int:
+        return int(self._aligned == set(self.holder.parties))
 
     @property
     def waits_for(self) -> Sequence[str]:
-        assert self.holder is not None
-        return self.holder.awaited
+        return self.holder.awaited or sorted(set(self.holder.parties) - self._aligned)
 
     def back(self) -> int:
         self.holder = self._make()
-        self.done = 0
+        self._aligned.clear()
         return ALIGNS
 
     def begin(self) -> list[tuple[str, Any]]:
-        assert self.holder is not None
         return list(self.holder.begin(0.0))
 
     def receive(self, sender: str, message: Any) -> list[tuple[str, Any]]:
-        assert self.holder is not None
-        said = list(self.holder.receive(sender, message, 0.0))
-        self.done = int(self.holder.rows is not None)
-        return said
+        if isinstance(message, Aligned):
+            if self.holder.rows is None:
+                raise ValueError("it is aligned, and nobody knows yet who is with all parties")
+            self._aligned.add(sender)
+            return []
+        return list(self.holder.receive(sender, message, 0.0))
 
 
 class Training:
@@ -116,13 +122,13 @@ class Training:
         return {
             "step": self.done,
             "parts": {name: part.kept() for name, part in self.parts.items()},
-            "remembered": dict(self.guarded.memory),
+            "remembered": copy.deepcopy(self.guarded.memory),
         }
 
     def back(self) -> int:
         for name, part in self.parts.items():
             part.back(self.kept["parts"][name])
-        self.guarded.remember(self.kept["remembered"])
+        self.guarded.remember(copy.deepcopy(self.kept["remembered"]))
         self.holder.drop()
         self.holder.done = step = self.kept["step"]
         if isinstance(self.first, LabelParty):
@@ -200,8 +206,6 @@ class ServedParties(Learner):
         """The step after which the newest checkpoint is."""
         self._began = False
         self._over = False
-        if plan.align:
-            self._keep_people(rows)
 
     def _tells(self, text: str) -> None:
         self.place.report({"waiting": text})
@@ -224,8 +228,8 @@ class ServedParties(Learner):
         """The rows of the people whom all know, in the order for all."""
         folder = self.place.folder
         if folder is not None and (folder / PEOPLE).exists():
-            rows: Tensor = tree_from_bytes((folder / PEOPLE).read_bytes())["rows"]
-            return rows
+            kept: Tensor = tree_from_bytes((folder / PEOPLE).read_bytes())["rows"]
+            return kept
         plan = self.plan
         first = self.parties if plan.label_party is None else plan.label_party
         known = plan.known(first, len(self.train), self.seed)
@@ -246,16 +250,11 @@ class ServedParties(Learner):
         aligning = Aligning(holder)
         self.hall.does(aligning)
         self.hall.reach(1)
-        assert aligning.holder is not None
-        return known[torch.tensor(aligning.holder.rows)]
-
-    def _keep_people(self, rows: Tensor) -> None:
-        """Writes down who is aligned, once all parties have."""
-        folder = self.place.folder
-        if folder is not None and not (folder / PEOPLE).exists():
-            self.hall.does(self.training)
-            self.hall.reach(0)
+        rows = known[torch.tensor(aligning.holder.rows)]
+        # All parties have it on their disks by now.
+        if folder is not None:
             write_atomically(folder / PEOPLE, tree_to_bytes({"rows": rows}))
+        return rows
 
     def _training(self, rows: Tensor) -> Training:
         plan = self.plan
@@ -364,7 +363,7 @@ class ServedParties(Learner):
     def _test_activations(self, rows: Tensor) -> list[Tensor]:
         """What leaves all heads for these rows of the test data, in the order of parties."""
         assert self.test is not None
-        answers = self.hall.ask(TestRows(int(rows[0]), len(rows)))
+        answers = self.hall.ask(Evaluate(int(rows[0]), len(rows)))
         found: list[Tensor] = []
         for number, like in enumerate(self.activations):
             if number == self.plan.label_party:

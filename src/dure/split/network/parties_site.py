@@ -7,6 +7,7 @@ folder, so that it may be killed at any moment.
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,12 +27,13 @@ from dure.split.network.control import Hello, Members
 from dure.split.network.frames import Frame, decode, encode
 from dure.split.network.parties_control import (
     ALIGNS,
+    Aligned,
+    Evaluate,
+    Evaluated,
     Keep,
     Kept,
     Resume,
     Resumed,
-    TestActivations,
-    TestRows,
 )
 from dure.split.network.site import Identity, Says
 from dure.split.parties.guarded import activations_guard
@@ -97,6 +99,8 @@ class PartySite:
         self._aligning: AlignedParty | None = None
         self._rows: Tensor | None = None if plan.align else self.known
         self._party: Party | None = None
+        self._resumed = False
+        """Whether the server has said on this channel where to begin."""
         self._read_kept()
 
     def takes(self, hello: Hello, identity: Identity) -> None:
@@ -106,6 +110,7 @@ class PartySite:
 
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
+        self._resumed = False
         channel.say(encode(self.hello))
         while True:
             for said in self._hears(decode(channel.next())):
@@ -118,12 +123,16 @@ class PartySite:
             return []
         if isinstance(frame, Resume):
             self._resume(frame.step)
+            self._resumed = True
             return [Resumed(frame.turn)]
+        # It was meant for the process that was here before, of whose end nobody knew yet.
+        if not self._resumed:
+            return []
         if isinstance(frame, Keep):
             self._keep(frame)
             return [Kept(frame.step)]
-        if isinstance(frame, TestRows):
-            return [TestActivations(frame.first, self._measured(frame))]
+        if isinstance(frame, Evaluate):
+            return [Evaluated(frame.first, self._measured(frame))]
         if isinstance(frame, Blinded | Common) and self._aligning is not None:
             return self._aligns(self._aligning, frame)
         if isinstance(frame, Step | ActivationGradients) and self._party is not None:
@@ -136,7 +145,7 @@ class PartySite:
         return [said for _, said in own.receive(self.plan.holder, message, 0.0)]
 
     @torch.no_grad()
-    def _measured(self, asked: TestRows) -> Tensor:
+    def _measured(self, asked: Evaluate) -> Tensor:
         """What leaves the head for rows of the test data, in evaluation."""
         until = asked.first + asked.count
         if self.test is None or not 0 <= asked.first < until <= len(self.test):
@@ -158,6 +167,7 @@ class PartySite:
             self._rows = self.known[torch.tensor(aligning.rows)]
             self._write(self._people, {"rows": self._rows})
             self.event("aligned", {"people": len(self._rows)})
+            return [Aligned()]
         return [one for _, one in said]
 
     # Going back, and what it knew
@@ -180,7 +190,7 @@ class PartySite:
         kept = self._kept[step]
         self.part.back(kept["part"])
         if self._party.guard is not None and kept["memory"] is not None:
-            self._party.guard.memory = kept["memory"]
+            self._party.guard.memory = copy.deepcopy(kept["memory"])
         self._party.drop()
         self._party.done = step
 
@@ -200,7 +210,7 @@ class PartySite:
         own = self._party
         if own is None or own.done != asked.step:
             raise StateError(f"{self.name} is to keep step {asked.step}, which it is not in")
-        memory = None if own.guard is None else own.guard.memory
+        memory = None if own.guard is None else copy.deepcopy(own.guard.memory)
         tree = {"part": self.part.kept(), "memory": memory}
         self._write(self._file(asked.step), tree)
         self._kept[asked.step] = tree

@@ -307,6 +307,7 @@ class _Serves:
             folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         self.world = world
         self.place = place
+        self.clients = clients
         self.context, renew = world.context()
         self._renew = [renew]
         if world.log is not None:
@@ -349,7 +350,7 @@ class _Serves:
         scheme = "http" if self.context is None else "https"
         url = f"{scheme}://{world.host}:{serving.port}"
         self.watching.serves(self.run, url, resumed)
-        self.place.report({"serving": url, "run": self.run})
+        self.place.report({"serving": url, "run": self.run, "clients": self.clients})
         return serving
 
     def every_moment(self) -> None:
