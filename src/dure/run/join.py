@@ -130,7 +130,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
             yield from check_part(task, strategy, welcome, reach.part)
             return
         if isinstance(strategy, VerticalSplit):
-            yield from party_site.check_part(task, strategy, welcome, kept)
+            yield from party_site.check_part(task, strategy, welcome, kept, reach.part)
             return
         training.begin(welcome, None)
         sent = training.would_send()

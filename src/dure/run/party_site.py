@@ -41,7 +41,7 @@ def _site(
 ) -> PartySite:
     run = welcome.run
     folder = None if kept.temporary else kept.folder
-    site = _party(task, strategy, welcome, kept, event)
+    site = _party(task, strategy, welcome, welcome.client, kept, event)
     box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / split_site.box_of(run))
     member = box.member(session.key, welcome.client, name or f"client {welcome.client}", run)
     pinned = Pinned.kept_in(kept.folder, run)
@@ -55,13 +55,16 @@ def _site(
 
 
 def _party(
-    task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState, event: Progress
+    task: Task,
+    strategy: VerticalSplit,
+    welcome: Welcome,
+    number: int,
+    kept: ClientState,
+    event: Progress,
 ) -> PartySite:
-    """Of the number that the server has given it: in a demonstration its part of all columns."""
+    """number: among those who join. Which columns are its own follows from it."""
     seed = welcome.seed
     folder = None if kept.temporary else kept.folder
-    # Who only looks has no number yet.
-    number = max(welcome.client, 0)
     # An optimizer would load the compiler, which takes seconds.
     with left_out():
         model = seeded_model(task, seed).train()
@@ -76,10 +79,12 @@ take_part = partial(split_site.take_part, make=_site)
 
 
 def check_part(
-    task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState
+    task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState, part: int | None
 ) -> Iterator[str]:
     """Tries one batch of the head, and says in lines what would be sent."""
-    site = _party(task, strategy, welcome, kept, lambda what, about: None)
+    # Who only looks has no number yet.
+    number = max(welcome.client, part or 0, 0)
+    site = _party(task, strategy, welcome, number, kept, lambda what, about: None)
     size = strategy.batch_size or len(site.known)
     inputs, _ = site.train.batch(site.known[:size])
     with left_out(), torch.no_grad(), in_mode(site.part.module, training=False):

@@ -13,9 +13,9 @@ a and b are secret scalars, and x^a is X25519(a, x). It has u-coordinates in and
 until the result is the u-coordinate of a point of the curve: about half of all numbers are those of
 its twist, and X25519 keeps to either, so without this everybody would see a bit of each id's hash.
 Points are sorted by their bytes, so that they do not tell in which order ids were kept. The order
-of I is one that the holder's secret gives. A point of small order, which no id has and of which
-every power is zero, is refused by the name of its sender. Who sends first, and in how many
-messages, does not matter.
+of I follows from a hash of the ids with a key of the holder's, and tells nothing of it either. A
+point of small order, which no id has and of which every power is zero, is refused by the name of
+its sender. Who sends first, and in how many messages, does not matter.
 
 What it gives, where all keep to the protocol (semi-honest) and the Diffie-Hellman problem is hard
 on Curve25519: nobody's ids can be read or guessed from what travels, without a secret. The holder

@@ -117,6 +117,11 @@ class VerticalSplit(Strategy):
         )
 
     def check(self, task: Task, workers: int | None) -> None:
+        if not len(task.train):
+            raise ValueError(
+                "whoever holds the labels has them as training data: give Task(train=...), in "
+                "which columns that are elsewhere may be zeros"
+            )
         check_batch_size(self.batch_size)
         check_columns(self.plan.features)
         if self.parties is not None and self.parties < 1:

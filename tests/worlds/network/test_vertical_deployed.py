@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.data.batches import Batches
 from dure.record.checkpoint import tree_from_bytes
+from dure.split import alignment
+from dure.split.network.frames import decode
 
 PEOPLE = 45
 COLUMNS = [[0, 1], [2, 5], [3, 4]]
@@ -165,19 +168,25 @@ def test_aligned_parties_and_one_with_the_labels_show_neither_columns_nor_labels
     for columns in COLUMNS:
         for row in train.inputs[:, columns]:
             assert row.numpy().tobytes() not in traffic
-    for key in train.keys or ():
-        assert str(key).encode() + b"\0" not in traffic
-        assert f'"{key}"'.encode() not in traffic
-    # All rows of labels that a batch could have, in whatever order: nothing but floats travels,
-    # besides points of alignment and places.
+    assert b"person" not in traffic
+    # Labels in the order of every batch, as any number that labels are kept as.
     rows = tree_from_bytes((tmp_path / "run" / "people.tree").read_bytes())["rows"]
-    labels = train.targets[rows]
-    for start in range(len(labels) - 3):
-        assert labels[start : start + 4].numpy().tobytes() not in traffic
-    # It would be found.
-    weights = ended.tensors["2.weight"]
-    assert weights.numpy().tobytes() not in traffic
-    assert 0 < ended.facts["vertical"]["people"] < PEOPLE
+    batches = Batches(len(rows), 8, 0)
+    for step in range(12):
+        labels = train.targets[rows[batches.at(step)]]
+        for dtype in (torch.int64, torch.int32, torch.uint8, torch.float64, torch.float32):
+            assert labels.to(dtype).numpy().tobytes() not in traffic
+    for weight in ended.tensors.values():
+        assert weight.numpy().tobytes() not in traffic
+    # What does travel is found: the order in which the people are kept by party 0.
+    places = [
+        one.places
+        for one in map(decode, map(bytearray, frames))
+        if isinstance(one, alignment.Common)
+    ]
+    assert len(places) == 2
+    assert all(one.numpy().tobytes() in traffic for one in places)
+    assert len(rows) == ended.facts["vertical"]["people"] < PEOPLE
 
 
 def test_a_party_that_stays_away_ends_the_run_by_its_name(tmp_path: Path) -> None:
@@ -195,9 +204,22 @@ def test_a_party_that_stays_away_ends_the_run_by_its_name(tmp_path: Path) -> Non
         assert any(text.startswith("party 2 is gone, and waited for") for text in told), told
 
 
-@pytest.mark.parametrize("name", ["vertical"])
-def test_what_only_a_simulation_has_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+def without_data() -> dure.Task:
+    return dure.Task(model, F.cross_entropy, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "said"),
+    [
+        (task, {"measure_leaks": True}, "measure_leaks is for simulations"),
+        (without_data, {}, "whoever holds the labels has them as training data"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_any_work(
+    make: Callable[[], dure.Task], settings: Any, said: str, tmp_path: Path
+) -> None:
     network = dure.Network(port=0, access="open")
-    strategy = dure.VerticalSplit(batch_size=8, measure_leaks=True)
-    with pytest.raises(ValueError, match="measure_leaks is for simulations"):
-        dure.train(task(), strategy, network, dure.Stop(steps=1), out=tmp_path / name)
+    strategy = dure.VerticalSplit(batch_size=8, **settings)
+    with pytest.raises(ValueError, match=said):
+        dure.train(make(), strategy, network, dure.Stop(steps=1), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -23,7 +23,7 @@ from dure.record.meter import Meter
 from dure.split.network.control import Failed, Members
 from dure.split.network.entrance import Entrance
 from dure.split.network.frames import Frame, FrameError, decode, encode
-from dure.split.network.parties_control import Evaluated, Kept, Resume, Resumed
+from dure.split.network.parties_control import Evaluate, Evaluated, Kept, Resume, Resumed
 from dure.split.parties.messages import party
 
 MOMENT = 0.2
@@ -143,7 +143,8 @@ class PartiesHall:
             raise KeyboardInterrupt
         if event is not None:
             self._happens(event)
-        self._look()
+        # Nobody is late whose message only waits to be heard.
+        self._look(late=event is None)
 
     def _happens(self, event: Event) -> None:
         name = self.names[event.client]
@@ -160,14 +161,14 @@ class PartiesHall:
         elif name in self._here:
             self._hears(name, event.frame)
 
-    def _look(self) -> None:
-        """Who has been waited for long enough?"""
+    def _look(self, late: bool) -> None:
+        """Who has been waited for long enough? late: whether that is asked now."""
         now = time.monotonic()
         if now - self._shown > PULSE:
             self._shown = now
             self.show(self.look())
         lasts = self.channels.lasts
-        for name in self._awaited():
+        for name in self._awaited() if late else ():
             if now - self._since.setdefault(name, now) > lasts:
                 gone = f"has not come again within {lasts:g} s: {self._reasons.get(name, '')}"
                 self._lost(name, f"said nothing for {lasts:g} s" if name in self._here else gone)
@@ -176,10 +177,11 @@ class PartiesHall:
         """Who is there and what is waited for, as terminals show it."""
         awaited = self._awaited()
         now = time.monotonic()
+        measuring = isinstance(self._question, Evaluate)
         left = [self.channels.lasts - (now - self._since.get(name, now)) for name in awaited]
         return {
-            "doing": "training" if self._question is None else "measuring",
-            "round": self._target,
+            "doing": "measuring" if measuring else "training",
+            "round": self._target + int(measuring),
             "here": len(self._here),
             "at_work": [name for name in awaited if name in self._here],
             "missing": [name for name in awaited if name not in self._here],
