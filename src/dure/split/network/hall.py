@@ -20,9 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dure.contracts.channels import Came, Channels, Event, Gone, Said
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual import nbytes
@@ -35,14 +32,15 @@ from dure.split.messages import (
     HeadGradients,
     Message,
     OutputGradients,
+    Own,
     Pass,
     Smashed,
     client,
 )
 from dure.split.network.checks import Checks, WrongError
 from dure.split.network.control import (
-    Answer,
     Failed,
+    Final,
     Measure,
     Measured,
     Members,
@@ -50,7 +48,6 @@ from dure.split.network.control import (
     Sealed,
 )
 from dure.split.network.entrance import Entrance
-from dure.split.network.forward import Forward
 from dure.split.network.frames import Frame, FrameError, decode, encode
 from dure.split.server import Server
 
@@ -72,8 +69,8 @@ class ClientsLostError(DureError):
 class Hall:
     """Of one run. meters: the server's, and the clients' in their order.
 
-    tell: hears of what goes wrong with clients; show, now and then, who is there. kept: called when
-    a turn counts, before the next one begins.
+    told: what a client is told when it comes. tell: hears of what goes wrong with clients; show,
+    now and then, who is there. kept: called when a turn counts, before the next one begins.
     """
 
     def __init__(
@@ -81,9 +78,9 @@ class Hall:
         server: Server,
         channels: Channels,
         checks: Checks,
-        forward: Forward,
         meters: Sequence[Meter],
         entrance: Entrance,
+        told: Members,
         exchange: Callable[[], Exchange] | None,
         tell: Tell,
         show: Callable[[dict[str, Any]], None],
@@ -93,9 +90,9 @@ class Hall:
         self.order = server.order
         self.channels = channels
         self.checks = checks
-        self.forward = forward
         self.meters = meters
         self.entrance = entrance
+        self.told = told
         self.exchange = exchange
         self.tell = tell
         self.show = show
@@ -202,11 +199,10 @@ class Hall:
     # Who is there
 
     def _enters(self, name: str) -> None:
-        assert self.entrance.roster is not None
         self.here.add(name)
         self._refused.discard(name)
         self._since.pop(name, None)
-        self._send(name, Members(self.entrance.roster.to_json()))
+        self._send(name, self.told)
 
     def _comes(self, name: str, event: Came) -> None:
         if not self.entrance.lets_in(event):
@@ -285,7 +281,7 @@ class Hall:
             self._answers(name, frame)
         elif isinstance(frame, Measured):
             if name == self._measurer:
-                self._measured = dict(frame.values)
+                self._measured = {**frame.values, **self.checks.measured()}
         elif isinstance(frame, FROM_CLIENTS):
             self._trains(name, frame)
         else:
@@ -349,15 +345,27 @@ class Hall:
             self.meters[1 + number].received(size)
         self.channels.say(number, encode(frame))
 
+    def final(self, head: Own) -> None:
+        """Gives all who are there the head that the run has come to."""
+        for name in self.here:
+            self._send(name, Final(head))
+
     # Evaluation by a client that has the head
 
-    def measure(self, name: str, round: int, ends: Callable[[], bool]) -> dict[str, float]:
-        """What a client measures on its own test data; empty without, or if it does not come."""
+    def measure(
+        self, name: str, round: int, ends: Callable[[], bool], head: Own | None
+    ) -> dict[str, float]:
+        """What a client measures on its own test data; empty without, or if it does not come.
+
+        head: with which; None: with its own newest.
+        """
         if name not in self.here:
             return {}
         self._measured = None
+        # What another one has begun, and was gone in the midst of.
+        self.checks.measured()
         self._measurer = name
-        self._send(name, Measure(round, self.order.since.get(name, -1)))
+        self._send(name, Measure(round, self.order.since.get(name, -1), head))
         try:
             while self._measured is None and name in self.here and not ends():
                 self._happens(self.channels.next(MOMENT))
@@ -369,13 +377,7 @@ class Hall:
     def _answers(self, name: str, query: Query) -> None:
         if name != self._measurer:
             return
-        values = self.checks.checked_query(query)
-        found: Sequence[Tensor] = self.forward(1, query.examples, values)
-        if self.server.targets is None:
-            found = self.forward.crossing(1, found, query.examples)
-        if not all(isinstance(one, torch.Tensor) for one in found):
-            raise WrongError("the model gives more than tensors, which cannot travel")
-        self._send(name, Answer(tuple(found)))
+        self._send(name, self.checks.answered(query))
 
 
 def number_of(name: str) -> int:
