@@ -8,6 +8,7 @@ killed goes on with the turn after it, by the same bits.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,7 @@ from dure.machine.threads import threads_for
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.meter import Counters, Meter
+from dure.split.account import Account
 from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import MadeUp
 from dure.split.apart.form import decoded
@@ -108,6 +110,7 @@ class ServedLearner(Learner):
         self.server = Server(self.order, batching, self.ends.targets)
         self.server.keeps = True
         targets = 0 if self.ends.targets is None else self.ends.targets.num_leaves
+        self.account = Account()
         self.hall = Hall(
             self.server,
             self.channels,
@@ -116,6 +119,7 @@ class ServedLearner(Learner):
             self._meters,
             entrance,
             Members(roster.to_json(), joins, self.ends.form),
+            self.account,
             self.ends.exchange,
             self._tells,
             lambda look: place.report({"federation": look}),
@@ -127,6 +131,8 @@ class ServedLearner(Learner):
             self.elsewhere = [name for name in self.model.state_dict() if name in held]
         self.examples = max(1, sum(sizes))
         self.round = 0
+        self._before = 0.0
+        self._clock = time.perf_counter()
         self._began = False
         """Whether this process has done anything yet."""
 
@@ -198,9 +204,14 @@ class ServedLearner(Learner):
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish | wished | kept,
-            numbers={"absent": float(len(self.hall.absent))},
+            numbers={"wall_seconds": self._elapsed, "absent": float(len(self.hall.absent))},
             whole=whole,
         )
+
+    @property
+    def _elapsed(self) -> float:
+        """Seconds of the run, in all processes that have served it."""
+        return self._before + time.perf_counter() - self._clock
 
     def ended(self, reason: str) -> None:
         if reason != "interrupt":
@@ -282,6 +293,8 @@ class ServedLearner(Learner):
             "samples": whole.samples,
             "meters": [meter.counters.as_list() for meter in self._meters],
             "buffers": passing_buffers(self.model),
+            "account": self.account.state(),
+            "elapsed": self._elapsed,
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -293,6 +306,8 @@ class ServedLearner(Learner):
             load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self._restore(state)
+        self.account.restore(state["account"])
+        self._before = state["elapsed"]
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         for number, (now, then) in enumerate(
@@ -318,4 +333,6 @@ class ServedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        return self.ends.facts(self._meters[1:])
+        facts = self.ends.facts(self._meters[1:])
+        facts["split"] |= self.account.facts()
+        return facts
