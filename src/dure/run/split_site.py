@@ -229,22 +229,30 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     train, _ = examples_for(model, task)
     # Who only looks has no number yet.
     seen = replace(welcome, client=max(welcome.client, part or 0, 0))
-    own = own_part(strategy, seen, train, part, needs_two(model, train))
+    own = own_part(strategy, seen, train, part, False)
     plan = strategy.of(task).plan
     batch = min(own.batches.batch_size, len(own.indices))
     with left_out():
-        divided = Cut(task, model, plan.at, batch, welcome.seed, CountedLoss(task.loss, train))
-        halves = Halves(divided, plan, train, welcome.seed)
-        machine = halves.client(seen.client, divided.heads.own(), own)
+        if isinstance(task, HeadTask):
+            assert isinstance(model, ModelParts)
+            crosses = ClientPart(task, model, train, batch, welcome.seed).leaving.nbytes(batch)
+        else:
+            losses = CountedLoss(task.loss, train)
+            divided = Cut(task, model, plan.at, batch, welcome.seed, losses)
+            crosses = divided.message_bytes(plan.compression)[0]
+        inputs, _ = train.batch(own.indices[:batch])
         began = time.perf_counter()
-        machine.party.forward(0, 0, machine.read(0)[1], [])
+        if isinstance(model, ModelParts):
+            model.only("head")(inputs)
+        else:
+            model(inputs)
         seconds = time.perf_counter() - began
-    values, gradients = divided.message_bytes(plan.compression)[0]
-    yield f"training: the head took {seconds:.3f} s for a batch of {batch}"
+    what = "the head" if isinstance(task, HeadTask) else "the whole model"
+    yield f"training: {what} took {seconds:.3f} s for a batch of {batch}, forward"
     labels = "labels stay here" if plan.rules.labels_stay else "its labels go with it"
     yield (
-        f"would be sent: {values:,} bytes a batch of what the head makes of it, and {gradients:,} "
-        f"come back; {labels}"
+        f"would be sent: {crosses[0]:,} bytes a batch of what the head makes of it, and "
+        f"{crosses[1]:,} come back; {labels}"
     )
 
 
