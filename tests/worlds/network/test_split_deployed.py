@@ -131,7 +131,12 @@ def tail() -> dure.TailTask:
 def head_and_end() -> dure.HeadTask:
     whole = small_task()
     return dure.HeadTask(
-        make_head, train=whole.train, end=make_end, loss=cross_entropy, test=whole.test, optimizer=Adam
+        make_head,
+        train=whole.train,
+        end=make_end,
+        loss=cross_entropy,
+        test=whole.test,
+        optimizer=Adam,
     )
 
 
