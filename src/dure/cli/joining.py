@@ -174,6 +174,8 @@ def _in_words(what: str, about: About) -> str:
             return f"{about['why']}"
         case "joined":
             return f"joined as client {about['client']}"
+        case "head":
+            return f"the head is kept in {about['path']}"
         case "roster":
             return f"the roster of {about['clients']} clients is {about['is']}"
         case "fetching":

@@ -23,6 +23,10 @@ _KINDS = {
     "Turn": ("head, from the server", "down"),
     "Ended": ("head, to the server", "up"),
     "Handed": ("head, from client to client", "across"),
+    "Sealed": ("head, sealed, by way of the server", "up, down"),
+    "Query": ("values to be measured", "up"),
+    "Answer": ("what comes of them", "down"),
+    "Final": ("head, at the end", "down"),
 }
 """Messages by the name of their class, in the order of a step, and which way they go."""
 
@@ -75,7 +79,10 @@ _KEPT = 1_500
 
 def _facts(run: Run, divided: Divided) -> str:
     clients = [one for one in run.result.workers if one.name.startswith("client")]
-    said = [f"cut at {' and '.join(divided.at)}", plural(len(clients), "client")]
+    said = [f"cut at {' and '.join(divided.at)}"]
+    # How long clients elsewhere compute, a server does not know.
+    if clients:
+        said.append(plural(len(clients), "client"))
     if len(divided.shares) > 2:
         said.append("labels stay with them")
     everyone = _together(clients)
@@ -115,7 +122,8 @@ def _parts(divided: Divided) -> str:
         )
     of = plural(divided.examples, "example")
     head = ("part", "with", "weights", "operations", f"MFLOP a step of {of}")
-    return table("Parts of the model", "long", head, rows, texts=["with"])
+    # A server with a tail of its own knows of no other part.
+    return table("Parts of the model", "long", head, rows, texts=["with"]) if rows else ""
 
 
 def _traffic(divided: Divided) -> str:

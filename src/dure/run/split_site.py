@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from dure.collectives.compression import Compression
 from dure.collectives.group import Group
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
@@ -21,17 +22,25 @@ from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
-from dure.split.compressed import exchange_of
+from dure.split.apart.form import Form, decoded, encoded
+from dure.split.apart.sides import ClientPart
+from dure.split.client import Client
+from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import Cut
-from dure.split.halves import Halves
+from dure.split.halves import Halves, guard_of
+from dure.split.leakage.guard import Crossing
 from dure.split.leakage.randomised_response import relabelled
-from dure.split.network.control import Failed, Hello
-from dure.split.network.forward import Forward
+from dure.split.network.control import Failed, Hello, Members
+from dure.split.network.cut_model import CutAtClient
 from dure.split.network.frames import encode
-from dure.split.network.site import Identity, Site
+from dure.split.network.parts import PartAtClient
+from dure.split.network.site import Identity, Site, Working
+from dure.split.plan import Plan
+from dure.split.sides import Party
 from dure.split.strategy import Split
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.parts import HeadTask, ModelParts
 from dure.wire import requests
 from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
@@ -75,6 +84,7 @@ def take_part(
                     site.talks(channel)
             except OverError as over:
                 # Whoever steals it later reads nothing of this run with it.
+                site.export()
                 if not kept.temporary:
                     (kept.folder / box_of(welcome.run)).unlink(missing_ok=True)
                 return str(over)
@@ -106,37 +116,116 @@ def _site(
     plan = strategy.of(task).plan
     model = seeded_model(task, welcome.seed).train()
     train, test = examples_for(model, task)
-    own = own_part(strategy, welcome, train, part, needs_two(model, train))
-    batch = min(own.batches.batch_size, len(own.indices))
     seen = relabelled(plan.defence, train, welcome.seed)
-    divided = Cut(task, model, plan.at, batch, welcome.seed, CountedLoss(task.loss, seen))
-    cut = divided.cut
-    head = divided.heads.own()
-    machine = Halves(divided, plan, seen, welcome.seed).client(welcome.client, head, own)
     key = session.key
     folder = None if kept.temporary else kept.folder
     box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / box_of(welcome.run))
     known_as = name or f"client {welcome.client}"
     member = box.member(key, welcome.client, known_as, welcome.run)
     pinned = Pinned.kept_in(kept.folder, welcome.run)
+    # However the last examples are dealt with, there are as many.
+    own = own_part(strategy, welcome, train, part, False)
+    batch = min(own.batches.batch_size, len(own.indices))
+    losses = CountedLoss(task.loss, seen)
+    side: _CutSide | _HeadSide
+    if isinstance(task, HeadTask):
+        assert isinstance(model, ModelParts)
+        side = _HeadSide(ClientPart(task, model, train, batch, welcome.seed), losses)
+    else:
+        side = _CutSide(Cut(task, model, plan.at, batch, welcome.seed, losses), plan.compression)
     hello = Hello(
         examples=len(own.indices),
         member=msgspec.json.encode(member),
-        digest=digest_of({f"{n}": one for n, one in enumerate(head.weights)}),
+        digest=digest_of({name: one.detach() for name, one in model.named_parameters()}),
+        joins=needs_two(model.only("head") if isinstance(model, ModelParts) else model, train),
+        **side.forms(plan.rules.labels_stay),
     )
+
+    def makes(told: Members) -> Working:
+        mine = own_part(strategy, welcome, train, part, told.joins)
+        return side.working(told, plan, seen, mine, welcome)
+
     return Site(
         task,
-        machine,
         Identity(key, box, member, welcome.run, pinned, known),
+        makes,
         model,
-        Forward(cut, plan.compression),
-        exchange_of(plan.compression, cut),
         test,
         hello,
         Group(),
         folder,
-        lambda what, about: event(what, about),
+        event,
     )
+
+
+class _CutSide:
+    """A client that has the whole model, of which it trains its part."""
+
+    def __init__(self, divided: Cut, compression: Compression) -> None:
+        self._divided = divided
+        self._compression = compression
+
+    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+        """What the server has to know of what crosses: it has traced the model itself."""
+        return {}
+
+    def working(
+        self, told: Members, plan: Plan, train: Examples, own: OwnPart, welcome: Welcome
+    ) -> Working:
+        if told.form:
+            raise ValueError("the server has a tail of its own: join with the task of its head")
+        divided = self._divided
+        heads = divided.heads
+        machine = Halves(divided, plan, train, welcome.seed).client(
+            welcome.client, heads.own(), own
+        )
+        exchange = exchange_of(plan.compression, divided.cut)
+        return Working(
+            machine,
+            machine if exchange is None else Compressed(machine, exchange),
+            CutAtClient(divided.cut, self._compression, machine.end),
+            [*heads.parameters, *heads.written],
+        )
+
+
+class _HeadSide:
+    """A client that has a head of its own, and no more."""
+
+    def __init__(self, part: ClientPart, losses: CountedLoss) -> None:
+        self._part = part
+        self._losses = losses
+
+    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+        """What the server has to know of what crosses."""
+        targets = b"" if labels_stay else encoded(self._part.targets)
+        return {"form": encoded(self._part.leaving), "targets": targets}
+
+    def working(
+        self, told: Members, plan: Plan, train: Examples, own: OwnPart, welcome: Welcome
+    ) -> Working:
+        arriving = decoded(told.form) if told.form else None
+        heads = self._part.side(self._losses, arriving)
+        party = Party(heads, heads.own(), welcome.client)
+        machine = Client(
+            welcome.client,
+            party,
+            plan.rules,
+            train,
+            own.at,
+            self._losses,
+            welcome.seed,
+            lambda *_: 0.0,
+            guard_of(plan.defence, lambda: self._crossings(arriving), welcome.seed, welcome.client),
+        )
+        at_client = PartAtClient(self._part, arriving)
+        return Working(machine, machine, at_client, [*heads.parameters, *heads.written])
+
+    def _crossings(self, arriving: Form | None) -> list[list[Crossing]]:
+        """What crosses at each cut."""
+        forms = [self._part.leaving] if arriving is None else [self._part.leaving, arriving]
+        for form in forms:
+            form.check_dims()
+        return [form.crossings() for form in forms]
 
 
 def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) -> Iterator[str]:
@@ -145,22 +234,30 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     train, _ = examples_for(model, task)
     # Who only looks has no number yet.
     seen = replace(welcome, client=max(welcome.client, part or 0, 0))
-    own = own_part(strategy, seen, train, part, needs_two(model, train))
+    own = own_part(strategy, seen, train, part, False)
     plan = strategy.of(task).plan
     batch = min(own.batches.batch_size, len(own.indices))
     with left_out():
-        divided = Cut(task, model, plan.at, batch, welcome.seed, CountedLoss(task.loss, train))
-        halves = Halves(divided, plan, train, welcome.seed)
-        machine = halves.client(seen.client, divided.heads.own(), own)
+        if isinstance(task, HeadTask):
+            assert isinstance(model, ModelParts)
+            crosses = ClientPart(task, model, train, batch, welcome.seed).leaving.nbytes(batch)
+        else:
+            losses = CountedLoss(task.loss, train)
+            divided = Cut(task, model, plan.at, batch, welcome.seed, losses)
+            crosses = divided.message_bytes(plan.compression)[0]
+        inputs, _ = train.batch(own.indices[:batch])
         began = time.perf_counter()
-        machine.party.forward(0, 0, machine.read(0)[1], [])
+        if isinstance(model, ModelParts):
+            model.only("head")(inputs)
+        else:
+            model(inputs)
         seconds = time.perf_counter() - began
-    values, gradients = divided.message_bytes(plan.compression)[0]
-    yield f"training: the head took {seconds:.3f} s for a batch of {batch}"
+    what = "the head" if isinstance(task, HeadTask) else "the whole model"
+    yield f"training: {what} took {seconds:.3f} s for a batch of {batch}, forward"
     labels = "labels stay here" if plan.rules.labels_stay else "its labels go with it"
     yield (
-        f"would be sent: {values:,} bytes a batch of what the head makes of it, and {gradients:,} "
-        f"come back; {labels}"
+        f"would be sent: {crosses[0]:,} bytes a batch of what the head makes of it, and "
+        f"{crosses[1]:,} come back; {labels}"
     )
 
 

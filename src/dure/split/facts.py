@@ -48,17 +48,22 @@ def facts_of(
             "flops": flops,
             "formulas": _formulas(plan, divided.heads, compressed, target_bytes),
         },
-        "leakage": {
-            "defence": str(plan.defence),
-            "exposure": exposure(
-                plan.rules.labels_stay,
-                plan.rules.returns or plan.rules.sums,
-                plan.rules.hands,
-                plan.defence,
-                plan.personal_heads,
-            ),
-            "measured": dict(measured),
-        },
+        "leakage": leakage_of(plan, measured),
+    }
+
+
+def leakage_of(plan: Plan, measured: Mapping[str, float]) -> dict[str, Any]:
+    """Who could learn what."""
+    return {
+        "defence": str(plan.defence),
+        "exposure": exposure(
+            plan.rules.labels_stay,
+            plan.rules.returns or plan.rules.sums,
+            plan.rules.hands,
+            plan.defence,
+            plan.personal_heads,
+        ),
+        "measured": dict(measured),
     }
 
 

@@ -19,7 +19,8 @@ from dure.data.own_part import OwnPart
 from dure.randomness.seeds import generator
 from dure.split.client import Client
 from dure.split.divided import Divided
-from dure.split.leakage.guard import Guard
+from dure.split.leakage.defence import Defence
+from dure.split.leakage.guard import Crossing, Guard
 from dure.split.messages import Own
 from dure.split.orders import Amounts, Order
 from dure.split.plan import Plan
@@ -78,11 +79,14 @@ class Halves:
         )
 
     def _guard(self, number: int) -> Guard | None:
-        """The defence of a client."""
-        defence = self.plan.defence
-        if defence.guards in ("nothing", "labels"):
-            return None
-        crossing = self.divided.crossings_of_two()
-        return Guard(
-            defence, crossing[0], crossing[-1], partial(generator, self.seed, "defence", number)
-        )
+        return guard_of(self.plan.defence, self.divided.crossings_of_two, self.seed, number)
+
+
+def guard_of(
+    defence: Defence, crossings: Callable[[], list[list[Crossing]]], seed: int, number: int
+) -> Guard | None:
+    """The defence of a client. crossings: what crosses at each cut."""
+    if defence.guards in ("nothing", "labels"):
+        return None
+    found = crossings()
+    return Guard(defence, found[0], found[-1], partial(generator, seed, "defence", number))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
-from dure.data.examples import Examples
 from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
 
@@ -20,8 +19,14 @@ MOST_TRIED = 1_000
 """Batch sizes that are looked at for one that fits, the nearest ones."""
 
 
+class Batched(Protocol):
+    """What gives batches of examples."""
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]: ...
+
+
 @torch.no_grad()
-def needs_two(model: nn.Module, examples: Examples) -> bool:
+def needs_two(model: nn.Module, examples: Batched) -> bool:
     """Whether the model cannot train on one example alone.
 
     It has a batch norm that sees a single value a channel then. The model stays as it is. Cost: for

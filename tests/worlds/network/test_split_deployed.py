@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from deployed import Deployment, Ended, Plan, deployed
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import dure
 from dure.data.own_part import divide
@@ -96,6 +98,109 @@ def check_same(ended: Ended, plan: Plan, folder: Path) -> None:
 def test_deployed_split_learning_has_the_bits_of_the_simulation(name: str, tmp_path: Path) -> None:
     plan = PLANS[name]
     check_same(deployed(tmp_path, plan, 3, traces=True), plan, tmp_path)
+
+
+# Head and tail of two files
+
+
+def make_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)).double()
+
+
+def make_tail() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def make_middle() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 7), nn.Tanh()).double()
+
+
+def make_end() -> nn.Module:
+    return nn.Linear(7, CLASSES).double()
+
+
+def head() -> dure.HeadTask:
+    whole = small_task()
+    return dure.HeadTask(make_head, train=whole.train, test=whole.test, optimizer=Adam)
+
+
+def tail() -> dure.TailTask:
+    return dure.TailTask(make_tail, loss=cross_entropy, optimizer=Adam)
+
+
+def head_and_end() -> dure.HeadTask:
+    whole = small_task()
+    return dure.HeadTask(
+        make_head,
+        train=whole.train,
+        end=make_end,
+        loss=cross_entropy,
+        test=whole.test,
+        optimizer=Adam,
+    )
+
+
+def middle() -> dure.TailTask:
+    return dure.TailTask(make_middle, optimizer=Adam)
+
+
+def both() -> dure.Task:
+    return dure.joined(head(), tail())
+
+
+def both_and_end() -> dure.Task:
+    return dure.joined(head_and_end(), middle())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mine", "theirs", "together"),
+    [
+        (dure.SplitLearning(clients=2, batch_size=4), head, tail, both),
+        (dure.SplitFed(clients=2, batch_size=4), head_and_end, middle, both_and_end),
+    ],
+    ids=["in turn", "SplitFed, U-shape"],
+)
+def test_two_files_have_the_bits_of_the_simulation_and_each_side_has_its_own(
+    strategy: Any, mine: Any, theirs: Any, together: Any, tmp_path: Path
+) -> None:
+    plan = Plan(strategy, task=theirs, rounds=3)
+    ended = deployed(tmp_path, plan, 2, traces=True, task=mine)
+    right = Plan(strategy, task=together, rounds=3).simulated()
+    names = right.tensors.keys()
+    assert ended.tensors.keys() == {name for name in names if name.startswith("tail.")}
+    heads = [load_file(path) for path in tmp_path.glob("site-*/head-*.safetensors")]
+    # In turn the second client has the newest; of an average all have the same.
+    newest = heads if isinstance(strategy, dure.SplitFed) else [max(heads, key=counted)]
+    for found in newest:
+        assert found.keys() == names - ended.tensors.keys()
+        for name, one in {**ended.tensors, **found}.items():
+            assert torch.equal(one, right.tensors[name]), name
+    assert repr(ended.losses) == repr(right.losses)
+    for one, other in zip(ended.metrics, right.metrics, strict=True):
+        assert one["test_loss"] == other["test_loss"]
+
+
+def counted(weights: dict[str, Tensor]) -> int:
+    """Batches that have passed through a head."""
+    return int(weights["head.1.num_batches_tracked"])
+
+
+def test_heads_that_do_not_fit_the_tail_are_refused_by_both_shapes(tmp_path: Path) -> None:
+    plan = Plan(dure.SplitLearning(clients=2, batch_size=4), task=middle, rounds=1)
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve()
+        deployment.join_all(2, task=wider_head)
+        kind, reason, _ = deployment.server.wait_for("error")
+        assert "the tail does not take what the head gives" in reason, (kind, reason)
+
+
+def make_wider() -> nn.Module:
+    return nn.Linear(FEATURES, 9).double()
+
+
+def wider_head() -> dure.HeadTask:
+    whole = small_task()
+    return dure.HeadTask(make_wider, train=whole.train, end=make_end, loss=cross_entropy)
 
 
 # Faults

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deployed import Deployment, Ended, Plan
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,6 +114,11 @@ def test_a_party_and_the_server_that_are_killed_change_no_bit(tmp_path: Path) ->
     for number in range(3):
         for name, one in newest_heads(tmp_path, number).items():
             assert torch.equal(one, right.tensors[f"heads.{number}.{name}"])
+        # And for use alone.
+        (alone,) = (tmp_path / f"site-{number}").glob("head-*.safetensors")
+        head = model().heads[number]
+        head.load_state_dict(load_file(alone))
+        assert torch.equal(head[0].weight, right.tensors[f"heads.{number}.0.weight"])
 
 
 # What goes over the wire

@@ -78,6 +78,21 @@ def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
     return Tried(few, many, clones)
 
 
+class MadeUp:
+    """Examples of a form, with made-up values and without targets, for who looks at one."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+
+    def batch(self, indices: Tensor) -> tuple[Any, None]:
+        """As many as there are indices."""
+        leaves = [
+            _made_up(one.dtype, self._form.shape(place, len(indices)), False)
+            for place, one in enumerate(self._form.tensors)
+        ]
+        return self._form.whole(leaves), None
+
+
 def _on_made_up(
     module: nn.Module, form: Form, shapes: Sequence[tuple[int, ...]], before: str, who: str
 ) -> tuple[Any, bool]:

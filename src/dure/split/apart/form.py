@@ -91,6 +91,14 @@ class Form(msgspec.Struct, frozen=True):
             return None
         return grown[0]
 
+    def shape(self, place: int, examples: int) -> tuple[int, ...]:
+        """That of a tensor, for so many examples."""
+        shape = list(self.tensors[place].few)
+        dim = self.dim(place)
+        if dim is not None:
+            shape[dim] = shape[dim] * examples // self.few
+        return tuple(shape)
+
     def crossings(self) -> list[Crossing]:
         """As batches are put together by."""
         return [
@@ -114,14 +122,16 @@ class Form(msgspec.Struct, frozen=True):
         """Bytes of so many examples: of the tensors, and of their gradients."""
         values = gradients = 0
         for place, one in enumerate(self.tensors):
-            dim = self.dim(place)
-            shape = list(one.few)
-            if dim is not None:
-                shape[dim] = shape[dim] * examples // self.few
-            size = math.prod(shape) * dtype_of(one.dtype).itemsize
+            size = math.prod(self.shape(place, examples)) * dtype_of(one.dtype).itemsize
             values += size
             gradients += size if one.differentiable else 0
         return values, gradients
+
+    def of_gradients(self) -> Form:
+        """That of the gradients that come back: only some of the tensors have any."""
+        tensors = tuple(one for one in self.tensors if one.differentiable)
+        nest = Nest("tuple", tuple(Place() for _ in tensors))
+        return msgspec.structs.replace(self, nest=nest, tensors=tensors)
 
     def whole(self, tensors: Sequence[Tensor]) -> Any:
         """What these tensors make up."""

@@ -5,6 +5,7 @@ A message that is not is refused with a reason, before anything is computed with
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.trace import Value
-from dure.split.batching import values_at
 from dure.split.messages import (
     Ended,
     HeadGradients,
@@ -23,7 +21,7 @@ from dure.split.messages import (
     Own,
     Smashed,
 )
-from dure.split.network.control import Query
+from dure.split.network.control import Answer, Query
 from dure.split.sides import Side
 
 
@@ -31,51 +29,98 @@ class WrongError(ValueError):
     """A client has sent what cannot be."""
 
 
-class Checks:
-    """Of one run. heads: a side like those of the clients. targets: leaves of a batch's, that come
-    to the server. most: examples in a batch."""
+class AtServer(ABC):
+    """What the server knows of what crosses the cuts, and how it computes for evaluations."""
 
-    def __init__(self, cut: CutModel, heads: Side, targets: int, most: int) -> None:
-        self._cut = cut
+    @abstractmethod
+    def arrived(self, values: Sequence[Tensor], examples: int, training: bool) -> list[Tensor]:
+        """What has left a head, as it lies in memory there. Raises ValueError for anything else."""
+
+    @abstractmethod
+    def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
+        """Raises ValueError for gradients that are not those of what has left the server."""
+
+    @abstractmethod
+    def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
+        """What the server's part makes of them, in evaluation. Raises ValueError."""
+
+    def measured(self) -> dict[str, float]:
+        """What it has measured itself since this was asked last."""
+        return {}
+
+
+class Heads:
+    """What heads are like: as `side` has one, or, without, as the first that comes."""
+
+    def __init__(self, side: Side | None) -> None:
+        self._weights = None if side is None else [form(one) for one in side.parameters.values()]
+        self._buffers = None if side is None else [form(one) for one in side.buffers()]
+
+    def check(self, own: Own) -> None:
+        """Raises WrongError for a head that is another model's."""
+        if self._weights is None or self._buffers is None:
+            self._weights = [form(one) for one in own.weights]
+            self._buffers = [form(one) for one in own.buffers]
+        check_forms("weights of the head", own.weights, self._weights)
+        check_forms("buffers of the head", own.buffers, self._buffers)
+        if len(own.optimizer) != len(own.weights):
+            raise WrongError(
+                f"the optimizer's state is of {len(own.optimizer)} weights, and the head has "
+                f"{len(own.weights)}"
+            )
+        check_finite("weights of the head", own.weights)
+
+    def check_gradients(self, values: Sequence[Tensor | None]) -> None:
+        """Likewise, of its gradients; None of a weight that got none."""
+        if self._weights is None:
+            return
+        if len(values) != len(self._weights):
+            raise WrongError(f"gradients of {len(values)} weights came, of {len(self._weights)}")
+        for given, wanted in zip(values, self._weights, strict=True):
+            if given is not None:
+                check_forms("a gradient of the head", [given], [wanted])
+
+
+class Checks:
+    """Of one run. targets: leaves of a batch's, that come to the server. most: examples in a
+    batch."""
+
+    def __init__(self, at_server: AtServer, heads: Heads, targets: int, most: int) -> None:
+        self._at_server = at_server
         self._heads = heads
         self._targets = targets
         self._most = most
 
     def checked(self, message: Message, open_examples: int) -> Message:
-        """The message, whose values lie in memory as those of the trace do. Raises WrongError.
+        """The message, whose values lie in memory as they did at the client. Raises ValueError.
 
         open_examples: of the batch that the client has under way; 0 if none.
         """
         if isinstance(message, Smashed):
             self._check_examples(message.examples, self._most)
             self._check_targets(message.targets, message.examples)
-            values = self._arrived(message.values, message.examples, training=True)
-            return msgspec.structs.replace(message, values=values)
+            values = self._at_server.arrived(message.values, message.examples, training=True)
+            return msgspec.structs.replace(message, values=tuple(values))
         if isinstance(message, OutputGradients):
             if not open_examples:
                 raise WrongError("gradients came, and no batch is under way")
-            crossing = values_at(self._cut, 1, open_examples)
-            wanted = [_form_of(one) for one in crossing if one.differentiable]
-            _check_forms("gradients at the second cut", message.values, wanted)
-            _check_finite("gradients at the second cut", message.values)
+            self._at_server.check_returned(message.values, open_examples)
+            check_finite("gradients at the second cut", message.values)
         elif isinstance(message, HeadGradients):
-            self._check_head_gradients(message.values)
+            self._heads.check_gradients(message.values)
         elif isinstance(message, Ended) and message.head is not None:
-            self._check_own(message.head)
+            self._heads.check(message.head)
         return message
 
-    def checked_query(self, query: Query) -> tuple[Tensor, ...]:
-        """The values of a query, likewise."""
+    def answered(self, query: Query) -> Answer:
+        """The answer to a query. Raises ValueError."""
         self._check_examples(query.examples, MOST_QUERIED)
-        return self._arrived(query.values, query.examples, training=False)
+        values = self._at_server.arrived(query.values, query.examples, training=False)
+        return self._at_server.answer(values, query)
 
-    def _arrived(
-        self, given: Sequence[Tensor], examples: int, training: bool
-    ) -> tuple[Tensor, ...]:
-        """What has left a head."""
-        wanted = values_at(self._cut, 0, examples, training)
-        _check_forms("values at the cut", given, [_form_of(one) for one in wanted])
-        return tuple(one.laid_out(value) for one, value in zip(wanted, given, strict=True))
+    def measured(self) -> dict[str, float]:
+        """What the server has measured itself."""
+        return self._at_server.measured()
 
     def _check_examples(self, examples: int, most: int) -> None:
         if not 1 <= examples <= most:
@@ -92,25 +137,6 @@ class Checks:
             if isinstance(one, Tensor) and one.ndim and len(one) != examples:
                 raise WrongError(f"targets of {len(one)} examples came for {examples}")
 
-    def _check_head_gradients(self, values: Sequence[Tensor | None]) -> None:
-        weights = list(self._heads.parameters.values())
-        if len(values) != len(weights):
-            raise WrongError(f"gradients of {len(values)} weights came, of {len(weights)}")
-        for given, weight in zip(values, weights, strict=True):
-            if given is not None:
-                _check_forms("a gradient of the head", [given], [_form(weight)])
-
-    def _check_own(self, own: Own) -> None:
-        weights = [_form(one) for one in self._heads.parameters.values()]
-        _check_forms("weights of the head", own.weights, weights)
-        buffers = [_form(one) for one in self._heads.buffers()]
-        _check_forms("buffers of the head", own.buffers, buffers)
-        if len(own.optimizer) != len(weights):
-            raise WrongError(
-                f"the optimizer's state is of {len(own.optimizer)} weights, not of {len(weights)}"
-            )
-        _check_finite("weights of the head", own.weights)
-
 
 MOST_QUERIED = 1 << 16
 """Examples of a batch in evaluation."""
@@ -118,18 +144,14 @@ MOST_QUERIED = 1 << 16
 _NO_TARGETS = "a batch came without its targets"
 
 
-def _form_of(value: Value) -> tuple[torch.dtype, tuple[int, ...]]:
-    return value.dtype, tuple(value.shape)
-
-
-def _form(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+def form(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def _check_forms(
+def check_forms(
     what: str, given: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, tuple[int, ...]]]
 ) -> None:
-    forms = [_form(one) for one in given]
+    forms = [form(one) for one in given]
     if forms != list(wanted):
         raise WrongError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
 
@@ -139,7 +161,7 @@ def _named(forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> str:
     return ", ".join(named) or "none"
 
 
-def _check_finite(what: str, values: Sequence[Tensor]) -> None:
+def check_finite(what: str, values: Sequence[Tensor]) -> None:
     """By their sum, which is quick; large values whose sum overflows are looked at one by one."""
     for one in values:
         if one.is_floating_point() and not one.sum().isfinite() and not one.isfinite().all():

@@ -5,6 +5,7 @@
     client -> server    Sealed: its head, for another client, which the server cannot read
     server -> client    Sealed: the same, for whom it is
     client -> server    Failed: its own code has raised
+    server -> client    Final: the head at the end of the run, where the server has it
 
 and where the head is with a client, which the server asks to measure the model:
 
@@ -19,20 +20,37 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
+from dure.split.messages import Own
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """examples: of the client's. member: its entry in the roster, as JSON. digest: of the head that
-    it begins with."""
+    """What a client says of itself.
+
+    examples: how many it has. member: its entry in the roster, as JSON. digest: of the weights with
+    which it begins. joins: whether its part cannot train on one example alone. form, targets: of
+    what leaves the head, and of the targets that go with it, as JSON, where the head is a file of
+    its own.
+    """
 
     examples: int
     member: bytes
     digest: str
+    joins: bool = False
+    form: bytes = b""
+    targets: bytes = b""
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
-    """The roster, as JSON."""
+    """The roster, as JSON.
+
+    joins: whether a last example that is left over joins the batch before, since some part of the
+    model cannot train on one alone. form: of what leaves the server's part, where that is a file of
+    its own and the labels stay with the client.
+    """
 
     roster: bytes
+    joins: bool = False
+    form: bytes = b""
 
 
 class Sealed(msgspec.Struct, frozen=True, tag=True):
@@ -51,30 +69,43 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """The model is to be measured, with what the client knew after the turn `since`."""
+    """The model is to be measured: with this head, or the one after the turn `since`."""
 
     round: int
     since: int
+    head: Own | None = None
+
+
+class Final(msgspec.Struct, frozen=True, tag=True):
+    """The head that the run has come to, where the server has the newest."""
+
+    head: Own
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    """What leaves the head for so many examples, in evaluation."""
+    """What leaves the head for so many examples, in evaluation.
+
+    targets: the leaves of theirs, where the loss is a file of the server's, which so measures them
+    itself; of: how many it will have measured in the end.
+    """
 
     examples: int
     values: tuple[Tensor, ...]
+    targets: list[Tensor] | None = None
+    of: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What leaves the server's part for them."""
+    """What leaves the server's part for them; nothing where the server measures it itself."""
 
     values: tuple[Tensor, ...]
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """values: by the names of metrics; empty without test data."""
+    """values: by the names of metrics; empty without test data, or where the server measures."""
 
     round: int
     values: dict[str, float]
 
 
-Control = Hello | Members | Sealed | Failed | Measure | Query | Answer | Measured
+Control = Hello | Members | Sealed | Failed | Measure | Query | Answer | Measured | Final

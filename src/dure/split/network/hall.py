@@ -16,17 +16,16 @@ A head that goes from client to client passes here sealed: the server sees for w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dure.contracts.channels import Came, Channels, Event, Gone, Said
 from dure.errors import DureError, LossNotFiniteError
-from dure.fleet.virtual import nbytes
+from dure.fleet.virtual import Passage, nbytes
 from dure.record.meter import Meter
+from dure.split.account import Account
 from dure.split.compressed import Exchange
 from dure.split.messages import (
     SERVER,
@@ -35,14 +34,15 @@ from dure.split.messages import (
     HeadGradients,
     Message,
     OutputGradients,
+    Own,
     Pass,
     Smashed,
     client,
 )
 from dure.split.network.checks import Checks, WrongError
 from dure.split.network.control import (
-    Answer,
     Failed,
+    Final,
     Measure,
     Measured,
     Members,
@@ -50,9 +50,11 @@ from dure.split.network.control import (
     Sealed,
 )
 from dure.split.network.entrance import Entrance
-from dure.split.network.forward import Forward
 from dure.split.network.frames import Frame, FrameError, decode, encode
 from dure.split.server import Server
+
+LAST = 5.0
+"""Seconds in which a run that is to end may be measured."""
 
 PULSE = 0.5
 """Seconds between two looks that a terminal gets."""
@@ -72,8 +74,9 @@ class ClientsLostError(DureError):
 class Hall:
     """Of one run. meters: the server's, and the clients' in their order.
 
-    tell: hears of what goes wrong with clients; show, now and then, who is there. kept: called when
-    a turn counts, before the next one begins.
+    told: what a client is told when it comes. account: of which messages went, and when the server
+    computed. tell: hears of what goes wrong with clients; show,
+    now and then, who is there. kept: called when a turn counts, before the next one begins.
     """
 
     def __init__(
@@ -81,9 +84,10 @@ class Hall:
         server: Server,
         channels: Channels,
         checks: Checks,
-        forward: Forward,
         meters: Sequence[Meter],
         entrance: Entrance,
+        told: Members,
+        account: Account,
         exchange: Callable[[], Exchange] | None,
         tell: Tell,
         show: Callable[[dict[str, Any]], None],
@@ -93,9 +97,11 @@ class Hall:
         self.order = server.order
         self.channels = channels
         self.checks = checks
-        self.forward = forward
         self.meters = meters
         self.entrance = entrance
+        self.told = told
+        self.account = account
+        self._clock = time.perf_counter()
         self.exchange = exchange
         self.tell = tell
         self.show = show
@@ -125,6 +131,7 @@ class Hall:
     def round(self, round: int, ends: Callable[[], bool]) -> bool:
         """Trains until the round is over; False where it `ends` before. Raises ClientsLostError,
         LossNotFiniteError."""
+        self.account.begin(round)
         if self.order.over:
             # Whoever was turned away is not waited for, and may come again.
             self.absent = frozenset(self._refused - self.here)
@@ -202,11 +209,10 @@ class Hall:
     # Who is there
 
     def _enters(self, name: str) -> None:
-        assert self.entrance.roster is not None
         self.here.add(name)
         self._refused.discard(name)
         self._since.pop(name, None)
-        self._send(name, Members(self.entrance.roster.to_json()))
+        self._send(name, self.told)
 
     def _comes(self, name: str, event: Came) -> None:
         if not self.entrance.lets_in(event):
@@ -275,8 +281,10 @@ class Hall:
             raise
 
     def _deals(self, name: str, frame: Frame) -> None:
-        self.meters[1 + number_of(name)].sent(nbytes(frame))
-        self.meters[0].received(nbytes(frame))
+        size = nbytes(frame)
+        self.meters[1 + number_of(name)].sent(size)
+        self.meters[0].received(size)
+        self._passed(name, SERVER, frame, size)
         if isinstance(frame, Failed):
             self._fails(name, f"its own code raised: {frame.reason}")
         elif isinstance(frame, Sealed):
@@ -285,7 +293,7 @@ class Hall:
             self._answers(name, frame)
         elif isinstance(frame, Measured):
             if name == self._measurer:
-                self._measured = dict(frame.values)
+                self._measured = {**frame.values, **self.checks.measured()}
         elif isinstance(frame, FROM_CLIENTS):
             self._trains(name, frame)
         else:
@@ -304,7 +312,9 @@ class Hall:
                 self._examples[name] = message.examples
             began = time.perf_counter()
             said = self.server.receive(name, message, time.monotonic())
-            self.meters[0].counters.compute_seconds += time.perf_counter() - began
+            took = time.perf_counter() - began
+            self.meters[0].counters.compute_seconds += took
+            self.account.did(SERVER, "tail", began - self._clock, took)
         # What the order of messages does not allow, or no code can have written.
         except ValueError as error:
             raise WrongError(str(error)) from error
@@ -347,19 +357,42 @@ class Hall:
         if size:
             self.meters[0].sent(size)
             self.meters[1 + number].received(size)
+            self._passed(SERVER, name, frame, size)
         self.channels.say(number, encode(frame))
+
+    def final(self, head: Own) -> None:
+        """Gives all who are there the head that the run has come to."""
+        for name in self.here:
+            self._send(name, Final(head))
+
+    def _passed(self, sender: str, receiver: str, frame: Frame, size: int) -> None:
+        """Notes a message; how long links were busy with it nobody here knows."""
+        if size:
+            now = time.perf_counter() - self._clock
+            self.account.passed(Passage(sender, receiver, frame, size, now, now, now, now))
 
     # Evaluation by a client that has the head
 
-    def measure(self, name: str, round: int, ends: Callable[[], bool]) -> dict[str, float]:
-        """What a client measures on its own test data; empty without, or if it does not come."""
+    def measure(
+        self, name: str, round: int, ends: Callable[[], bool], head: Own | None
+    ) -> dict[str, float]:
+        """What a client measures on its own test data; empty without, or if it does not come.
+
+        head: with which; None: with its own newest.
+        """
         if name not in self.here:
             return {}
         self._measured = None
+        # What another one has begun, and was gone in the midst of.
+        self.checks.measured()
         self._measurer = name
-        self._send(name, Measure(round, self.order.since.get(name, -1)))
+        self._send(name, Measure(round, self.order.since.get(name, -1), head))
         try:
-            while self._measured is None and name in self.here and not ends():
+            until = math.inf
+            while self._measured is None and name in self.here and time.monotonic() < until:
+                # Who wants to end waits no longer than that for a last measurement.
+                if ends():
+                    until = min(until, time.monotonic() + LAST)
                 self._happens(self.channels.next(MOMENT))
                 self._look()
         finally:
@@ -369,13 +402,7 @@ class Hall:
     def _answers(self, name: str, query: Query) -> None:
         if name != self._measurer:
             return
-        values = self.checks.checked_query(query)
-        found: Sequence[Tensor] = self.forward(1, query.examples, values)
-        if self.server.targets is None:
-            found = self.forward.crossing(1, found, query.examples)
-        if not all(isinstance(one, torch.Tensor) for one in found):
-            raise WrongError("the model gives more than tensors, which cannot travel")
-        self._send(name, Answer(tuple(found)))
+        self._send(name, self.checks.answered(query))
 
 
 def number_of(name: str) -> int:

@@ -22,6 +22,7 @@ from dure.data.examples import Examples
 from dure.errors import StateError
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
+from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.network.control import Hello, Members
 from dure.split.network.frames import Frame, decode, encode
@@ -218,6 +219,14 @@ class PartySite:
             del self._kept[step]
             if self.folder is not None:
                 (self.folder / self._file(step)).unlink(missing_ok=True)
+
+    def export(self) -> None:
+        """Writes the head that it has in the end, for use alone, by the names of its own module."""
+        if self.folder is not None and self._party is not None:
+            path = self.folder / f"head-{self.run}.safetensors"
+            tensors = {name: one.detach() for name, one in self.part.module.state_dict().items()}
+            write_atomically(path, weights_to_bytes(tensors))
+            self.event("head", {"path": str(path)})
 
     def _read_kept(self) -> None:
         if self.folder is None:

@@ -8,42 +8,44 @@ killed goes on with the turn after it, by the same bits.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import CHECKPOINT, STOP, Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
+from dure.data.examples import Examples
 from dure.errors import RunFolderError
-from dure.fleet.virtual import nbytes
 from dure.machine.threads import threads_for
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
-from dure.record.meter import Meter
+from dure.record.meter import Counters, Meter
+from dure.split.account import Account
 from dure.split.across import AcrossTheCut
-from dure.split.compressed import exchange_of
-from dure.split.cutting import Cut
-from dure.split.facts import facts_of
-from dure.split.halves import Halves
-from dure.split.leakage.randomised_response import relabelled
+from dure.split.apart.checks import MadeUp
+from dure.split.apart.form import decoded
 from dure.split.messages import SERVER, client
 from dure.split.network.checks import Checks
+from dure.split.network.control import Hello, Members
+from dure.split.network.ends import ends_of_cut, ends_of_tail
 from dure.split.network.entrance import Entrance
-from dure.split.network.forward import Forward
 from dure.split.network.hall import Hall
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
-from dure.split.server import Whole
+from dure.split.server import Server, Whole
+from dure.split.sides import Party
 from dure.split.states import read, written
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import CountedLoss, mean_over
+from dure.tasks.loss_shares import mean_over
+from dure.tasks.parts import ModelParts, TailTask
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
@@ -72,71 +74,99 @@ class ServedLearner(Learner):
         self.group = place.group
         self.model = place.model(task, seed).train()
         train, self.test = examples_for(self.model, task)
+        self.flops, hosted = self._hosted(train)
+        self.channels = connect(hosted)
+        entrance = Entrance(self.channels, plan.clients, self._tells)
+        roster = entrance.wait(place.interrupted)
+        self._meters = [Meter(SERVER, is_worker=False)]
+        self._meters += [Meter(client(number)) for number in range(plan.clients)]
+        hellos = {number: entrance.hellos[number] for number in range(plan.clients)}
+        joins = self._joins(hellos)
+        sizes = [hello.examples for hello in hellos.values()]
+        batches = [
+            Batches(hello.examples, plan.batch_size, seed, number, joins)
+            for number, hello in hellos.items()
+        ]
+        largest = max(one.batch_size for one in batches)
+        if isinstance(task, TailTask):
+            assert isinstance(self.model, ModelParts)
+            self.ends = ends_of_tail(task, self.model, plan, hellos, largest, seed)
+        else:
+            sample = self._sample(train)
+            self.ends = ends_of_cut(task, self.model, plan, sample, largest, self.flops, seed)
+        self.heads = self.ends.heads
+        self.tails = self.ends.tails
+        self.amounts = Amounts(
+            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=sizes
+        )
+        # Where clients hand it on themselves, their head is none of the server's business.
+        known = self.heads is not None and not plan.rules.hands
+        head = self.heads.own() if self.heads is not None and known else None
+        tail = self.tails.own()
+        self.order = plan.order(
+            self.amounts, head, lambda number: Party(self.tails, tail, number), seed
+        )
+        batching = lru_cache(maxsize=64)(self.ends.batching)
+        self.server = Server(self.order, batching, self.ends.targets)
+        self.server.keeps = True
+        targets = 0 if self.ends.targets is None else self.ends.targets.num_leaves
+        self.account = Account()
+        self.hall = Hall(
+            self.server,
+            self.channels,
+            # A last example that is left over joins the batch before, where one alone will not do.
+            Checks(self.ends.at_server, self.ends.like, targets, largest + int(joins)),
+            self._meters,
+            entrance,
+            Members(roster.to_json(), joins, self.ends.form),
+            self.account,
+            self.ends.exchange,
+            self._tells,
+            lambda look: place.report({"federation": look}),
+            self._kept,
+        )
+        self.units_per_epoch = 1
+        if self.heads is not None and not self._knows_head:
+            held = set(self.heads.parameters) | set(self.heads.written)
+            self.elsewhere = [name for name in self.model.state_dict() if name in held]
+        self.examples = max(1, sum(sizes))
+        self.round = 0
+        self._before = 0.0
+        self._clock = time.perf_counter()
+        self._began = False
+        """Whether this process has done anything yet."""
+
+    def _hosted(self, train: Examples) -> tuple[float, Hosted]:
+        """Operations of a step, and what the network has to know of the run."""
+        plan = self.plan
+        if isinstance(self.task, TailTask):
+            # What a step costs depends on heads that are elsewhere.
+            threads = torch.get_num_threads()
+            return math.inf, Hosted(plan.clients, self.seed, None, threads)
+        typical = max(1, len(train) // plan.clients)
+        size = typical if plan.batch_size is None else plan.batch_size
+        sample = self._sample(train)
+        flops = flops_per_step(self.model, sample, min(size, len(sample)))
+        trains = trains_of(self.task, self.model)
+        return flops, Hosted(plan.clients, self.seed, trains, threads_for(flops))
+
+    def _joins(self, hellos: Mapping[int, Hello]) -> bool:
+        """Whether some part of the model cannot train on one example alone."""
+        if any(hello.joins for hello in hellos.values()):
+            return True
+        form = hellos[min(hellos)].form
+        # Clients with the whole model have looked at all of it.
+        return bool(form) and needs_two(self.model, MadeUp(decoded(form)))
+
+    def _sample(self, train: Examples) -> Examples:
+        """Some examples, by which the model is traced."""
         sample = train if len(train) else self.test
         if sample is None:
             raise ValueError(
                 "the server cuts the model by tracing it on an example, and the task has neither "
                 "training nor test data here: give it some, or the tail as a file of its own"
             )
-        typical = max(1, len(train) // plan.clients)
-        size = typical if plan.batch_size is None else plan.batch_size
-        self.flops = flops_per_step(self.model, sample, min(size, len(sample)))
-        hosted = Hosted(
-            clients=plan.clients,
-            seed=seed,
-            trains=trains_of(task, self.model),
-            threads=threads_for(self.flops),
-        )
-        self.channels = connect(hosted)
-        entrance = Entrance(self.channels, plan.clients, self._tells)
-        entrance.wait(place.interrupted)
-        self._meters = [Meter(SERVER, is_worker=False)]
-        self._meters += [Meter(client(number)) for number in range(plan.clients)]
-        joins = needs_two(self.model, sample)
-        sizes = [entrance.hellos[number].examples for number in range(plan.clients)]
-        batches = [Batches(count, plan.batch_size, seed, n, joins) for n, count in enumerate(sizes)]
-        largest = max(one.batch_size for one in batches)
-        # Its examples are elsewhere: each batch tells what it counts.
-        losses = CountedLoss(task.loss, None)
-        self.divided = Cut(task, self.model, plan.at, largest, seed, losses)
-        self.cut = self.divided.cut
-        seen = relabelled(plan.defence, sample, seed)
-        halves = Halves(self.divided, plan, seen, seed)
-        self.heads = self.divided.heads
-        self.tails = self.divided.tails
-        self.amounts = Amounts(
-            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=sizes
-        )
-        # Where clients hand it on themselves, their head is none of the server's business.
-        head = None if plan.rules.hands else self.heads.own()
-        self.server = halves.server(self.amounts, head)
-        self.server.keeps = True
-        self.order = self.server.order
-        _, one = sample.batch(torch.arange(1))
-        self._target_bytes = nbytes(tree_flatten(one)[0])
-        """Of the targets of an example."""
-        targets = 0 if self.server.targets is None else self.server.targets.num_leaves
-        self.hall = Hall(
-            self.server,
-            self.channels,
-            # A last example that is left over joins the batch before, where one alone will not do.
-            Checks(self.cut, self.heads, targets, largest + int(joins)),
-            Forward(self.cut, plan.compression),
-            self._meters,
-            entrance,
-            exchange_of(plan.compression, self.cut),
-            self._tells,
-            lambda look: place.report({"federation": look}),
-            self._kept,
-        )
-        self.units_per_epoch = 1
-        if not self._knows_head:
-            held = set(self.heads.parameters) | set(self.heads.written)
-            self.elsewhere = [name for name in self.model.state_dict() if name in held]
-        self.examples = max(1, sum(sizes))
-        self.round = 0
-        self._began = False
-        """Whether this process has done anything yet."""
+        return sample
 
     def _tells(self, text: str) -> None:
         self.place.report({"waiting": text})
@@ -174,12 +204,19 @@ class ServedLearner(Learner):
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish | wished | kept,
-            numbers={"absent": float(len(self.hall.absent))},
+            numbers={"wall_seconds": self._elapsed, "absent": float(len(self.hall.absent))},
             whole=whole,
         )
 
+    @property
+    def _elapsed(self) -> float:
+        """Seconds of the run, in all processes that have served it."""
+        return self._before + time.perf_counter() - self._clock
+
     def ended(self, reason: str) -> None:
         if reason != "interrupt":
+            if self.plan.rules.returns and self.order.head is not None:
+                self.hall.final(self.order.head)
             self.channels.over("the run is over")
 
     # What is kept
@@ -199,6 +236,8 @@ class ServedLearner(Learner):
             found = tree_from_bytes(path.read_bytes())
             if found["order"]["begun"] > self.order.begun:
                 self._restore(found)
+                for meter, values in zip(self._meters, found["meters"], strict=True):
+                    meter.counters = Counters.from_list(values)
 
     @property
     def _is_complete(self) -> bool:
@@ -207,23 +246,26 @@ class ServedLearner(Learner):
         return order.over and order.round == self.round and order.begun > 0
 
     def evaluate(self) -> dict[str, float]:
-        """By the server where it knows the head; else by the client that has the newest one, on
-        that one's test data."""
-        if self._knows_head:
-            self._load()
-            model = AcrossTheCut(self.cut, self.plan.compression)
-            measured = model if self.plan.compression.compresses else self.model
+        """By the server where it has the head; else by the client that has the newest one, on that
+        one's test data."""
+        self._load()
+        if self.ends.divided is not None and self._knows_head:
+            compression = self.plan.compression
+            across = AcrossTheCut(self.ends.divided.cut, compression)
+            measured = across if compression.compresses else self.model
             return evaluate(self.task, measured, self.test, self.group, self.round)
-        self.tails.take(self.order.tails[0].own)
-        return self.hall.measure(client(self.order.keeper), self.round, self.place.interrupted)
+        head = self.order.head if self.plan.rules.returns else None
+        name = client(self.order.keeper)
+        return self.hall.measure(name, self.round, self.place.interrupted, head)
 
     @property
     def _knows_head(self) -> bool:
-        return self.plan.rules.returns
+        """Whether the newest head comes to the server, and it can compute with it."""
+        return self.plan.rules.returns and self.heads is not None
 
     def _load(self) -> None:
-        """The newest head and tail into the model, as far as the server knows them."""
-        if self._knows_head and self.order.head is not None:
+        """The newest head and tail into the model, as far as the server has them."""
+        if self._knows_head and self.heads is not None and self.order.head is not None:
             self.heads.take(self.order.head)
         self.tails.take(self.order.tails[0].own)
 
@@ -251,6 +293,8 @@ class ServedLearner(Learner):
             "samples": whole.samples,
             "meters": [meter.counters.as_list() for meter in self._meters],
             "buffers": passing_buffers(self.model),
+            "account": self.account.state(),
+            "elapsed": self._elapsed,
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -262,6 +306,8 @@ class ServedLearner(Learner):
             load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         self._restore(state)
+        self.account.restore(state["account"])
+        self._before = state["elapsed"]
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         for number, (now, then) in enumerate(
@@ -287,11 +333,6 @@ class ServedLearner(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Where the model was cut, how much of it each side has, and who could learn what."""
-        return facts_of(
-            self.plan,
-            self.divided,
-            self._meters[1:],
-            flops=self.flops,
-            target_bytes=self.divided.examples * self._target_bytes,
-            measured={},
-        )
+        facts = self.ends.facts(self._meters[1:])
+        facts["split"] |= self.account.facts()
+        return facts

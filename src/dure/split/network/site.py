@@ -8,8 +8,10 @@ server hears that it has ended one, so that it may be killed at any moment.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +26,19 @@ from dure.fleet.virtual import Envelope, Node
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
+from dure.record.weights import weights_to_bytes
 from dure.split.client import Client, Kept
-from dure.split.compressed import Compressed, Exchange
-from dure.split.messages import SERVER, Handed, Turn, client
-from dure.split.network.control import Answer, Hello, Measure, Measured, Members, Query, Sealed
-from dure.split.network.forward import Forward
+from dure.split.messages import SERVER, Handed, Own, Turn, client
+from dure.split.network.control import (
+    Answer,
+    Final,
+    Hello,
+    Measure,
+    Measured,
+    Members,
+    Query,
+    Sealed,
+)
 from dure.split.network.frames import Frame, decode, encode
 from dure.split.states import read, written
 from dure.tasks.measurement import Measurement
@@ -90,20 +100,42 @@ class Identity:
         return decode(unseal(sealed, box=self.box, sender=self.member(sender), about=about))
 
 
-class Site:
-    """A client at work. folder: where it keeps what it knew; None keeps it in memory.
+class AtClient(ABC):
+    """What a client computes for evaluations, with its newest head."""
 
+    @abstractmethod
+    def query(self, inputs: Any, targets: Any, examples: int, of: int) -> Query:
+        """What the server is sent of a batch; of: how many examples are measured in all."""
+
+    @abstractmethod
+    def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
+        """What the model gives, of what the server has made of that; None where the server measures
+        it."""
+
+
+@dataclass(frozen=True)
+class Working:
+    """A client at work. names: of the weights of its head, and of its buffers."""
+
+    machine: Client
+    node: Node
+    at_client: AtClient
+    names: Sequence[str]
+
+
+class Site:
+    """A client of a run. folder: where it keeps what it knew; None keeps it in memory.
+
+    makes: the client at work, given what the server says of the run. model: of which it has a part.
     event: hears of what happens.
     """
 
     def __init__(
         self,
         task: Task,
-        machine: Client,
         identity: Identity,
+        makes: Callable[[Members], Working],
         model: nn.Module,
-        forward: Forward,
-        exchange: Callable[[], Exchange] | None,
         test: Examples | None,
         hello: Hello,
         group: Group,
@@ -111,19 +143,28 @@ class Site:
         event: Callable[[str, Mapping[str, object]], None],
     ) -> None:
         self.task = task
-        self.machine = machine
-        self.node: Node = machine if exchange is None else Compressed(machine, exchange)
         self.identity = identity
+        self.makes = makes
         self.model = model
-        self.forward = forward
         self.test = test
         self.hello = hello
         self.group = group
         self.folder = folder
         self.event = event
+        self._working: Working | None = None
+        self._final: Own | None = None
         self._round = 0
         self._written: set[int] = {-1}
-        self._read_kept()
+
+    @property
+    def working(self) -> Working:
+        if self._working is None:
+            raise StateError("the server trains before it has said who takes part")
+        return self._working
+
+    @property
+    def machine(self) -> Client:
+        return self.working.machine
 
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
@@ -132,13 +173,20 @@ class Site:
             frame = decode(channel.next())
             for said in self._hears(frame, channel):
                 channel.say(encode(said))
-            with self._as_drawn():
-                self.machine.meanwhile()
+            if self._working is not None:
+                with self._as_drawn():
+                    self.machine.meanwhile()
 
     def _hears(self, frame: Frame, channel: Says) -> list[Frame]:
         if isinstance(frame, Members):
             roster = self.identity.takes(frame.roster)
             self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
+            if self._working is None:
+                self._working = self.makes(frame)
+                self._read_kept()
+            return []
+        if isinstance(frame, Final):
+            self._final = frame.head
             return []
         if isinstance(frame, Measure):
             return [self._measures(frame, channel)]
@@ -152,7 +200,7 @@ class Site:
     def _trains(self, sender: str, message: Any) -> list[Frame]:
         self._tells(message)
         with self._as_drawn():
-            said = self.node.receive(sender, message, 0.0)
+            said = self.working.node.receive(sender, message, 0.0)
         self._write_kept()
         return [self._out(envelope) for envelope in said]
 
@@ -186,31 +234,43 @@ class Site:
         if self.test is None:
             return Measured(measure.round, {})
         self.event("measuring", {"round": measure.round})
-        side = self.machine.party.side
-        side.take(self.machine.after(measure.since).own)
+        own = measure.head or self.machine.after(measure.since).own
+        self.machine.party.side.take(own)
         measurement = Measurement(self.task, examples=len(self.test), share=len(self.test))
         with in_mode(self.model, training=False):
             for indices in torch.split(torch.arange(len(self.test)), self.task.eval_batch_size):
                 inputs, targets = self.test.batch(indices)
-                outputs = self._outputs(len(indices), inputs, channel)
-                measurement.add(outputs, targets, len(indices))
+                outputs = self._outputs(len(indices), inputs, targets, channel)
+                if outputs is not None:
+                    measurement.add(outputs, targets, len(indices))
+        if not measurement.measured:
+            return Measured(measure.round, {})
         values = measurement.values(self.group)
         finite = {f"test_{name}": one for name, one in values.items() if math.isfinite(one)}
         return Measured(measure.round, finite)
 
-    def _outputs(self, examples: int, inputs: Any, channel: Says) -> Any:
+    def _outputs(self, examples: int, inputs: Any, targets: Any, channel: Says) -> Any:
         """What the model gives for these, of which the server computes a part."""
-        values = self.forward.crossing(0, self.forward(0, examples, [], inputs), examples)
-        channel.say(encode(Query(examples, tuple(values))))
+        at_client = self.working.at_client
+        assert self.test is not None
+        channel.say(encode(at_client.query(inputs, targets, examples, len(self.test))))
         answer = decode(channel.next())
         if not isinstance(answer, Answer):
             raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
-        leaves: Sequence[Tensor] = answer.values
-        if self.machine.end is not None:
-            leaves = self.forward(self.machine.end, examples, leaves, inputs)
-        return self.forward.outputs(leaves, examples)
+        return at_client.outputs(answer, inputs, examples)
 
     # What it knew after its newest turns
+
+    def export(self) -> None:
+        """Writes the head that it has in the end, for use alone."""
+        if self.folder is None or self._working is None:
+            return
+        newest = self.machine.after(max(self.machine.kept)).own
+        own = self._final or newest
+        tensors = dict(zip(self.working.names, [*own.weights, *own.buffers], strict=True))
+        path = self.folder / f"head-{self.identity.run}.safetensors"
+        write_atomically(path, weights_to_bytes(tensors))
+        self.event("head", {"path": str(path)})
 
     def _write_kept(self) -> None:
         """Writes down what is new, and forgets what the server will not come back to."""

@@ -1,0 +1,121 @@
+"""A model that was traced and cut, over a network: what crosses, and parts in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from dure.collectives.compression import Compression
+from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.trace import Value
+from dure.split.across import AcrossTheCut
+from dure.split.batching import values_at
+from dure.split.network.checks import AtServer, WrongError, check_forms
+from dure.split.network.control import Answer, Query
+from dure.split.network.site import AtClient
+from dure.tasks.loss_shares import NOTHING, Computed
+
+
+class CutAtServer(AtServer):
+    """The server's stage."""
+
+    def __init__(self, cut: CutModel, compression: Compression) -> None:
+        self._cut = cut
+        self._forward = Forward(cut, compression)
+
+    def arrived(self, values: Sequence[Tensor], examples: int, training: bool) -> list[Tensor]:
+        wanted = values_at(self._cut, 0, examples, training)
+        check_forms("values at the cut", values, [_form_of(one) for one in wanted])
+        return [one.laid_out(value) for one, value in zip(wanted, values, strict=True)]
+
+    def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
+        wanted = [_form_of(one) for one in values_at(self._cut, 1, examples) if one.differentiable]
+        check_forms("gradients at the second cut", gradients, wanted)
+
+    def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
+        examples = query.examples
+        found = self._forward(1, examples, values)
+        if self._cut.stages == 3:
+            found = self._forward.crossing(1, found, examples)
+        if not all(isinstance(one, Tensor) for one in found):
+            raise WrongError("the model gives more than tensors, which cannot travel")
+        return Answer(tuple(found))
+
+
+class CutAtClient(AtClient):
+    """The client's stages. end: that of the model's end, where it is here."""
+
+    def __init__(self, cut: CutModel, compression: Compression, end: int | None) -> None:
+        self._cut = cut
+        self._forward = Forward(cut, compression)
+        self._end = end
+
+    def query(self, inputs: Any, targets: Any, examples: int, of: int) -> Query:
+        values = self._forward.crossing(0, self._forward(0, examples, [], inputs), examples)
+        return Query(examples, tuple(values))
+
+    def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
+        leaves: Sequence[Tensor] = answer.values
+        if self._end is not None:
+            leaves = self._forward(self._end, examples, leaves, inputs)
+        return tree_unflatten(list(leaves), self._cut.structure(examples, False))
+
+
+class Forward:
+    """Stages in evaluation: values in, values out, nothing is kept.
+
+    compression: of what crosses the cuts, as in training.
+    """
+
+    def __init__(self, cut: CutModel, compression: Compression) -> None:
+        self._cut = cut
+        self._across = AcrossTheCut(cut, compression) if compression.compresses else None
+        self._outputs: Any = None
+
+    @torch.no_grad()
+    def __call__(
+        self, stage: int, examples: int, received: Sequence[Tensor], inputs: Any = None
+    ) -> Sequence[Tensor]:
+        """What leaves a stage; of the last one the leaves of what the model gives.
+
+        inputs: the model's, where the stage reads them.
+        """
+        batch = Microbatch(examples, NOTHING, lambda: (inputs, None))
+        computing = self._stage(stage)
+        computing.begin(0)
+        found = computing.forward(0, batch, received)
+        return tree_leaves(self._outputs) if stage == self._cut.stages - 1 else found
+
+    def crossing(self, boundary: int, values: Sequence[Tensor], examples: int) -> Sequence[Tensor]:
+        """What arrives of values that cross a cut."""
+        if self._across is None:
+            return values
+        return self._across.crossing(boundary, values, examples)
+
+    def _stage(self, number: int) -> Stage:
+        return Stage(
+            number,
+            last=number == self._cut.stages - 1,
+            program_for=lambda examples: self._cut.program(
+                number, examples, training=False, stream=Stream(0, carried=False), later=None
+            ),
+            structure_for=lambda examples: self._cut.structure(examples, False),
+            loss=self._keep,
+            stream=Stream(0, carried=False),
+            remaining=None,
+            trains=False,
+        )
+
+    def _keep(self, outputs: Any, targets: Any, examples: int, share: Any) -> Computed:
+        self._outputs = outputs
+        return Computed(torch.zeros(()), 0.0)
+
+
+def _form_of(value: Value) -> tuple[torch.dtype, tuple[int, ...]]:
+    return value.dtype, tuple(value.shape)

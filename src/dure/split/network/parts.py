@@ -1,0 +1,93 @@
+"""A head and a tail of two files, over a network: what crosses, and parts in evaluation.
+
+Neither side has anything of the other's but the form of what crosses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.split.apart.form import Form, flatten
+from dure.split.apart.sides import ClientPart, ServerPart
+from dure.split.network.checks import AtServer, WrongError
+from dure.split.network.control import Answer, Query
+from dure.split.network.site import AtClient
+from dure.tasks.measurement import Measurement
+from dure.tasks.modes import in_mode
+
+
+class PartAtServer(AtServer):
+    """The tail. targets: the form of those of a batch, where the loss is here."""
+
+    def __init__(self, part: ServerPart, targets: Form | None) -> None:
+        self._part = part
+        self._targets = targets
+        self._measurement: Measurement | None = None
+
+    def arrived(self, values: Sequence[Tensor], examples: int, training: bool) -> list[Tensor]:
+        form = self._part.arriving
+        form.check(values, examples, "the head")
+        return [one.laid_out(value) for one, value in zip(form.tensors, values, strict=True)]
+
+    def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
+        form = self._part.leaving
+        if form is None:
+            raise WrongError("gradients came, and the loss is here")
+        form.of_gradients().check(gradients, examples, "the end")
+
+    def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
+        tail = self._part.model.tail
+        assert tail is not None
+        with torch.no_grad(), in_mode(tail, training=False):
+            found = tail(self._part.arriving.whole(values))
+            if self._targets is not None and query.targets is not None:
+                return self._measures(found, query, self._targets)
+        return Answer(tuple(flatten(found, "the tail")[1]))
+
+    def _measures(self, outputs: Any, query: Query, form: Form) -> Answer:
+        """Adds a batch to what is measured here."""
+        assert query.targets is not None
+        form.check(query.targets, query.examples, "the client")
+        if self._measurement is None:
+            self._measurement = Measurement(self._part.task, examples=query.of, share=query.of)
+        self._measurement.add(outputs, form.whole(query.targets), query.examples)
+        return Answer(())
+
+    def measured(self) -> dict[str, float]:
+        measurement = self._measurement
+        self._measurement = None
+        if measurement is None or measurement.measured != measurement.examples:
+            return {}
+        values = measurement.values(Group())
+        return {f"test_{name}": one for name, one in values.items() if math.isfinite(one)}
+
+
+class PartAtClient(AtClient):
+    """The head, and the end where labels stay. arriving: the form of what the tail gives it."""
+
+    def __init__(self, part: ClientPart, arriving: Form | None) -> None:
+        self._part = part
+        self._arriving = arriving
+
+    def query(self, inputs: Any, targets: Any, examples: int, of: int) -> Query:
+        head = self._part.model.head
+        assert head is not None
+        with torch.no_grad(), in_mode(head, training=False):
+            values = flatten(head(inputs), "the head")[1]
+        if self._part.model.end is not None:
+            return Query(examples, tuple(values))
+        return Query(examples, tuple(values), flatten(targets, "the data")[1], of)
+
+    def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
+        end = self._part.model.end
+        if end is None or self._arriving is None:
+            return None
+        self._arriving.check(answer.values, examples, "the tail")
+        with torch.no_grad(), in_mode(end, training=False):
+            return end(self._arriving.whole(answer.values))

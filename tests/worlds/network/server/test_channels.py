@@ -1,0 +1,170 @@
+"""Channels of clients: who gets one, what comes out of it in which order, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from dure.contracts.channels import Came, Gone, Said
+from dure.wire.requests import Machine, Trains
+from dure.wire.signatures import Key, Signer
+from dure.worlds.network.client.channel import Channel, OverError
+from dure.worlds.network.client.link import RefusedError
+from dure.worlds.network.server.access import Access
+from dure.worlds.network.server.attendance import Served
+from dure.worlds.network.server.channels import MOST_WAITING, NetworkChannels
+from dure.worlds.network.server.register import FILE, Register
+from dure.worlds.network.server.serving import Serving
+from dure.worlds.network.server.watching import Watching
+
+PLACES = 2
+SECONDS = 20.0
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Any]:
+    """(channels, url, access)"""
+    about = Served(
+        run="run",
+        clients=PLACES,
+        strategy={"name": "split"},
+        seed=0,
+        trains=Trains({}),
+        machine=Machine("2", "none", "loop", 1),
+        heartbeat=5.0,
+        patience=1.0,
+        compare=lambda theirs, ours: [],
+        samples=lambda examples: 0,
+    )
+    with Register(tmp_path / FILE, PLACES) as register:
+        access = Access(register, "open")
+        key = Key.make()
+        channels = NetworkChannels(about, access, Watching(), tmp_path, key, 600.0, lambda: None)
+        serving = Serving(channels.asgi(), "127.0.0.1", 0, None, channels.lives_in, heartbeat=5.0)
+        try:
+            url = f"http://127.0.0.1:{serving.port}"
+            yield SimpleNamespace(channels=channels, url=url, access=access)
+        finally:
+            serving.stop()
+
+
+def client(served: Any) -> Signer:
+    """A client that has a place."""
+    key = Key.make()
+    served.access.register.enrol(key.public, "", None, None)
+    return Signer(key)
+
+
+def opened(served: Any, signer: Signer) -> Channel:
+    return Channel(served.url, None, signer, threading.Event(), heartbeat=5.0)
+
+
+def events(served: Any, count: int) -> list[Any]:
+    found: list[Any] = []
+    until = time.monotonic() + SECONDS
+    while len(found) < count and time.monotonic() < until:
+        event = served.channels.next(0.05)
+        if event is not None:
+            found.append(event)
+    return found
+
+
+def test_frames_go_both_ways_whole_and_in_order(served: Any) -> None:
+    with opened(served, client(served)) as channel:
+        channel.say([b"hello"])
+        frames = [b"", b"one", bytes(3_000_000)]
+        for frame in frames:
+            channel.say([frame[:1], memoryview(frame)[1:]])
+        came, *said = events(served, 4)
+        assert came == Came(0, b"hello")
+        assert said == [Said(0, frame) for frame in frames]
+        for frame in frames:
+            served.channels.say(0, [frame])
+        assert [bytes(channel.next(SECONDS)) for _ in frames] == frames
+
+
+def test_who_has_signed_nothing_or_no_place_gets_no_channel(served: Any) -> None:
+    address = served.url.replace("http", "ws")
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"{address}/v1/channel")
+    assert refused.value.response.status_code == 401
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"{address}/v1/other")
+    assert refused.value.response.status_code == 404
+    with pytest.raises(RefusedError, match="check in first"):
+        opened(served, Signer(Key.make()))
+    assert served.channels.next(0.05) is None
+
+
+def test_a_client_that_comes_again_has_one_channel(served: Any) -> None:
+    signer = client(served)
+    with opened(served, signer) as first, opened(served, signer) as second:
+        first.say([b"1"])
+        assert events(served, 1) == [Came(0, b"1")]
+        second.say([b"2"])
+        gone, came = events(served, 2)
+        assert (gone.client, came) == (0, Came(0, b"2"))
+        assert isinstance(gone, Gone)
+        with pytest.raises(RefusedError, match="another process of this client"):
+            first.next(SECONDS)
+        served.channels.say(0, [b"for the second"])
+        assert second.next(SECONDS) == b"for the second"
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        (lambda channels: channels.turn_away(0, "not so"), RefusedError),
+        (lambda channels: channels.over("all is done"), OverError),
+    ],
+)
+def test_a_client_hears_why_its_channel_ends(
+    served: Any, ends: Callable[[NetworkChannels], None], error: type[Exception]
+) -> None:
+    with opened(served, client(served)) as channel:
+        channel.say([b"hello"])
+        events(served, 1)
+        # What was said before still arrives.
+        served.channels.say(0, [b"last"])
+        ends(served.channels)
+        assert channel.next(SECONDS) == b"last"
+        with pytest.raises(error, match=r"not so|all is done"):
+            channel.next(SECONDS)
+    (gone,) = events(served, 1)
+    assert gone.why in ("not so", "all is done")
+
+
+def test_whoever_comes_when_all_is_over_hears_so(served: Any) -> None:
+    served.channels.over("all is done")
+    with opened(served, client(served)) as channel, pytest.raises(OverError, match="all is done"):
+        channel.next(SECONDS)
+
+
+def test_a_client_that_does_not_wait_for_answers_is_read_no_further(served: Any) -> None:
+    with opened(served, client(served)) as channel:
+        channel.say([b"hello"])
+        for _ in range(4 * MOST_WAITING):
+            channel.say([b"x"])
+        time.sleep(0.3)
+        # Those that wait to be dealt with, and one that is looked at.
+        assert served.channels._channels[0].waiting <= MOST_WAITING + 1
+        assert len(events(served, 1 + 4 * MOST_WAITING)) == 1 + 4 * MOST_WAITING
+
+
+def test_text_is_no_frame(served: Any) -> None:
+    with opened(served, client(served)) as channel:
+        channel.say([b"hello"])
+        channel._socket.send("words")
+        came, gone = events(served, 2)
+        assert came == Came(0, b"hello")
+        assert isinstance(gone, Gone)
+        with pytest.raises((ConnectionClosed, OSError)):
+            channel.next(SECONDS)
