@@ -19,6 +19,7 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
 from dure.machine.compiler import left_out
+from dure.machine.memory import memory_kept
 from dure.machine.threads import threads
 from dure.split.compressed import exchange_of
 from dure.split.cutting import Cut
@@ -61,7 +62,7 @@ def take_part(
     """Trains until the run is over; why it is. Raises as `dure.join` does."""
     known = None if identities is None else read_identities(identities)
     site = _site(task, strategy, welcome, session, kept, name, part, known, event)
-    with threads(welcome.machine.threads), left_out():
+    with threads(welcome.machine.threads), left_out(), memory_kept():
         while True:
             channel = session.patiently(session.channel)
             try:
