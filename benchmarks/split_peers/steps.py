@@ -321,21 +321,21 @@ def rpc_server(model: str) -> None:
 # dure's state machines
 
 
-def _halves(model: str) -> tuple[Any, Any, Any]:
-    """What dure makes clients and servers of, the cut model, and the client's part of the data."""
+def _halves(model: str) -> tuple[Any, Any]:
+    """What dure makes clients and servers of, and the client's part of the data."""
     import cut_models
 
     import dure
     from dure.contracts.strategy import seeded_model
     from dure.data.own_part import divide
-    from dure.split.cutting import cut_at
+    from dure.split.divide import divided
     from dure.split.halves import Halves
 
     task = getattr(cut_models, model)()
     plan = dure.SplitLearning(cut=(CUT,), clients=1, batch_size=BATCH).plan
-    cut = cut_at(task, seeded_model(task, 0).train(), plan.at, BATCH)
+    cut = divided(task, seeded_model(task, 0).train(), task.train, plan.at, BATCH, 0)
     parts = divide(plan.partition, 1, task.train, BATCH, 0, joins=False)
-    return Halves(task, cut, plan, task.train, 0), cut, parts[0]
+    return Halves(cut, plan, task.train, 0), parts[0]
 
 
 def _say(there: socket.socket, message: Any) -> None:
@@ -358,9 +358,8 @@ def _hear(there: socket.socket) -> Any:
 def machines_client(model: str) -> None:
     from dure.split.messages import SERVER, Ended
 
-    halves, _, part = _halves(model)
-    side = halves.side([0])
-    client = halves.client(0, side, side.own(), part)
+    halves, part = _halves(model)
+    client = halves.client(0, halves.divided.heads.own(), part)
     there = connected()
 
     def turn(count: int) -> None:
@@ -379,9 +378,9 @@ def machines_server(model: str) -> None:
     from dure.split.messages import client
     from dure.split.orders import Amounts
 
-    halves, _, part = _halves(model)
+    halves, part = _halves(model)
     amounts = Amounts([STEPS[model]], [len(part.indices)])
-    server = halves.server(halves.side([1]), amounts, None)
+    server = halves.server(amounts, None)
     there = accepted()
     for number in range(1 << 30):
         said = server.begin(number)

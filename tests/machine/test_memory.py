@@ -173,9 +173,18 @@ def test_a_server_has_no_memory_that_it_has_freed() -> None:
     assert left["kept"] > 90 << 20
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_whether_memory_is_kept_follows_from_where_clients_train(
-    monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+@pytest.mark.parametrize(
+    ("elsewhere", "strategy", "way"),
+    [
+        (False, dure.FedAvg, "memory_kept"),
+        (True, dure.FedAvg, "memory_returned"),
+        # Its server trains the tail.
+        (True, dure.SplitLearning, "memory_kept"),
+        (True, dure.SplitFed, "memory_kept"),
+    ],
+)
+def test_whether_memory_is_kept_follows_from_where_the_model_is_trained(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: bool, strategy: type[dure.Strategy], way: str
 ) -> None:
     seen: list[str] = []
 
@@ -195,5 +204,5 @@ def test_whether_memory_is_kept_follows_from_where_clients_train(
     monkeypatch.setattr(drive, "_drive", ends)
     place = types.SimpleNamespace(network=(lambda federation: None) if elsewhere else None)
     with pytest.raises(EndedError):
-        drive.drive(None, place)
-    assert seen == ["memory_returned" if elsewhere else "memory_kept"]
+        drive.drive(types.SimpleNamespace(strategy=strategy), place)
+    assert seen == [way]

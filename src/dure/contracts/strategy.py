@@ -344,6 +344,9 @@ class Strategy:
     trains_parts: ClassVar[bool] = False
     """Whether it trains a head and a tail of two tasks, each by its own optimizer."""
 
+    trains_at_server: ClassVar[bool] = False
+    """Whether the server of clients on a network trains a part of the model itself."""
+
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
 

@@ -14,8 +14,9 @@ A user who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOL
 do not listen. After the run what is free is given back, and the thresholds are those that glibc
 comes to once it has seen large blocks come and go.
 
-A server of clients that are elsewhere trains nothing. There large blocks are mapped by themselves
-and go when they are freed, so that it needs memory for what it has now.
+The server of a federation whose clients are elsewhere trains nothing. There large blocks are mapped
+by themselves and go when they are freed, so that it needs memory for what it has now. The server of
+split learning trains its part of the model as any process does.
 
 Source: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters".
 """

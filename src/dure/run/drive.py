@@ -43,8 +43,8 @@ from dure.run.summary import summarise
 
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
-    # A server with clients elsewhere trains nothing.
-    memory = memory_kept() if place.network is None else memory_returned()
+    trains = place.network is None or job.strategy.trains_at_server
+    memory = memory_kept() if trains else memory_returned()
     with left_out(), memory:
         return _drive(job, place)
 

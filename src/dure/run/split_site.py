@@ -21,6 +21,7 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
 from dure.machine.compiler import left_out
+from dure.machine.memory import memory_kept
 from dure.machine.threads import threads
 from dure.split.apart.form import Form, decoded, encoded
 from dure.split.apart.sides import ClientPart
@@ -75,7 +76,7 @@ def take_part(
     """
     known = None if identities is None else read_identities(identities)
     site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event)
-    with threads(welcome.machine.threads), left_out():
+    with threads(welcome.machine.threads), left_out(), memory_kept():
         while True:
             channel = session.patiently(session.channel)
             try:

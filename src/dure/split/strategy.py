@@ -102,6 +102,7 @@ class Split(Strategy):
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
     trains_parts: ClassVar[bool] = True
+    trains_at_server: ClassVar[bool] = True
     joins: ClassVar[bool] = False
     """Whether batches of several clients are one batch of the server's."""
 

@@ -11,7 +11,6 @@ import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from dure.wire.signatures import NONCE, Signer, digest_of
 from dure.worlds.network.client.connection import (
@@ -25,8 +24,9 @@ from dure.worlds.network.client.connection import (
 from dure.worlds.network.client.link import BusyError, RefusedError, StoppedError, own_words
 
 try:
-    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
-    from websockets.sync.client import ClientConnection, connect
+    from websockets.exceptions import InvalidHandshake, InvalidStatus
+
+    from dure.worlds.network.client.websocket import Buffer, ClosedError, WebSocket
 except ImportError as error:
     raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
 
@@ -66,23 +66,14 @@ class Channel:
         self._heartbeat = heartbeat
         self._socket = self._opened(again=True)
 
-    def _opened(self, again: bool) -> ClientConnection:
+    def _opened(self, again: bool) -> WebSocket:
         signed = self._signer.sign("GET", PATH, digest_of())
         try:
             limits = Limits(CONNECT_SECONDS)
             connection = Connection(self._place, self._context, proxy_for(self._place), limits)
-            connection.sock.settimeout(None)
-            return connect(
-                f"ws://{self._place}{self._place.prefix}{PATH}",
-                sock=connection.sock,
-                additional_headers=dict(signed),
-                compression=None,
-                max_size=None,
-                open_timeout=CONNECT_SECONDS,
-                ping_interval=self._heartbeat,
-                ping_timeout=2 * self._heartbeat,
-                close_timeout=1.0,
-            )
+            url = f"ws://{self._place}{self._place.prefix}{PATH}"
+            sock = connection.sock
+            return WebSocket(sock, url, signed, CONNECT_SECONDS, self._heartbeat)
         except InvalidStatus as error:
             response = error.response
             nonce = {NONCE: response.headers.get(NONCE, "")}
@@ -91,9 +82,8 @@ class Channel:
             raise self._refused(response.status_code, bytes(response.body or b"")) from error
         except InvalidHandshake as error:
             raise LinkLostError(f"{self._place} opens no channel: {error}") from error
-        except (OSError, EOFError) as error:
-            broke = error if isinstance(error, OSError) else ConnectionError()
-            raise lost(broke, self._place, CONNECT_SECONDS) from error
+        except OSError as error:
+            raise lost(error, self._place, CONNECT_SECONDS) from error
 
     def _refused(self, status: int, body: bytes) -> RefusedError | BusyError:
         reason = own_words(body) or f"{self._place} answers {status} to a channel"
@@ -101,36 +91,34 @@ class Channel:
             return BusyError(status, reason)
         return RefusedError(status, reason, body)
 
-    def next(self, seconds: float | None = None) -> bytes:
+    def next(self, seconds: float | None = None) -> Buffer:
         """The next frame. Raises LinkLostError, RefusedError, OverError, StoppedError, and
         LinkLostError where none comes for so many seconds."""
         waited = 0.0
-        while True:
-            if self._stop.is_set():
-                raise StoppedError
+        while not self._stop.is_set():
             try:
-                frame: Any = self._socket.recv(timeout=MOMENT, decode=False)
-                return bytes(frame)
-            except TimeoutError:
-                waited += MOMENT
-                if seconds is not None and waited > seconds:
-                    raise LinkLostError(f"{self._place} said nothing for {seconds:g} s") from None
-            except ConnectionClosed as error:
+                frame = self._socket.receive(MOMENT)
+            except ClosedError as error:
                 raise self._closed(error) from error
+            if frame is not None:
+                return frame
+            waited += MOMENT
+            if seconds is not None and waited > seconds:
+                raise LinkLostError(f"{self._place} said nothing for {seconds:g} s")
+        raise StoppedError
 
-    def say(self, frame: Sequence[bytes | bytearray | memoryview]) -> None:
+    def say(self, frame: Sequence[Buffer]) -> None:
         """Sends a frame, in pieces. Raises as `next` does."""
         try:
-            self._socket.send(b"".join(frame))
-        except ConnectionClosed as error:
+            self._socket.send(frame)
+        except ClosedError as error:
             raise self._closed(error) from error
 
-    def _closed(self, error: ConnectionClosed) -> Exception:
-        received = error.rcvd
-        if received is not None and received.code == OVER:
-            return OverError(received.reason)
-        if received is not None and received.code == TURNED_AWAY:
-            return RefusedError(422, received.reason)
+    def _closed(self, error: ClosedError) -> Exception:
+        if error.code == OVER:
+            return OverError(error.reason)
+        if error.code == TURNED_AWAY:
+            return RefusedError(422, error.reason)
         return LinkLostError(f"the connection to {self._place} broke")
 
     def close(self) -> None:
