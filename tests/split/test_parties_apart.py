@@ -342,3 +342,32 @@ def test_a_party_that_has_lost_what_it_knew_is_named(tmp_path: Path) -> None:
     wire.comes(1)
     with pytest.raises(PartyLostError, match=r"party 1 .* go on with the --state folder"):
         one.advance(0)
+
+
+@pytest.mark.parametrize("defence", ["isotropic:1", "randomised-response:0.5"])
+def test_what_a_defence_draws_follows_from_no_seed_that_parties_know(
+    defence: str, tmp_path: Path
+) -> None:
+    """Whoever could draw the same could take the noise away, or the lies."""
+    strategy = dure.VerticalSplit(batch_size=BATCH, defence=defence)
+    key = Key.make()
+    found = []
+    for place, own in enumerate([key, key, Key.make()]):
+        wire = Wire(strategy, tmp_path / f"{place}", 3)
+        wire.key = own
+        found.append(trained(learner(wire), wire))
+    run = dure.train(task(), strategy, dure.Simulated(), dure.Stop(steps=STEPS))
+    simulated = run.model.get_submodule("heads.0").state_dict()
+    assert same(found[0], found[1])
+    assert not same(found[0][-1], found[2][-1])
+    assert not same(dict(found[0][-1][0]), dict(simulated))
+
+
+def test_a_party_that_has_everything_needs_nobody_to_join(tmp_path: Path) -> None:
+    strategy = dure.VerticalSplit(batch_size=BATCH, label_party=0)
+    own = task()
+    alone = dure.VerticalModel([nn.Linear(6, 3)], nn.Identity(), "concat", [range(6)]).double()
+    one = dure.Task(lambda: alone, own.loss, own.train)
+    wire = Wire(strategy, tmp_path, 0)
+    with pytest.raises(DureError, match="party 0 has all columns and the labels"):
+        learner(wire, own=one)

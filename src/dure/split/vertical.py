@@ -90,6 +90,7 @@ class VerticalSplit(Strategy):
     name: ClassVar[str] = "vertical-split"
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "step"
+    trains_at_server: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # The one place where a frozen dataclass is still being made.
