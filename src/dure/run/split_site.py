@@ -117,8 +117,10 @@ def _site(
     plan = strategy.of(task).plan
     model = seeded_model(task, welcome.seed).train()
     train, test = examples_for(model, task)
-    seen = relabelled(plan.defence, train, welcome.seed)
     key = session.key
+    # The server knows the run's seed, and would draw the same lies and the same noise.
+    secret = key.seed(f"defences of {welcome.run}")
+    seen = relabelled(plan.defence, train, secret)
     folder = None if kept.temporary else kept.folder
     box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / box_of(welcome.run))
     known_as = name or f"client {welcome.client}"
@@ -131,9 +133,11 @@ def _site(
     side: _CutSide | _HeadSide
     if isinstance(task, HeadTask):
         assert isinstance(model, ModelParts)
-        side = _HeadSide(ClientPart(task, model, train, batch, welcome.seed), losses)
+        part_of = ClientPart(task, model, train, batch, welcome.seed)
+        side = _HeadSide(part_of, losses, secret)
     else:
-        side = _CutSide(Cut(task, model, plan.at, batch, welcome.seed, losses), plan.compression)
+        cut = Cut(task, model, plan.at, batch, welcome.seed, losses)
+        side = _CutSide(cut, plan.compression, secret)
     hello = Hello(
         examples=len(own.indices),
         member=msgspec.json.encode(member),
@@ -162,9 +166,10 @@ def _site(
 class _CutSide:
     """A client that has the whole model, of which it trains its part."""
 
-    def __init__(self, divided: Cut, compression: Compression) -> None:
+    def __init__(self, divided: Cut, compression: Compression, secret: int) -> None:
         self._divided = divided
         self._compression = compression
+        self._secret = secret
 
     def forms(self, labels_stay: bool) -> dict[str, bytes]:
         """What the server has to know of what crosses: it has traced the model itself."""
@@ -177,7 +182,7 @@ class _CutSide:
             raise ValueError("the server has a tail of its own: join with the task of its head")
         divided = self._divided
         heads = divided.heads
-        machine = Halves(divided, plan, train, welcome.seed).client(
+        machine = Halves(divided, plan, train, welcome.seed, self._secret).client(
             welcome.client, heads.own(), own
         )
         exchange = exchange_of(plan.compression, divided.cut)
@@ -192,9 +197,10 @@ class _CutSide:
 class _HeadSide:
     """A client that has a head of its own, and no more."""
 
-    def __init__(self, part: ClientPart, losses: CountedLoss) -> None:
+    def __init__(self, part: ClientPart, losses: CountedLoss, secret: int) -> None:
         self._part = part
         self._losses = losses
+        self._secret = secret
 
     def forms(self, labels_stay: bool) -> dict[str, bytes]:
         """What the server has to know of what crosses."""
@@ -216,7 +222,7 @@ class _HeadSide:
             self._losses,
             welcome.seed,
             lambda *_: 0.0,
-            guard_of(plan.defence, lambda: self._crossings(arriving), welcome.seed, welcome.client),
+            guard_of(plan.defence, lambda: self._crossings(arriving), self._secret, welcome.client),
         )
         at_client = PartAtClient(self._part, arriving)
         return Working(machine, machine, at_client, [*heads.parameters, *heads.written])

@@ -32,13 +32,15 @@ from dure.split.sides import Party
 class Halves:
     """Makes them, of one divided model.
 
-    examples: those that are trained on; a server elsewhere has some like them.
+    examples: those that are trained on; a server elsewhere has some like them. secret: from which a
+    client's defence draws where the server, which knows the seed, could draw the same.
     """
 
     divided: Divided
     plan: Plan
     examples: Examples
     seed: int
+    secret: int | None = None
 
     def server(
         self,
@@ -79,7 +81,8 @@ class Halves:
         )
 
     def _guard(self, number: int) -> Guard | None:
-        return guard_of(self.plan.defence, self.divided.crossings_of_two, self.seed, number)
+        drawn = self.seed if self.secret is None else self.secret
+        return guard_of(self.plan.defence, self.divided.crossings_of_two, drawn, number)
 
 
 def guard_of(

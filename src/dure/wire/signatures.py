@@ -122,6 +122,11 @@ class Key:
         """64 bytes."""
         return self._private.sign(message)
 
+    def seed(self, purpose: str) -> int:
+        """From which its owner draws what nobody else is to draw again: the same each time."""
+        signed = self.sign(b"dure seed 1\n" + purpose.encode())
+        return int.from_bytes(hashlib.sha256(signed).digest()[:7], "little")
+
     def __repr__(self) -> str:
         return f"Key({self.public})"
 

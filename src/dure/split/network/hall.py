@@ -144,11 +144,24 @@ class Hall:
             if ends():
                 self._set_back()
                 return False
-            self._happens(self.channels.next(MOMENT))
-            self._look()
+            self._goes_on()
         if self.absent >= set(self.order.everyone):
             self._nobody_left()
         return True
+
+    def _goes_on(self) -> None:
+        """The next thing that happens. Whose message lies here already is not silent."""
+        event = self.channels.next(MOMENT)
+        self._happens(event)
+        self._shows()
+        if event is None:
+            self._look()
+
+    def _shows(self) -> None:
+        now = time.monotonic()
+        if now - self._shown > PULSE:
+            self._shown = now
+            self.show(self.look())
 
     def _happens(self, event: Event | None) -> None:
         if event is None:
@@ -164,9 +177,6 @@ class Hall:
     def _look(self) -> None:
         """Who has been waited for long enough?"""
         now = time.monotonic()
-        if now - self._shown > PULSE:
-            self._shown = now
-            self.show(self.look())
         for name in self._awaited():
             since = self._since.setdefault(name, now)
             if now - since <= self.channels.lasts:
@@ -393,8 +403,7 @@ class Hall:
                 # Who wants to end waits no longer than that for a last measurement.
                 if ends():
                     until = min(until, time.monotonic() + LAST)
-                self._happens(self.channels.next(MOMENT))
-                self._look()
+                self._goes_on()
         finally:
             self._measurer = None
         return self._measured or {}

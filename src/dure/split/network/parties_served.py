@@ -10,7 +10,6 @@ server that is killed, or a party, goes on from there by the same bits.
 from __future__ import annotations
 
 import copy
-import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -261,7 +260,8 @@ class ServedParties(Learner):
         seed = self.seed
         names = [party(number) for number in range(self.parties)]
         others = self.hall.names
-        drawn = self._secret_seed()
+        # A party that knew from what a defence draws could take its noise away again.
+        drawn = self.channels.key.seed(f"defences of {self.channels.run}")
         labelled = relabelled(plan.defence, self.train, drawn)
         table = Table(labelled, rows, seed)
         guarded = GuardedGradients(
@@ -299,11 +299,6 @@ class ServedParties(Learner):
         )
         own.busy = holder.busy
         return Training(LabelParty(own, holder), guarded)
-
-    def _secret_seed(self) -> int:
-        """From which a defence draws: a party that knew it could take its noise away again."""
-        signed = self.channels.key.sign(b"what defences draw from")
-        return int.from_bytes(hashlib.sha256(signed).digest()[:7], "little")
 
     def _trained(self, part: Part) -> TrainedPart:
         return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)

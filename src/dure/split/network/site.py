@@ -169,8 +169,14 @@ class Site:
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
         channel.say(encode(self.hello))
+        greeted = False
         while True:
             frame = decode(channel.next())
+            # What the server says before it has noticed that this client came anew is for the one
+            # that it was.
+            greeted = greeted or isinstance(frame, Members)
+            if not greeted:
+                continue
             for said in self._hears(frame, channel):
                 channel.say(encode(said))
             if self._working is not None:

@@ -118,7 +118,7 @@ class WebSocket:
         left = sum(memoryview(one).nbytes for one in pieces)
         first = True
         with self._lock:
-            for fragment in _fragments(pieces):
+            for fragment in _fragments(pieces) if left else [b""]:
                 if self._closed is not None:
                     raise self._closed
                 left -= len(fragment)
