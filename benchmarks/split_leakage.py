@@ -204,6 +204,49 @@ def write_pages(result: JSON) -> None:
         Axis("AUC of the model on test examples", low=0.4, high=1.0),
     )
     save(DOCS / "images" / "split-leakage.svg", "Labels guessed, and labels learned", trade)
+    (DOCS / "images" / "split-rebuilt.svg").write_text(pictures(result["inputs"]))
+
+
+CELL = 6
+"""Pixels of a pixel."""
+
+
+def pictures(rows: Sequence[JSON]) -> str:
+    """Digits, and what a decoder has made of what left the head: one row of the page a picture.
+
+    rows: of the results, without a defence and with the strongest one.
+    """
+    true = dure.load_task("digits").train.inputs[:4, 0].mul(16).round().int().tolist()
+    lines_of = [("the digits", true)]
+    for row in (rows[0], rows[-1]):
+        name = f"no-peek:{row['alpha']:g}" if row["alpha"] else "no defence"
+        lines_of.append((f"{name}, head known", row["pictures_known"]))
+        lines_of.append((f"{name}, head unknown", row["pictures_shadow"]))
+    side = 8 * CELL
+    step = side + CELL
+    parts = []
+    for down, (text, several) in enumerate(lines_of):
+        y = down * step
+        parts.append(
+            f'<text x="0" y="{y + side // 2}" font-size="13" fill="currentColor" '
+            f'font-family="sans-serif">{text}</text>'
+        )
+        for across, one in enumerate(several):
+            for i, line in enumerate(one):
+                for j, value in enumerate(line):
+                    shade = 255 - min(max(value, 0), 16) * 255 // 16
+                    x = 190 + across * step + j * CELL
+                    parts.append(
+                        f'<rect x="{x}" y="{y + i * CELL}" width="{CELL}" height="{CELL}" '
+                        f'fill="rgb({shade},{shade},{shade})"/>'
+                    )
+    width = 190 + 4 * step
+    height = len(lines_of) * step
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img">'
+        f"<title>Digits, and what can be rebuilt of them</title>{''.join(parts)}</svg>\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -75,8 +75,9 @@ class Hall:
     """Of one run. meters: the server's, and the clients' in their order.
 
     told: what a client is told when it comes. account: of which messages went, and when the server
-    computed. tell: hears of what goes wrong with clients; show,
-    now and then, who is there. kept: called when a turn counts, before the next one begins.
+    computed. exchange: in what way values cross, where they are compressed. tell: hears of what
+    goes wrong with clients; show, now and then, who is there. kept: called when a turn counts,
+    before the next one begins.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class Hall:
         self._shown = 0.0
         self._measured: dict[str, float] | None = None
         self._measurer: str | None = None
+        self._measure = Measure(0, -1)
+        """What the newest measurement is about."""
         # All have come in.
         for name in self.order.everyone:
             self._enters(name)
@@ -228,7 +231,9 @@ class Hall:
         if not self.entrance.lets_in(event):
             return
         self._enters(name)
-        if name in self.order.turns or name in self._handing:
+        if name == self._measurer:
+            self._asks_to_measure(name)
+        elif name in self.order.turns or name in self._handing:
             self._anew(self.absent)
 
     def _goes(self, name: str, why: str) -> None:
@@ -248,6 +253,10 @@ class Hall:
     def _without(self, name: str) -> None:
         """The round goes on without a client."""
         reason = self.reasons.get(name, "it has not come again")
+        if self._measurer is not None:
+            self.tell(f"{name} does not measure the model: {reason}")
+            self._measurer = None
+            return
         if name in self._handing:
             raise ClientsLostError(
                 f"{name}, who has the newest head, does not hand it on: {reason}; resume the run "
@@ -392,14 +401,12 @@ class Hall:
         """
         if name not in self.here:
             return {}
-        self._measured = None
-        # What another one has begun, and was gone in the midst of.
-        self.checks.measured()
         self._measurer = name
-        self._send(name, Measure(round, self.order.since.get(name, -1), head))
+        self._measure = Measure(round, self.order.since.get(name, -1), head)
+        self._asks_to_measure(name)
         try:
             until = math.inf
-            while self._measured is None and name in self.here and time.monotonic() < until:
+            while self._measured is None and self._measurer and time.monotonic() < until:
                 # Who wants to end waits no longer than that for a last measurement.
                 if ends():
                     until = min(until, time.monotonic() + LAST)
@@ -407,6 +414,12 @@ class Hall:
         finally:
             self._measurer = None
         return self._measured or {}
+
+    def _asks_to_measure(self, name: str) -> None:
+        """From the beginning: what was measured before it was gone does not count."""
+        self._measured = None
+        self.checks.measured()
+        self._send(name, self._measure)
 
     def _answers(self, name: str, query: Query) -> None:
         if name != self._measurer:
