@@ -163,6 +163,7 @@ class Network(World):
 
         with _as_serve_errors():
             server = _Server(self, federation, place)
+        place.ending.callback(server.close)
         return NetworkCarrier(
             federation=federation,
             folder=server.folder,
