@@ -29,7 +29,7 @@ ROOMS = [
     {"record", "data"},
     {"collectives", "fleet", "protocol", "wire"},
     {"contracts"},
-    {"tasks"},
+    {"tasks", "privacy"},
     {"worlds", "parallel", "averaging", "federated", "parameter_server", "split"},
     {"report"},
     {"run", "bench"},

@@ -29,6 +29,7 @@ from dure.federated.client.clients import LocalWork
 from dure.federated.client.poisoning import check_poison
 from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine
+from dure.federated.privacy.choice import Privacy, privacy_of
 from dure.federated.server import sampling
 from dure.federated.server.by_client import FAILURES, names_over
 from dure.federated.server.pacing import Pacing, Rounds
@@ -69,6 +70,8 @@ class Federated(Strategy):
             client.
         freeze_at: the round whose model is measured on the newest data beside every later one, for
             data that come and go.
+        privacy: what is kept from the server and from others: secure-aggregation, user-level:1:1.1,
+            dp-sgd:1:1.1, or several with / between them; none by default.
     """
 
     clients: int | None = 10
@@ -83,6 +86,7 @@ class Federated(Strategy):
     fine_tune: int = 0
     held_out_order: HeldOutOrder = "random"
     freeze_at: int | None = None
+    privacy: Privacy = field(default_factory=Privacy)
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -109,6 +113,8 @@ class Federated(Strategy):
                 "aggregate": aggregate.parse,
             },
         )
+        # One protection, or several, stand for what they make together.
+        object.__setattr__(self, "privacy", privacy_of(self.privacy))
 
     # What an algorithm says
 
@@ -159,10 +165,14 @@ class Federated(Strategy):
         shown = [
             f"{self.letters.get(name, name.replace('_', ' '))}={getattr(self, name)}"
             for name in changed
-            if name not in ("partition", "aggregate", "selection")
+            if name not in ("partition", "aggregate", "selection", "privacy")
             and not (name == "clients" and self.clients is None)
         ]
-        texts = [str(getattr(self, name)) for name in ("selection", "aggregate") if name in changed]
+        texts = [
+            str(getattr(self, name))
+            for name in ("selection", "aggregate", "privacy")
+            if name in changed
+        ]
         return " ".join([self.title, str(self.partition), *texts, *shown])
 
     def work(self) -> LocalWork:

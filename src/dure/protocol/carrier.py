@@ -7,18 +7,20 @@ between the two halves is a message of `dure.protocol.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from dure.protocol.messages import (
+    Answer,
     Assignment,
     Join,
     Kept,
     Measure,
     Measured,
     Refuse,
+    Say,
     Settled,
     Update,
 )
@@ -129,6 +131,9 @@ class Clients(Protocol):
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates of `orders`, in their order. ahead: others that will be asked for soon."""
 
+    def answer(self, say: Say) -> Answer | None:
+        """What a client answers to a step of a protocol; None where it is not in it any more."""
+
     def settle(self, settled: Settled) -> None:
         """What became of updates."""
 
@@ -178,6 +183,22 @@ class Carrier(Protocol):
 
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
         """The updates of these tickets, one after another."""
+
+    def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
+        """Says these to their clients, and gives what they answer, as it comes.
+
+        It ends once all have answered, are gone, or have taken too long. An answer is one of the
+        same ticket and stage, with the tensors that were wanted. What is answered is written
+        nowhere. Only within `once`.
+        """
+
+    def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `make` gives, a tree of plain values and tensors: once, whatever happens.
+
+        For what cannot be made again to the bit, or must not be: coins, noise, what clients have
+        answered. It is on the disk before it is returned, and a server that goes on from an earlier
+        state gets the same, and `make` is not called. what: names it.
+        """
 
     def settle(self, settled: Settled) -> None:
         """Tells clients what became of their updates."""

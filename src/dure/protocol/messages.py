@@ -3,6 +3,8 @@
     clients -> server    Join        how many examples each of us has
     server -> client     Assignment  train from these weights
     client -> server     Update      how my weights moved
+    server -> client     Say         a step of a protocol on updates that stay where they are
+    client -> server     Answer      what I say to that
     server -> clients    Settled     these updates made the new model, and those did not count
     server -> client     Refuse      your update does not count, and why
     server -> clients    Measure     how good is this model on what you do not train on?
@@ -111,6 +113,38 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
         return self.examples * (self.count / self.samples)
 
 
+class Form(msgspec.Struct, frozen=True):
+    """What a tensor that is asked for looks like."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Say(msgspec.Struct, frozen=True, tag=True):
+    """A step of a protocol that server and clients follow before updates are combined.
+
+    For clients whose updates lie with them, and not with the server (secure aggregation). ticket:
+    of the update. stage: counts the steps of an attempt. body: the protocol's own message. wants:
+    the tensors that the answer is to have.
+    """
+
+    ticket: int
+    client: int
+    stage: int
+    body: bytes
+    wants: Sequence[Form] = ()
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """A client's answer to a `Say` of the same ticket and stage."""
+
+    ticket: int
+    client: int
+    stage: int
+    body: bytes
+    tensors: Sequence[Tensor] = ()
+
+
 class Settled(msgspec.Struct, frozen=True, tag=True):
     """What became of the updates of a new model, by their tickets.
 
@@ -181,4 +215,6 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     tensors: Sequence[Tensor]
 
 
-Message = Join | Assignment | Update | Settled | Refuse | Measure | Measured | Ask | Kept
+Message = (
+    Join | Assignment | Update | Say | Answer | Settled | Refuse | Measure | Measured | Ask | Kept
+)

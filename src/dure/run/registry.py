@@ -30,6 +30,7 @@ from dure.data.partition import Partition
 from dure.errors import suggestion
 from dure.federated import aggregate
 from dure.federated.aggregate import Aggregator
+from dure.federated.privacy.choice import Privacy, parse_privacy
 from dure.federated.server import sampling
 from dure.federated.server.sampling import Selection
 from dure.fleet.arrival import Arrival, parse_arrival
@@ -38,6 +39,7 @@ from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
+from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
 from dure.worlds.here import under_torchrun
@@ -55,6 +57,8 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Arrival: parse_arrival,
     Attack: parse_attack,
     Defence: parse_defence,
+    Privacy: parse_privacy,
+    DPSGD: parse_dp_sgd,
     TensorPlan: TensorPlan,
 }
 """Types of fields that are written as text, and what reads it."""

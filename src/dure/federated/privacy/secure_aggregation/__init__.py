@@ -1,0 +1,1 @@
+"""The server sees the sum of what clients send, and nothing of any of them."""

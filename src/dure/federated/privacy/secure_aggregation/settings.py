@@ -1,0 +1,56 @@
+"""Secure aggregation's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure.privacy.protection import Protection
+
+
+@dataclass(frozen=True)
+class SecureAggregation(Protection):
+    """The server sees the sum of a round's updates, and none of them (Bonawitz et al. 2017).
+
+    threshold: the share of a round's clients that have to be there to its end, above 2/3. range:
+    the largest change of a weight that can be sent; larger ones are cut off and counted.
+    most_examples: the most examples for which a client counts. minimum: the fewest clients of a
+    sum.
+    """
+
+    threshold: float = 0.7
+    range: float = 1.0
+    most_examples: int = 1000
+    minimum: int = 3
+
+    name: ClassVar[str] = "secure-aggregation"
+
+    def __post_init__(self) -> None:
+        if not 2 / 3 < self.threshold <= 1:
+            raise ValueError(
+                f"{self.name}: threshold is {self.threshold}, but more than 2/3 of the clients "
+                f"have to be there to the end: else a server that tells two halves two things "
+                f"sees both"
+            )
+        if not self.range > 0:
+            raise ValueError(f"{self.name}: range is {self.range}, but a range is above 0")
+        if self.most_examples < 1:
+            raise ValueError(
+                f"{self.name}: most_examples is {self.most_examples}, but it counts 1 or more"
+            )
+        if self.minimum < 2:
+            raise ValueError(f"{self.name}: minimum is {self.minimum}, but a sum has 2 or more")
+
+
+@dataclass(frozen=True)
+class SecureAggregationPlus(SecureAggregation):
+    """Secure aggregation in which each client masks with a few neighbours alone (Bell et al. 2020).
+
+    Against a server that is curious and follows the protocol. corrupt: the share of clients that
+    tell the server what they know. drop_out: the share of a round's clients that may be lost.
+    """
+
+    corrupt: float = 0.05
+    drop_out: float = 0.1
+
+    name: ClassVar[str] = "secure-aggregation-plus"
