@@ -39,12 +39,14 @@ from dure.protocol.carrier import (
     Work,
 )
 from dure.protocol.messages import (
+    Answer,
     Assignment,
     Join,
     Kept,
     Measure,
     Measured,
     Refuse,
+    Say,
     Settled,
     Update,
 )
@@ -199,6 +201,17 @@ class Simulation:
                 flight = self._underway[ticket]
                 orders.append(Order(coordinator.assignment(ticket), flight.began, flight.work))
         return orders
+
+    def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
+        """Clients answer at once; who drops out is drawn for every step anew."""
+        for say in says:
+            answer = self.clients.answer(say)
+            if answer is not None:
+                yield answer
+
+    def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Made again after a resume: in a simulation that gives the same bits."""
+        return make()
 
     def settle(self, settled: Settled) -> None:
         self.clients.settle(settled)
