@@ -99,9 +99,10 @@ class Coordinator:
     never gives up, but tells. tell: gets a sentence then, after 10, 100, ... attempts in vain and
     after every `VAIN` models of nothing. toss: gives the clients whose coins say that they are in a
     round, by its number; called once a round, where the pacing tosses. present: who has checked in;
-    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how many were given out. open:
-    those of which no model has been made. busy: the ticket of each client at work. deadline: when
-    the round ends, inf where nothing ends it. began: whether a round is under way.
+    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
+    many were given out. open: those of which no model has been made. busy: the ticket of each
+    client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
+    is under way.
 
     Raises ValueError where `lasts` is no time.
     """
