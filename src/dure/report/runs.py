@@ -371,6 +371,8 @@ class Run:
     servers: Servers | None = None
     divided: Divided | None = None
     leakage: Leakage | None = None
+    promises: Sequence[Any] = ()
+    """Of differential privacy, as the run told them."""
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,7 @@ class Driver:
                 "metrics": dict(position.metrics),
                 "bytes": self.travelled,
                 "evaluated": position.last_evaluation,
+                "numbers": dict(position.numbers),
                 "proofs": [tuple(proof) for proof in self.proofs],
             }
         )
