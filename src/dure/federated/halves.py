@@ -50,7 +50,6 @@ from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
 
-
 if TYPE_CHECKING:
     # They need the extra "privacy", which runs without secure aggregation do without.
     from dure.federated.client.holding import Holding

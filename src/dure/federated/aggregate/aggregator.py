@@ -29,7 +29,6 @@ from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
 from dure.settings import write
 
-
 Groups = Callable[[int, Turn], list[list[int]]]
 """(updates, turn) -> the places of each group's, all of them once."""
 

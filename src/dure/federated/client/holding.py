@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dure.federated.algorithm import Algorithm
 from dure.federated.privacy.secure_aggregation.client import Client
+from dure.federated.privacy.secure_aggregation.cohort import ADVERTISE, UNMASK
 from dure.federated.privacy.secure_aggregation.messages import ProtocolError, context_of
 from dure.federated.privacy.secure_aggregation.rounds import Roster, Sums, digest_of
 from dure.protocol.messages import Answer, Assignment, Say, Update
@@ -23,12 +24,13 @@ from dure.wire.signatures import Key
 
 @dataclass
 class _Held:
-    """An update, and the client's part in the protocol once that has begun. model: its digest."""
+    """An update, and the client's part in the protocol once that has begun. model: its digest. offer: the message that began it."""
 
     update: Update
     asked: Assignment
     model: str
     client: Client | None = None
+    offer: bytes = b""
 
 
 @dataclass
@@ -77,15 +79,17 @@ class Holding:
         except (ProtocolError, ValueError) as error:
             self.refuses(say.client, str(error))
             return None
-        if held.client is not None and held.client.released:
+        if say.stage == UNMASK:
             self._spent[say.client] = held.model
         return Answer(say.ticket, say.client, say.stage, body, () if masked is None else (masked,))
 
     def _answered(self, held: _Held, say: Say) -> tuple[bytes, Tensor | None]:
-        if held.client is None or (say.stage == 0 and not held.client.released):
+        # A server that was started anew begins another attempt.
+        if held.client is None or (say.stage == ADVERTISE and say.body != held.offer):
             if self._spent.get(say.client) == held.model:
                 raise ProtocolError("it has helped to unmask a sum for this model already")
             held.client = self._begun(held, say)
+            held.offer = say.body
         return held.client.answer(say.stage, say.body)
 
     def _begun(self, held: _Held, say: Say) -> Client:

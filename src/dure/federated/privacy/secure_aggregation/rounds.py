@@ -32,7 +32,7 @@ from dure.federated.privacy.secure_aggregation.settings import (
     SecureAggregationPlus,
 )
 from dure.federated.server.combining import Summed
-from dure.protocol.messages import Answer, Assignment, Form, Say
+from dure.protocol.messages import Answer, Assignment, Say
 from dure.randomness.secret import Secret
 from dure.randomness.turn import Turn
 
@@ -161,12 +161,15 @@ class _Round:
         self.lost: dict[int, str] = {}
         self.done: list[dict[str, Any]] = []
         self._tickets = {one.client: ticket for ticket, one in asked.items()}
-        self._running: list[Server] = []
+        self._running: list[tuple[Context, Server]] = []
         tickets = list(asked)
         model = digest_of(asked[tickets[0]])
-        for number, places in enumerate(groups):
+        # Whatever a server that was started anew asks is another sum.
+        number = asked[tickets[0]].round
+        attempt = int.from_bytes(rounds.secret.key("attempt", number)[:5], "big")
+        for group, places in enumerate(groups):
             members = sorted(asked[tickets[place]].client for place in places)
-            self._begin(rounds, asked[tickets[0]], extras, model, number, members)
+            self._begin(rounds, asked[tickets[0]], extras, model, (attempt, group), members)
 
     def _begin(
         self,
@@ -174,9 +177,10 @@ class _Round:
         asked: Assignment,
         extras: Sequence[Tensor],
         model: str,
-        number: int,
+        which: tuple[int, int],
         members: list[int],
     ) -> None:
+        attempt, group = which
         sums = rounds.sums
         fewest = sums.settings.minimum
         if len(members) < fewest:
@@ -187,8 +191,8 @@ class _Round:
         context = Context(
             run=sums.run,
             round=asked.round,
-            attempt=0,
-            group=number,
+            attempt=attempt,
+            group=group,
             model=model,
             length=sums.contribution(asked, extras, len(members)).length,
             quantisation=sums.text(),
@@ -197,46 +201,43 @@ class _Round:
             degree=degree,
             fewest=fewest,
         )
-        self._running.append(Server(context, rounds.roster))
+        self._running.append((context, Server(context, rounds.roster)))
 
     def run(self, exchange: Exchange) -> None:
         """Goes through all stages."""
         while self._running:
-            of = {client: server for server in self._running for client in server.ask()}
+            of = {client: server for context, server in self._running for client in context.members}
             for answer in exchange(self._says()):
-                tensor = answer.tensors[0] if answer.tensors else None
-                of[answer.client].take(answer.client, answer.body, tensor)
-            self._running = [server for server in self._running if self._goes_on(server)]
+                of[answer.client].take(answer.client, answer.body, answer.tensors)
+            self._running = [one for one in self._running if self._goes_on(*one)]
 
     def _says(self) -> list[Say]:
         """What is said to everybody at this stage."""
-        return [
-            Say(
-                self._tickets[client],
-                client,
-                server.stage,
-                body,
-                [Form("int32", (server.context.length,))] if server.wants else [],
-            )
-            for server in self._running
-            for client, body in server.ask().items()
-        ]
+        said = []
+        for _, server in self._running:
+            stage = server.stage
+            assert stage is not None
+            wants = server.wants(stage)
+            for client, body in server.ask().items():
+                said.append(Say(self._tickets[client], client, stage, body, wants))
+        return said
 
-    def _goes_on(self, server: Server) -> bool:
+    def _goes_on(self, context: Context, server: Server) -> bool:
         """Closes a stage; False where the group has its sum, or will have none."""
-        members = server.context.members
+        members = context.members
         try:
             server.close_stage()
         except TooFewError as error:
             self._lose(members, str(error))
             return False
-        if not server.done:
+        if server.stage is not None:
             return True
         total, clients = server.result()
-        self._lose(set(members) - set(clients), "it was lost before the sum was there")
+        for client in sorted(set(members) - set(clients)):
+            self._lose([client], server.lost.get(client, "it was lost before the sum was there"))
         tickets = [self._tickets[client] for client in clients]
         self.done.append({"sum": total, "tickets": tickets, "members": len(members)})
         return False
 
-    def _lose(self, clients: Sequence[int] | set[int], reason: str) -> None:
-        self.lost |= {self._tickets[client]: reason for client in sorted(clients)}
+    def _lose(self, clients: Sequence[int], reason: str) -> None:
+        self.lost |= {self._tickets[client]: reason for client in clients}
