@@ -91,8 +91,8 @@ class _Own:
 
 @dataclass(frozen=True, repr=False)
 class _Shared:
-    """Stage 1. channels: keys under which shares travel. masks: the neighbours' public keys of
-    masks. seed: of the client's own mask; piece: its own share of that."""
+    """Stage 1. channels: keys under which shares travel. masks: keys of the masks with each
+    neighbour. seed: of the client's own mask; piece: its own share of that."""
 
     cohort: Cohort
     channels: dict[int, bytes]
@@ -247,14 +247,16 @@ class Client:
     def _share(self, keys: Keys) -> Shared:
         cohort = self._cohort_of(keys)
         theirs = self._keys_in(keys, cohort)
-        channels = {
-            other: self._agreed(self._own.channel, told.channel, "channel", other)
-            for other, told in theirs.items()
-        }
-        masks = {other: told.mask for other, told in theirs.items()}
+        channels = {}
+        masks = {}
+        for other, told in theirs.items():
+            channels[other] = self._agreed(self._own.channel, told.channel, "channel", other)
+            masks[other] = self._agreed(self._own.mask, told.mask, "mask", other)
         seed = self._key("own mask")
         holders = cohort.holders(self._number)
         pieces = dict(zip(holders, self._divided(seed, len(holders)), strict=True))
+        # Its keys have done what they were for, and the next stages need what came of them.
+        del self._own
         self._shared = _Shared(cohort, channels, masks, seed, pieces[self._number][1])
         boxes = tuple(
             Sealed(other, seal(channel, b"".join(pieces[other]), self._address(to=other)))
@@ -272,10 +274,10 @@ class Client:
         return Cohort(self._context, present, keys.seed)
 
     def _many(self, clients: Sequence[int], what: str) -> None:
-        self._enough(clients, f"clients that {what}")
         least = self._context.least
         if len(clients) < least:
             raise ProtocolError(f"{len(clients)} clients {what}, and {least} have to")
+        self._enough(clients, f"clients that {what}")
 
     def _keys_in(self, keys: Keys, cohort: Cohort) -> dict[int, PublicKeys]:
         """What the neighbours have advertised, after all checks."""
@@ -284,9 +286,7 @@ class Client:
         told = {one.client: one for one in keys.keys}
         own = told.pop(self._number)
         if (own.channel, own.mask) != (self._own.channel.public, self._own.mask.public):
-            raise ProtocolError(
-                f"the server has put other keys in place of client {self._number}'s"
-            )
+            raise ProtocolError(f"the server gives other keys of client {self._number} than its own")
         public = [key for one in keys.keys for key in (one.channel, one.mask)]
         if len(set(public)) < len(public):
             raise ProtocolError("the server gives one key to two clients, or for two purposes")
@@ -338,8 +338,6 @@ class Client:
         add_masks(vector, masks)
         self._senders = senders
         self._held = held
-        # What it was needed for is done; what is lost then needs no protection.
-        del self._own
         return vector
 
     def _check_senders(self, senders: tuple[int, ...]) -> None:
@@ -383,11 +381,9 @@ class Client:
 
     def _masks(self, senders: Sequence[int]) -> list[tuple[bytes, int]]:
         """Keys and signs of all masks of the vector."""
-        masks = [(own_mask(self._digest, self._number, self._shared.seed), 1)]
-        for other in senders:
-            key = self._agreed(self._own.mask, self._shared.masks[other], "mask", other)
-            masks.append((key, mask_sign(self._number, other)))
-        return masks
+        own = (own_mask(self._digest, self._number, self._shared.seed), 1)
+        masks = self._shared.masks
+        return [own, *((masks[other], mask_sign(self._number, other)) for other in senders)]
 
     # Stage 3: consistency check
 
