@@ -235,9 +235,9 @@ class Simulation:
     def _is_lost(self, say: Say) -> bool:
         """Whether a client is away at a step of a protocol, or drops out there."""
         known = self.conditions
-        if not known.availability.always:
-            if known.availability.next(say.client, self.now, self.seed) > self.now:
-                return True
+        there = known.availability
+        if not there.always and there.next(say.client, self.now, self.seed) > self.now:
+            return True
         if not known.drop_out:
             return False
         drawn = derive(self.seed, f"drop out of step {say.stage}", say.ticket) / 2**63

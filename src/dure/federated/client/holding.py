@@ -24,7 +24,10 @@ from dure.wire.signatures import Key
 
 @dataclass
 class _Held:
-    """An update, and the client's part in the protocol once that has begun. model: its digest. offer: the message that began it."""
+    """An update, and the client's part in the protocol once that has begun.
+
+    model: the digest of what it was sent. offer: the message that began its part.
+    """
 
     update: Update
     asked: Assignment
@@ -113,7 +116,9 @@ class Holding:
         position = say.client, *context.position()
 
         def vector() -> Tensor:
-            return how.encode(update, asked, weight, self.secret.key("rounding", *position))
+            return how.encode(
+                update, asked, weight, lambda part: self.secret.key("rounding", *position, part)
+            )
 
         return Client(
             say.client,

@@ -56,7 +56,8 @@ class Folded(NamedTuple):
 class Summed(NamedTuple):
     """The mean of some clients' updates, of which nobody knows the single ones.
 
-    tickets: of these updates. cut: values that were beyond the range. The rest is as `GlobalModel.fold_mean` and `Result` have it.
+    tickets: of these updates. cut: values that were beyond the range. The rest is as
+    `GlobalModel.fold_mean` and `Result` have it.
     """
 
     tickets: Sequence[int]

@@ -72,7 +72,8 @@ class Server(Learner):
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
-    privacy: what is protected. secure: what sums updates that nobody but their clients sees; None where clients send them.
+    privacy: what is protected. secure: what sums updates that nobody but their clients sees; None
+    where clients send them.
     """
 
     unit = "round"
@@ -221,7 +222,7 @@ class Server(Learner):
         """Takes the sums of these tickets' updates, which stay with their clients."""
         coordinator = self.coordinator
         asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
-        extras = [coordinator.expects(one) for one in asked.values()][0]
+        extras = next(coordinator.expects(one) for one in asked.values())
         self.carrier.hold(coordinator, tickets)
         sums = self.carrier.once(
             f"sum {coordinator.model.number}",

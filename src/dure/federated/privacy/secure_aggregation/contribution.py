@@ -14,13 +14,13 @@ counts as one with so many. A complex number is two real ones.
 A counting buffer (the batches that a batch norm has seen) takes its mean rise, rounded up, in place
 of the largest: the largest cannot be told from a sum.
 
-Cost: 4 bytes a weight, and `WHOLES` numbers of 12.
+Cost: 4 bytes a weight, and 8 to 12 for each whole number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,40 +111,35 @@ class Contribution:
     @property
     def length(self) -> int:
         """Integers of 32 bits in a vector."""
-        return self.shape.values + self.shape.wholes * self.quantisation.limbs
+        return self.shape.values + self.shape.wholes * self.quantisation.digits(MOST)
 
-    def encode(self, update: Update, asked: Assignment, weight: float, key: bytes) -> Tensor:
+    def encode(
+        self, update: Update, asked: Assignment, weight: float, key: Callable[[int], bytes]
+    ) -> Tensor:
         """The vector of an update, int32.
 
-        weight: n_k. key: of the rounding, for this vector alone. Raises ValueError for an update
-        that is not finite, or counters that fall.
+        weight: n_k. key: for the rounding of each part of this vector, by its number. Raises
+        ValueError for an update that is not finite, or counters that fall.
         """
         whole = min(max(1, round(weight)), self.most)
-        values = torch.empty(self.shape.values, dtype=_wide(update.delta))
-        at = 0
-        for part, scale in (
-            (update.delta, whole / self.most),
-            (changes(update.buffers, asked.buffers), whole / self.most),
-            (update.extra, 1.0),
-        ):
-            for tensor in part:
-                real = _real(tensor)
-                torch.mul(real, scale, out=values[at : at + real.numel()])
-                at += real.numel()
-        quantised, cut = self.quantisation.encode(values, key)
+        moved = [*update.delta, *changes(update.buffers, asked.buffers)]
+        how = self.quantisation
+        values, cut = how.encode(_joined(moved), key(0), whole / self.most)
+        extras, more = how.encode(_joined(update.extra), key(1))
+        cut += more
         count = max(0, round(update.count * POINT))
         loss = round(update.loss * update.count * POINT) + MIDDLE
         numbers = [whole, cut, update.samples, count, loss, *_rises(update, asked)]
         if not all(0 <= number < MOST for number in numbers):
             raise ValueError("its counts are too large for a sum, or fall")
-        return torch.cat([quantised, self.quantisation.encode_whole(numbers)])
+        return torch.cat([values, extras, how.encode_whole(numbers, MOST)])
 
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:
         """What the sum of the vectors of so many clients says. extras: what they look like."""
         values, rest = total.split([self.shape.values, total.numel() - self.shape.values])
-        numbers = self.quantisation.decode_whole(rest, clients)
+        numbers = self.quantisation.decode_whole(rest, MOST, clients)
         weight, cut, samples, count, loss, *rises = numbers
         real = iter(self.quantisation.decode(values, clients).split(list(self._sizes())))
         # In float64 until the mean is there: n_k times a weight has more digits than float32.
@@ -171,20 +166,14 @@ class Contribution:
         return [*self.shape.deltas, *self.shape.buffers, *self.shape.extras]
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Its real numbers, flat, on the CPU."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.reshape(-1).cpu()
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All their real numbers in a row, on the CPU."""
+    real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
+    return torch.cat([one.reshape(-1).cpu() for one in real]) if real else torch.empty(0)
 
 
 def _reals(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype in which values are scaled: float32, or float64 where some are."""
-    double = (torch.float64, torch.complex128)
-    return torch.float64 if any(one.dtype in double for one in tensors) else torch.float32
 
 
 def _like(real: Tensor, one: Tensor) -> Tensor:
