@@ -53,6 +53,10 @@ class Coordinator(Protocol):
     wake: float
     synchronous: bool
 
+    @property
+    def combining(self) -> list[int]:
+        """The tickets of the last `Combine`, until a model was made of them."""
+
     def arrive(self, client: int, examples: int | None = None) -> None:
         """A client is there, of so many examples; nobody is asked yet."""
 
@@ -184,6 +188,9 @@ class Carrier(Protocol):
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
         """The updates of these tickets, one after another."""
 
+    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+        """The updates of these tickets are combined, and stay with their clients (`exchange`)."""
+
     def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
         """Says these to their clients, and gives what they answer, as it comes.
 
@@ -234,10 +241,15 @@ class Carrier(Protocol):
         """The inverse of `state`."""
 
 
+STEP = "step"
+"""The outcome of a flight that is a step of a protocol."""
+
+
 class Flight(NamedTuple):
     """What became of an assignment.
 
-    outcome: "accepted" (its update arrived in time), "late", or why it failed. down, up: bytes that
+    outcome: "accepted" (its update arrived in time), "late", or why it failed; STEP is no
+    assignment, but a step of a protocol on one that was accepted. down, up: bytes that
     travelled. Seconds of transfers and of computing are the device's.
     """
 
