@@ -25,7 +25,7 @@ from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal, backup
 from dure.worlds.network.server.carrier import COHORT, ONCE, NetworkCarrier
 from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.events import Events
+from dure.worlds.network.server.events import LOOK, Events
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
 from dure.worlds.network.world import ENGINE, machine, run_server
@@ -97,10 +97,10 @@ class ToTheEnd(Events):
 
     _first = True
 
-    def next(self, wake: float) -> Event | None:
+    def next(self, wake: float, moment: float = LOOK) -> Event | None:
         if self.live:
             raise Interrupted
-        event = super().next(wake)
+        event = super().next(wake, moment)
         if event is not None and self._first and event.seq != 1:
             raise RunFolderError(
                 "the journal does not begin with the run: serve it with --record to replay it"
