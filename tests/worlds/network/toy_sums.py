@@ -146,7 +146,7 @@ class Played:
 
     def _play(self) -> None:
         try:
-            with opened(self._url, self._reach, self.stop) as (session, kept, _):
+            with opened(self._url, self._reach, self.stop) as (session, *_):
                 self.site.begin(session.check_in(self.site.enter()), None)
                 session.belongs(session.check_in(self.site.enter()), self.site.name)
                 told = lambda what, about: self.heard.append((what, dict(about)))  # noqa: E731

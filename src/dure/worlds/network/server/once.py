@@ -135,6 +135,8 @@ class Once:
         self._trees.delete_from(max(self._files, self._number))
         if self._sweeps:
             needed = [made.number for made in self._of_this_model]
+            # Also that whose event is on its way, where clients may come only now.
+            needed += range(self._number, self._files)
             self._trees.keep_only([*needed, *self._over, *self._covered])
 
     # Checkpoints
