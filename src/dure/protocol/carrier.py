@@ -53,6 +53,10 @@ class Coordinator(Protocol):
     wake: float
     synchronous: bool
 
+    @property
+    def combining(self) -> list[int]:
+        """The tickets of the last `Combine`, until a model was made of them."""
+
     def arrive(self, client: int, examples: int | None = None) -> None:
         """A client is there, of so many examples; nobody is asked yet."""
 

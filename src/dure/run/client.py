@@ -24,6 +24,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from dure.errors import PolicyError
 from dure.run.site import Reach, opened, path_of
 from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
@@ -71,7 +72,9 @@ class Client:
             self.session = self._site.session
             self._site.policy.hold()
             # First a look: whoever declines takes nobody's place.
-            self._site.agree(self._look(), approve)
+            welcome = self._look()
+            _check_sends(welcome)
+            self._site.agree(welcome, approve)
             self.welcome = self._check_in()
             self.session.belongs(self.welcome, self._name)
         except BaseException:
@@ -248,6 +251,15 @@ class Work:
             if not moved[name].isfinite().all():
                 raise ValueError(f"{name} is not finite: the training has diverged")
         return moved
+
+
+def _check_sends(welcome: Welcome) -> None:
+    """Raises PolicyError where updates are to stay with their clients."""
+    if welcome.holds:
+        raise PolicyError(
+            "the updates of this run stay with their clients, which add them up with the others' "
+            "by a protocol that a training loop of its own does not speak: use dure.join"
+        )
 
 
 def _named(model: Any) -> Mapping[str, Any]:

@@ -139,6 +139,9 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         with left_out():
             seconds = training.one_step()
         yield f"training: one step took {seconds:.3f} s on {training.examples:,} examples"
+        if training.holds:
+            yield f"would be sent: {sent:,} bytes an update, in a sum with those of others alone"
+            return
         metrics = ", and metrics on held-out data" if training.held_out else ""
         yield (
             f"would be sent: {sent:,} bytes an update, with the number of examples, samples and "

@@ -70,6 +70,7 @@ class Network(World):
         deadline: seconds that a round may take, where its selection names none.
         heartbeat: seconds after which a silent connection is taken for lost.
         measure_seconds: that clients may take to measure a model on their own data.
+        exchange_seconds: that clients may take for a step of secure aggregation.
         record: keep everything that came in, so that the run can be replayed.
         log: a file for JSON lines of what happens, - for standard error; it may be moved away at
             any time, and goes on in a new one.
@@ -90,6 +91,7 @@ class Network(World):
     deadline: float = 600.0
     heartbeat: float = 10.0
     measure_seconds: float = 60.0
+    exchange_seconds: float = 60.0
     record: bool = False
     log: str | None = None
     status_port: int | None = None
@@ -181,6 +183,7 @@ class Network(World):
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
             watching=server.watching,
+            exchange_seconds=self.exchange_seconds,
         )
 
     def status_context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
@@ -419,7 +422,7 @@ class _Server(_Serves):
             self.shelf.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
-            Served(**told, samples=federation.samples),
+            Served(**told, samples=federation.samples, holds=federation.holds),
             self.desk,
             self.shelf,
             self.journal,
