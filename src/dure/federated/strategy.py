@@ -29,7 +29,7 @@ from dure.federated.client.clients import LocalWork
 from dure.federated.client.poisoning import check_poison
 from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine
-from dure.federated.privacy.choice import Privacy, privacy_of
+from dure.federated.privacy.choice import NOTHING, Privacy, privacy_of
 from dure.federated.server import sampling
 from dure.federated.server.by_client import FAILURES, names_over
 from dure.federated.server.pacing import Pacing, Rounds
@@ -86,7 +86,7 @@ class Federated(Strategy):
     fine_tune: int = 0
     held_out_order: HeldOutOrder = "random"
     freeze_at: int | None = None
-    privacy: Privacy = field(default_factory=Privacy)
+    privacy: Privacy = NOTHING
 
     name: ClassVar[str]
     title: ClassVar[str]

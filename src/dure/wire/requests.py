@@ -95,7 +95,8 @@ class Welcome(Said, frozen=True):
 
     client: its number, below `clients`. strategy: as run folders have it. heartbeat: seconds after
     which a silent connection is taken for lost. patience: seconds that a `next` may wait. differs:
-    in what the client's machine computes differently, in words.
+    in what the client's machine computes differently, in words. roster: of the clients, as its
+    owner has signed it (`wire.owners_roster`), in JSON; empty where there is none.
     """
 
     version: int
@@ -109,6 +110,7 @@ class Welcome(Said, frozen=True):
     heartbeat: float
     patience: float
     differs: list[str] = []
+    roster: str = ""
 
 
 class Outcome(Said, frozen=True):

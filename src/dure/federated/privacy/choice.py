@@ -45,6 +45,10 @@ class Privacy:
         return "/".join(map(str, there)) or NONE
 
 
+NOTHING = Privacy()
+"""The default. Not a factory: a command line takes one of the field's own class for no default."""
+
+
 def privacy_of(given: object) -> Privacy:
     """A privacy, of one, of a protection, of several, or of a text.
 

@@ -37,7 +37,7 @@ class Served:
     """What clients are told of the run when they check in, and what of theirs cannot be.
 
     compare: in what a client's task differs, so that it cannot take part. samples: how many a
-    client with so many examples processes in a round, at the most.
+    client with so many examples processes in a round, at the most. roster: as `Welcome` has it.
     """
 
     run: str
@@ -50,6 +50,7 @@ class Served:
     patience: float
     compare: Callable[[Trains, Trains], list[str]]
     samples: Callable[[int], int]
+    roster: str = ""
 
     def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
         """Raises RequestError for a client of another version, Refused for one of another task."""
@@ -78,6 +79,7 @@ class Served:
             heartbeat=self.heartbeat,
             patience=self.patience,
             differs=differs,
+            roster=self.roster,
         )
 
 
