@@ -309,14 +309,20 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _roster_of(world: Network, clients: int, folder: Path) -> OwnersRoster | None:
+def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> OwnersRoster | None:
     """The roster of the run in `folder`. Raises ValueError for one that it was not begun with."""
     from dure.wire.owners_roster import FILE, Pinned, check_count
 
     roster = world.listed()
-    if roster is not None:
-        check_count(roster, clients)
-        Pinned(folder / FILE, f"the run in {folder}").take(roster)
+    begun_with = (folder / FILE).exists()
+    if roster is None:
+        if begun_with:
+            raise ValueError(f"the run in {folder} was begun with a roster: go on with that one")
+        return None
+    if resumed and not begun_with:
+        raise ValueError(f"the run in {folder} was begun without a roster: begin another run")
+    check_count(roster, clients)
+    Pinned(folder / FILE, f"the run in {folder}").take(roster)
     return roster
 
 
@@ -351,9 +357,10 @@ class _Serves:
         # All rounds are to be in the log.
         place.report_seconds = 0.0
         self.resumed = (folder / "clients.db").exists()
-        register = self.ending.enter_context(Register(folder / "clients.db", clients))
-        self.roster = _roster_of(world, clients, folder)
+        # Before the first client can be enrolled.
+        self.roster = _roster_of(world, clients, folder, self.resumed)
         place.identities = None if self.roster is None else self.roster.identities
+        register = self.ending.enter_context(Register(folder / "clients.db", clients))
         self.access = Access(register, world.access, identities=place.identities)
 
     def told(self, clients: int, seed: int, trains: Trains, threads: int) -> dict[str, Any]:
