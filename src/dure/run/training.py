@@ -49,6 +49,7 @@ from dure.wire.requests import (
     Trains,
     Welcome,
 )
+from dure.wire.signatures import Key
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.loop import Answered
 from dure.worlds.network.client.session import NotWantedError, Session
@@ -61,7 +62,9 @@ ENGINE: EngineName = "loop"
 class Training:
     """A task of dure's, trained as one client of a federated strategy.
 
-    part: the simulated client whose examples it takes; None: all of the task's are its own.
+    part: the simulated client whose examples it takes; None: all of the task's are its own. key:
+    the client's identity. identities: public keys of all clients, by number, where their owner has
+    signed them. smallest_cohort: the fewest clients of a secure sum, as the site has it.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -75,6 +78,9 @@ class Training:
     held_out: int = 0
     threads: int = 1
     holds: bool = False
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

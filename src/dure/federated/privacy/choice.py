@@ -43,7 +43,7 @@ class Privacy:
 
 
 NOTHING = Privacy()
-"""No protection."""
+"""The default. Not a factory: a command line takes one of the field's own class for no default."""
 
 
 def privacy_of(given: object) -> Privacy:
