@@ -42,7 +42,8 @@ class Holding:
 
     sums: what both sides know. algorithm: says how much an update weighs, and what extras look
     like. secret: of keys and rounding. identity, roster: of a client on a network, against a server
-    that lies. refuses: hears which client takes no part in a step, and why.
+    that lies. minimum: the fewest clients of a sum in which a client takes part. refuses: hears
+    which client takes no part in a step, and why.
     """
 
     sums: Sums
@@ -50,6 +51,7 @@ class Holding:
     secret: Secret
     identity: Key | None = None
     roster: Roster | None = None
+    minimum: int = 1
     refuses: Callable[[int, str], None] = lambda client, reason: None
     _held: dict[int, _Held] = field(default_factory=dict)
     _spent: dict[int, str] = field(default_factory=dict)
@@ -127,5 +129,5 @@ class Holding:
             vector,
             identity=self.identity,
             roster=self.roster,
-            minimum=self.sums.settings.minimum,
+            minimum=max(self.minimum, self.sums.settings.minimum),
         )
