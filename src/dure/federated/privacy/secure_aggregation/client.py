@@ -150,7 +150,7 @@ class Client:
         self._context = context
         self._digest = context.digest()
         self._secret = secret
-        self._vector: Callable[[], Tensor] | None = vector
+        self._vector = vector
         self._identity = identity
         self._roster = roster
         self._minimum = minimum
@@ -193,7 +193,7 @@ class Client:
         return answer, tensor
 
     def forget_vector(self) -> None:
-        """The masked vector has arrived: it will not be asked for again, and needs no memory."""
+        """The masked vector, once it was given, has arrived: it needs no memory any more."""
         self._answered[MASK] = replace(self._answered[MASK], tensor=None)
 
     def _again(self, stage: int, asked: bytes) -> tuple[bytes, Tensor | None]:
@@ -344,14 +344,12 @@ class Client:
         self._check_senders(senders)
         held = self._opened(told)
         masks = self._masks(senders)
-        if self._vector is None:
-            raise ProtocolError("the vector was asked for before")
         vector = self._vector()
-        self._vector = None
         form = (self._context.length,)
         if vector.dtype != torch.int32 or tuple(vector.shape) != form:
             raise ValueError(f"the vector is {vector.dtype} {list(vector.shape)}, not int32 {form}")
         add_masks(vector, masks)
+        del self._vector
         self._senders = senders
         self._held = held
         return vector
