@@ -23,12 +23,16 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from dure.errors import DureError, TooFewClientsError
+from dure.federated.privacy.secure_aggregation.agreement import TAG
 from dure.federated.privacy.secure_aggregation.cohort import (
     MOST_MEMBERS,
     Context,
     Members,
     Number,
+    bounds,
 )
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.secure_aggregation.shamir import SHARE
 
 MOST_BODY = 1 << 22
 """Bytes of a message, at most."""
@@ -39,8 +43,12 @@ Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 """Of Ed25519, 64 bytes; empty where nobody signs."""
 
-Box = Annotated[bytes, msgspec.Meta(max_length=512)]
-Piece = Annotated[bytes, msgspec.Meta(max_length=256)]
+Piece = Annotated[bytes, msgspec.Meta(min_length=SHARE, max_length=SHARE)]
+"""A share of one secret."""
+
+_BOX = 2 * SHARE + TAG
+Box = Annotated[bytes, msgspec.Meta(min_length=_BOX, max_length=_BOX)]
+"""Two shares, sealed."""
 
 
 class ProtocolError(DureError):
@@ -192,15 +200,30 @@ def _decoder(kind: type[AnyBody]) -> msgspec.msgpack.Decoder[AnyBody]:
 
 
 def context_of(
-    body: bytes, *, run: str, round: int, model: str, length: int, quantisation: str
+    body: bytes,
+    settings: SecureAggregation,
+    *,
+    run: str,
+    round: int,
+    model: str,
+    length: int,
+    quantisation: str,
 ) -> Context:
     """The context of a server's first message, with what a client knows itself put in its place.
 
+    Members, attempt and group are the server's; threshold and neighbours follow from the settings.
     The client is made with it, and finds out whether the server meant the same when it answers that
-    message. Raises ProtocolError for what is no first message.
+    message. Raises ProtocolError for what is no first message, and for members of whom there can be
+    no sum.
     """
+    offered = from_body(body, Offer).context
+    try:
+        asked_for = bounds(settings, len(offered.members))
+    except ValueError as error:
+        raise ProtocolError(f"the server's secure aggregation cannot be: {error}") from None
     return msgspec.structs.replace(
-        from_body(body, Offer).context,
+        offered,
+        **asked_for._asdict(),
         run=run,
         round=round,
         model=model,
