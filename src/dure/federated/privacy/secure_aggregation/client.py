@@ -286,7 +286,9 @@ class Client:
         told = {one.client: one for one in keys.keys}
         own = told.pop(self._number)
         if (own.channel, own.mask) != (self._own.channel.public, self._own.mask.public):
-            raise ProtocolError(f"the server gives other keys of client {self._number} than its own")
+            raise ProtocolError(
+                f"the server gives other keys of client {self._number} than its own"
+            )
         public = [key for one in keys.keys for key in (one.channel, one.mask)]
         if len(set(public)) < len(public):
             raise ProtocolError("the server gives one key to two clients, or for two purposes")
