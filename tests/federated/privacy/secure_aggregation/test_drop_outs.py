@@ -8,18 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from dure.errors import TooFewClientsError
-from dure.federated.privacy.secure_aggregation.cohort import (
-    ADVERTISE,
-    CONFIRM,
-    MASK,
-    SHARE,
-    UNMASK,
-    Context,
-)
-from dure.federated.privacy.secure_aggregation.messages import TooFewError
-from dure.protocol.messages import Form
 from secure_sums import (
     LENGTH,
     client,
@@ -32,6 +20,18 @@ from secure_sums import (
     total,
     vector,
 )
+
+from dure.errors import TooFewClientsError
+from dure.federated.privacy.secure_aggregation.cohort import (
+    ADVERTISE,
+    CONFIRM,
+    MASK,
+    SHARE,
+    UNMASK,
+    Context,
+)
+from dure.federated.privacy.secure_aggregation.messages import TooFewError
+from dure.protocol.messages import Form
 
 NEVER = 9
 

@@ -286,9 +286,7 @@ class Client:
         told = {one.client: one for one in keys.keys}
         own = told.pop(self._number)
         if (own.channel, own.mask) != (self._own.channel.public, self._own.mask.public):
-            raise ProtocolError(
-                f"the server gives other keys of client {self._number} than its own"
-            )
+            raise ProtocolError(f"the server gives client {self._number} other keys as its own")
         public = [key for one in keys.keys for key in (one.channel, one.mask)]
         if len(set(public)) < len(public):
             raise ProtocolError("the server gives one key to two clients, or for two purposes")
@@ -363,7 +361,6 @@ class Client:
     def _opened(self, told: Shares) -> dict[int, tuple[bytes, bytes]]:
         """Of each neighbour its two shares. What does not open is left out: others may hold enough
         of that neighbour's."""
-        size = len(self._shared.piece)
         held = {}
         for one in told.shares:
             address = addressed(self._digest, one.client, self._number)
@@ -371,8 +368,7 @@ class Client:
                 pieces = open_(self._shared.channels[one.client], one.box, address)
             except AgreementError:
                 continue
-            if len(pieces) == 2 * size:
-                held[one.client] = (pieces[:size], pieces[size:])
+            held[one.client] = (pieces[: shamir.SHARE], pieces[shamir.SHARE :])
         there = len(held) + 1
         if there < self._context.threshold:
             raise ProtocolError(

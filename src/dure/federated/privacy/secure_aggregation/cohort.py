@@ -21,13 +21,19 @@ Source: Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Mac
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from dure.federated.privacy.secure_aggregation import graph
+from dure.federated.privacy.secure_aggregation.settings import (
+    SecureAggregation,
+    SecureAggregationPlus,
+)
 
 ADVERTISE, SHARE, MASK, CONFIRM, UNMASK = range(5)
 """The stages, by their numbers."""
@@ -99,6 +105,8 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
                 f"the threshold is {self.threshold} of {n} members, but it has to be above 2/3 of "
                 f"them, and no more than all"
             )
+        if not self.complete and self.degree % 2:
+            raise ValueError(f"a graph in which each has {self.degree} neighbours: it is even")
         if not self.complete and not 2 <= self.threshold <= self.degree:
             raise ValueError(
                 f"the threshold is {self.threshold} of {self.degree} neighbours, but it has to be "
@@ -123,6 +131,30 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return ""
 
 
+class Bounds(NamedTuple):
+    """What settings ask for of so many members; as the fields of a context."""
+
+    threshold: int
+    degree: int
+    fewest: int
+
+
+def bounds(settings: SecureAggregation, members: int) -> Bounds:
+    """The threshold, the neighbours of each, and the fewest clients of a sum.
+
+    In SecAgg+ no more may be lost than was planned for: the graph could fall apart, and the sum of
+    each part be seen. Raises ValueError where no graph is enough.
+    """
+    stay = math.ceil(settings.threshold * members - 1e-9)
+    above = max(stay, 2 * members // 3 + 1)
+    if not isinstance(settings, SecureAggregationPlus):
+        return Bounds(above, members - 1, max(above, settings.minimum))
+    plan = graph.plan(members, settings.corrupt, settings.drop_out)
+    left = members - math.floor(settings.drop_out * members + 1e-9)
+    threshold = above if plan.degree == members - 1 else plan.threshold
+    return Bounds(threshold, plan.degree, max(stay, left, settings.minimum))
+
+
 class Cohort:
     """The members that have advertised keys, and who is whose neighbour.
 
@@ -133,9 +165,9 @@ class Cohort:
         self.present = tuple(present)
         self._everybody = frozenset(present)
         self._graph: dict[int, tuple[int, ...]] | None = None
-        # With fewer members there may be no more neighbours than others.
+        # Of fewer than were asked there may be no more than so many neighbours.
         if context.degree < len(self.present) - 1:
-            self._graph = graph.neighbours(self.present, context.degree, seed)
+            self._graph = _drawn(self.present, context.degree, seed)
 
     def neighbours(self, client: int) -> tuple[int, ...]:
         """A(client), in order."""
@@ -163,6 +195,16 @@ def stages(context: Context, signed: bool) -> tuple[int, ...]:
 def checks_consistency(context: Context, signed: bool) -> bool:
     """Whether the protocol holds against a server that lies, and not only against a curious one."""
     return signed and context.complete
+
+
+# Kept: in a simulation, all clients of a sum draw the same graph.
+@lru_cache(maxsize=4)
+def _drawn(present: tuple[int, ...], degree: int, seed: bytes) -> dict[int, tuple[int, ...]]:
+    places = graph.neighbours(len(present), degree, seed)
+    return {
+        client: tuple(present[place] for place in of)
+        for client, of in zip(present, places, strict=True)
+    }
 
 
 def is_ascending(clients: Sequence[int]) -> bool:

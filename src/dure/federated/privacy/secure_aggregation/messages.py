@@ -23,12 +23,14 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from dure.errors import DureError, TooFewClientsError
+from dure.federated.privacy.secure_aggregation.agreement import TAG
 from dure.federated.privacy.secure_aggregation.cohort import (
     MOST_MEMBERS,
     Context,
     Members,
     Number,
 )
+from dure.federated.privacy.secure_aggregation.shamir import SHARE
 
 MOST_BODY = 1 << 22
 """Bytes of a message, at most."""
@@ -39,8 +41,12 @@ Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 """Of Ed25519, 64 bytes; empty where nobody signs."""
 
-Box = Annotated[bytes, msgspec.Meta(max_length=512)]
-Piece = Annotated[bytes, msgspec.Meta(max_length=256)]
+Piece = Annotated[bytes, msgspec.Meta(min_length=SHARE, max_length=SHARE)]
+"""A share of one secret."""
+
+_BOX = 2 * SHARE + TAG
+Box = Annotated[bytes, msgspec.Meta(min_length=_BOX, max_length=_BOX)]
+"""Two shares, sealed."""
 
 
 class ProtocolError(DureError):
