@@ -53,7 +53,7 @@ def drop_outs(draw: st.DrawFn) -> tuple[Context, list[int], bool]:
     return context(n, threshold=threshold), at, draw(st.booleans())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(drop_outs())
 def test_the_sum_is_exact_above_the_threshold_and_there_is_none_below(
     drawn: tuple[Context, list[int], bool],
@@ -83,7 +83,7 @@ def sparse_drop_outs(draw: st.DrawFn) -> tuple[Context, list[int]]:
     return context(n, degree=degree, threshold=threshold, fewest=n // 2), at
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(sparse_drop_outs())
 def test_with_a_few_neighbours_each_the_sum_is_exact_or_there_is_none(
     drawn: tuple[Context, list[int]],

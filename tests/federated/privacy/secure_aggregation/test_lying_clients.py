@@ -205,7 +205,7 @@ def test_shares_of_another_secret_than_was_advertised_end_the_sum(
         return divided(self, bytes(32), holders)
 
     def another_key(self: Client, seed: bytes, holders: int) -> Any:
-        return [(one, two) for two, one in divided(self, seed, holders)]
+        return [type(one)(one.seed, one.private) for one in divided(self, seed, holders)]
 
     run_until(SHARE, machine, members)
     lie = another_key if lost else otherwise

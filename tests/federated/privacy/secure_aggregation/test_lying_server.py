@@ -31,6 +31,7 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     SHARE,
     UNMASK,
     Context,
+    bounds,
 )
 from dure.federated.privacy.secure_aggregation.messages import (
     Advertised,
@@ -50,6 +51,10 @@ from dure.federated.privacy.secure_aggregation.messages import (
     to_body,
 )
 from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.settings import (
+    SecureAggregation,
+    SecureAggregationPlus,
+)
 from dure.randomness.secret import Secret
 
 
@@ -232,19 +237,35 @@ def test_a_client_names_what_the_server_says_differently(field: str) -> None:
     refused(client(10, own), ADVERTISE, to_body(Offer(lie)), f"has another {field} than client 10")
 
 
-def test_what_a_client_knows_itself_it_does_not_take_from_the_server() -> None:
-    lie = to_body(Offer(context(6, model="b" * 64)))
-    of = context(6)
-    own = context_of(
-        lie,
-        run=of.run,
-        round=of.round,
-        model=of.model,
-        length=of.length,
-        quantisation=of.quantisation,
-    )
+FEW = SecureAggregationPlus(minimum=2)
+ALL = SecureAggregation(threshold=0.7, minimum=5)
+
+
+@pytest.mark.parametrize("field", [field for field in OTHER if field not in ("attempt", "group")])
+def test_what_a_client_knows_itself_it_does_not_take_from_the_server(field: str) -> None:
+    of = context(6, **bounds(ALL, 6)._asdict())
+    lie = OTHER[field] if field != "fewest" else 2
+    said = to_body(Offer(msgspec.structs.replace(of, **{field: lie})))
+    known = {name: getattr(of, name) for name in ("run", "round", "model", "length")}
+    own = context_of(said, ALL, **known, quantisation=of.quantisation)
+    if field == "members":
+        assert own == msgspec.structs.replace(of, members=lie)
+        return
     assert own == of
-    refused(client(10, own), ADVERTISE, lie, "another model")
+    refused(client(10, own), ADVERTISE, said, f"another {field}")
+
+
+def test_a_client_plans_the_graph_itself() -> None:
+    of = context(60, **bounds(FEW, 60)._asdict())
+    assert not of.complete
+    known = {name: getattr(of, name) for name in ("run", "round", "model", "length")}
+    for lie in ({"degree": 2, "threshold": 2}, {"fewest": 2}, {"threshold": of.threshold - 1}):
+        said = to_body(Offer(msgspec.structs.replace(of, **lie)))
+        own = context_of(said, FEW, **known, quantisation=of.quantisation)
+        refused(client(10, own), ADVERTISE, said, f"another {'|'.join(lie)}")
+    too_many = SecureAggregationPlus(corrupt=0.6, drop_out=0.5)
+    with pytest.raises(ProtocolError, match="cannot be: of 60 members 36 may be corrupt"):
+        context_of(to_body(Offer(of)), too_many, **known, quantisation=of.quantisation)
 
 
 @pytest.mark.parametrize("signed", [False, True])

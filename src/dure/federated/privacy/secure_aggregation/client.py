@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,6 +101,23 @@ class _Shared:
     piece: bytes
 
 
+@dataclass(frozen=True, repr=False)
+class _Pieces:
+    """What is held of another client: a share of its private key of masks, and one of its seed."""
+
+    private: bytes
+    seed: bytes
+
+
+@dataclass(frozen=True, repr=False)
+class _Answer:
+    """A stage that was answered. asked: digest of what the server said."""
+
+    asked: bytes
+    body: bytes
+    tensor: Tensor | None
+
+
 class Client:
     """One member of one sum.
 
@@ -133,18 +150,17 @@ class Client:
         self._context = context
         self._digest = context.digest()
         self._secret = secret
-        self._vector: Callable[[], Tensor] | None = vector
+        self._vector = vector
         self._identity = identity
         self._roster = roster
         self._minimum = minimum
         self._stages = stages(context, roster is not None)
-        # Of each stage that was answered: digest of what was asked, and the answer.
-        self._answered: dict[int, tuple[bytes, tuple[bytes, Tensor | None]]] = {}
+        self._answered: dict[int, _Answer] = {}
         # What stages leave for later ones; each is there once its stage was answered.
         self._own: _Own
         self._shared: _Shared
         self._senders: tuple[int, ...]
-        self._held: dict[int, tuple[bytes, bytes]]
+        self._held: dict[int, _Pieces]
         self._survivors: tuple[int, ...]
 
     def __repr__(self) -> str:
@@ -170,24 +186,23 @@ class Client:
                 f"the server asks for {_named(stage)}, and it is the turn of "
                 f"{_named(*expected) if expected else 'nothing more'}"
             )
-        answer = self._do(stage, body)
+        answer, tensor = self._do(stage, body)
         if MASK in self._answered:
             self.forget_vector()
-        self._answered[stage] = (asked, answer)
-        return answer
+        self._answered[stage] = _Answer(asked, answer, tensor)
+        return answer, tensor
 
     def forget_vector(self) -> None:
-        """The masked vector has arrived: it will not be asked for again, and needs no memory."""
-        asked, (body, _) = self._answered[MASK]
-        self._answered[MASK] = (asked, (body, None))
+        """The masked vector, once it was given, has arrived: it needs no memory any more."""
+        self._answered[MASK] = replace(self._answered[MASK], tensor=None)
 
     def _again(self, stage: int, asked: bytes) -> tuple[bytes, Tensor | None]:
-        before, answer = self._answered[stage]
-        if before != asked:
+        before = self._answered[stage]
+        if before.asked != asked:
             raise ProtocolError(f"the server asks for {_named(stage)} twice, and differently")
-        if stage == MASK and answer[1] is None:
+        if stage == MASK and before.tensor is None:
             raise ProtocolError(f"the server asks for {_named(stage)} again after it has gone on")
-        return answer
+        return before.body, before.tensor
 
     def _do(self, stage: int, body: bytes) -> tuple[bytes, Tensor | None]:
         if stage == ADVERTISE:
@@ -257,9 +272,9 @@ class Client:
         pieces = dict(zip(holders, self._divided(seed, len(holders)), strict=True))
         # Its keys have done what they were for, and the next stages need what came of them.
         del self._own
-        self._shared = _Shared(cohort, channels, masks, seed, pieces[self._number][1])
+        self._shared = _Shared(cohort, channels, masks, seed, pieces[self._number].seed)
         boxes = tuple(
-            Sealed(other, seal(channel, b"".join(pieces[other]), self._address(to=other)))
+            Sealed(other, self._sealed(channel, other, pieces[other]))
             for other, channel in channels.items()
         )
         return Shared(commitment(self._digest, self._number, seed), boxes)
@@ -311,15 +326,16 @@ class Client:
         except AgreementError:
             raise ProtocolError(f"the server gives a key of client {other} that is none") from None
 
-    def _divided(self, seed: bytes, holders: int) -> list[tuple[bytes, bytes]]:
+    def _divided(self, seed: bytes, holders: int) -> list[_Pieces]:
         """Of each holder its share of the private key of masks, and of the seed."""
         secrets = [self._own.private, seed]
         drawn = self._key("shares")
         privates, seeds = shamir.split_many(secrets, holders, self._context.threshold, drawn)
-        return list(zip(privates, seeds, strict=True))
+        return [_Pieces(*both) for both in zip(privates, seeds, strict=True)]
 
-    def _address(self, to: int) -> bytes:
-        return addressed(self._digest, self._number, to)
+    def _sealed(self, channel: bytes, to: int, pieces: _Pieces) -> bytes:
+        about = addressed(self._digest, self._number, to)
+        return seal(channel, pieces.private + pieces.seed, about)
 
     # Stage 2: masked input
 
@@ -328,14 +344,12 @@ class Client:
         self._check_senders(senders)
         held = self._opened(told)
         masks = self._masks(senders)
-        if self._vector is None:
-            raise ProtocolError("the vector was asked for before")
         vector = self._vector()
-        self._vector = None
         form = (self._context.length,)
         if vector.dtype != torch.int32 or tuple(vector.shape) != form:
             raise ValueError(f"the vector is {vector.dtype} {list(vector.shape)}, not int32 {form}")
         add_masks(vector, masks)
+        del self._vector
         self._senders = senders
         self._held = held
         return vector
@@ -358,7 +372,7 @@ class Client:
                 f"{self._context.threshold} have to"
             )
 
-    def _opened(self, told: Shares) -> dict[int, tuple[bytes, bytes]]:
+    def _opened(self, told: Shares) -> dict[int, _Pieces]:
         """Of each neighbour its two shares. What does not open is left out: others may hold enough
         of that neighbour's."""
         held = {}
@@ -368,7 +382,7 @@ class Client:
                 pieces = open_(self._shared.channels[one.client], one.box, address)
             except AgreementError:
                 continue
-            held[one.client] = (pieces[: shamir.SHARE], pieces[shamir.SHARE :])
+            held[one.client] = _Pieces(pieces[: shamir.SHARE], pieces[shamir.SHARE :])
         there = len(held) + 1
         if there < self._context.threshold:
             raise ProtocolError(
@@ -420,11 +434,11 @@ class Client:
         # And the list is the first and the last one: with the answer all shares are forgotten.
         seeds = {self._number: self._shared.piece}
         privates = {}
-        for other, (private, seed) in self._held.items():
+        for other, pieces in self._held.items():
             if other in survivors:
-                seeds[other] = seed
+                seeds[other] = pieces.seed
             else:
-                privates[other] = private
+                privates[other] = pieces.private
         del self._held
         del self._shared
         return Unmasked(_shares(seeds), _shares(privates))

@@ -139,6 +139,8 @@ class Bounds(NamedTuple):
     fewest: int
 
 
+# Kept: a plan takes milliseconds, and in a simulation all clients make the same one.
+@lru_cache(maxsize=64)
 def bounds(settings: SecureAggregation, members: int) -> Bounds:
     """The threshold, the neighbours of each, and the fewest clients of a sum.
 

@@ -29,7 +29,9 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     Context,
     Members,
     Number,
+    bounds,
 )
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.secure_aggregation.shamir import SHARE
 
 MOST_BODY = 1 << 22
@@ -198,15 +200,30 @@ def _decoder(kind: type[AnyBody]) -> msgspec.msgpack.Decoder[AnyBody]:
 
 
 def context_of(
-    body: bytes, *, run: str, round: int, model: str, length: int, quantisation: str
+    body: bytes,
+    settings: SecureAggregation,
+    *,
+    run: str,
+    round: int,
+    model: str,
+    length: int,
+    quantisation: str,
 ) -> Context:
     """The context of a server's first message, with what a client knows itself put in its place.
 
+    Members, attempt and group are the server's; threshold and neighbours follow from the settings.
     The client is made with it, and finds out whether the server meant the same when it answers that
-    message. Raises ProtocolError for what is no first message.
+    message. Raises ProtocolError for what is no first message, and for members of whom there can be
+    no sum.
     """
+    offered = from_body(body, Offer).context
+    try:
+        asked_for = bounds(settings, len(offered.members))
+    except ValueError as error:
+        raise ProtocolError(f"the server's secure aggregation cannot be: {error}") from None
     return msgspec.structs.replace(
-        from_body(body, Offer).context,
+        offered,
+        **asked_for._asdict(),
         run=run,
         round=round,
         model=model,
