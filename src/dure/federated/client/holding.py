@@ -108,6 +108,7 @@ class Holding:
         length = self.sums.contribution(asked, extras, 2).length
         context = context_of(
             say.body,
+            self.sums.settings,
             run=self.sums.run,
             round=asked.round,
             model=held.model,
