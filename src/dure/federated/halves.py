@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
+from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
@@ -39,6 +41,7 @@ from dure.fleet.liars import liars
 from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
+from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
@@ -46,6 +49,14 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
+
+if TYPE_CHECKING:
+    # They need the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+
+SIMULATED = "simulation"
+"""The name under which clients of a simulation sum."""
 
 
 class Says(Protocol):
@@ -63,6 +74,8 @@ class Says(Protocol):
     def freeze_at(self) -> int | None: ...
     @property
     def sends_partial_work(self) -> bool: ...
+    @property
+    def privacy(self) -> Privacy: ...
 
     def algorithm(self, start: Start) -> Algorithm: ...
     def pacing(self, clients: int) -> Pacing: ...
@@ -106,6 +119,10 @@ def server_half(
     train, test = examples_for(model, task)
     sample = test or train
     clients = len(carrier.join().sizes)
+    rule = strategy.rule()
+    secure = None
+    if strategy.privacy.secure is not None:
+        secure, rule = _secure(strategy.privacy.secure, rule, place, seed)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
@@ -116,7 +133,7 @@ def server_half(
         model=model,
         test=test,
         algorithm=strategy.algorithm(start_of(task, model, clients)),
-        rule=strategy.rule(),
+        rule=rule,
         optimizer=strategy.optimizer(),
         pacing=strategy.pacing(clients),
         carrier=carrier,
@@ -128,7 +145,22 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
+        privacy=strategy.privacy,
+        secure=secure,
     )
+
+
+def _secure(
+    settings: SecureAggregation, rule: Aggregator, place: Place, seed: int
+) -> tuple[SecureRounds, Aggregator]:
+    """(what sums a round's updates, the rule for the sums' means)."""
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
+
+    here = place.network is None
+    run = SIMULATED if here else str(place.config.get("run", ""))
+    groups, of_means = parted(rule)
+    secret = Secret.simulated(seed) if here else Secret.system()
+    return SecureRounds(Sums(settings, run), groups, secret), of_means
 
 
 def _serving(
@@ -147,6 +179,7 @@ def _serving(
         frozen=frozen_of(model),
         threads=_threads(strategy, task, model, clients),
         samples=strategy.work().most_samples,
+        holds=strategy.privacy.secure is not None,
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
@@ -288,7 +321,19 @@ def _clients(
         # All that torch has, before a run has fewer for the steps of one client.
         threads=torch.get_num_threads(),
         names=has.names,
+        holding=_holding(strategy, algorithm, seed),
     )
+
+
+def _holding(strategy: Says, algorithm: Algorithm, seed: int) -> Holding | None:
+    """Where updates stay with their clients: what holds them, in a simulation."""
+    if strategy.privacy.secure is None:
+        return None
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import Sums
+
+    sums = Sums(strategy.privacy.secure, SIMULATED)
+    return Holding(sums, algorithm, Secret.simulated(seed))
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:
