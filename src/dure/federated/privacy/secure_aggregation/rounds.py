@@ -76,7 +76,7 @@ def digest_of(asked: Assignment) -> str:
         for tensor in tensors:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
+            digest.update(memoryview(flat.view(torch.uint8).numpy()))
         digest.update(b"|")
     return digest.hexdigest()
 
@@ -172,7 +172,11 @@ class _Round:
             why = f"its sum would have {len(members)} clients, and {fewest} are the fewest"
             self._lose(members, why)
             return
-        least = bounds(sums.settings, len(members))
+        try:
+            limits = bounds(sums.settings, len(members))
+        except ValueError as error:
+            self._lose(members, str(error))
+            return
         context = Context(
             run=sums.run,
             round=asked.round,
@@ -182,9 +186,7 @@ class _Round:
             length=sums.contribution(asked, extras, len(members)).length,
             quantisation=sums.text(),
             members=tuple(members),
-            threshold=least.threshold,
-            degree=least.degree,
-            fewest=least.fewest,
+            **limits._asdict(),
         )
         self._running.append((context, Server(context, rounds.roster)))
 
@@ -217,7 +219,11 @@ class _Round:
             return False
         if server.stage is not None:
             return True
-        total, clients = server.result()
+        try:
+            total, clients = server.result()
+        except TooFewError as error:
+            self._lose(members, str(error))
+            return False
         for client in sorted(set(members) - set(clients)):
             self._lose([client], server.lost.get(client, "it was lost before the sum was there"))
         tickets = [self._tickets[client] for client in clients]
