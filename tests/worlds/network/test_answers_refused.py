@@ -30,8 +30,13 @@ UPDATE = {
     "loss": 1.0,
 }
 TENSORS = {
-    **{"ticket": TICKET, "bytes": len(VECTOR_STREAM), "digest": digest_of(VECTOR)},
-    **{"examples": 0, "samples": 0, "loss": 0.0, "asking": "asked now"},
+    "ticket": TICKET,
+    "bytes": len(VECTOR_STREAM),
+    "digest": digest_of(VECTOR),
+    "examples": 0,
+    "samples": 0,
+    "loss": 0.0,
+    "asking": "asked now",
 }
 
 
