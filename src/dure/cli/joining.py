@@ -85,7 +85,7 @@ class Joining:
         self._said = text.partition(";")[0]
 
 
-_LASTING = ("checked in", "failed", "left", "over", "refused")
+_LASTING = ("checked in", "failed", "left", "over", "refused", "trust")
 """What stays to be read on a terminal."""
 
 _ON_THE_WAY = ("fetching", "training", "sending", "sent", "ready", "answering", "measuring")
@@ -178,6 +178,8 @@ def _in_words(what: str, about: About) -> str:
             return f"the head is kept in {about['path']}"
         case "roster":
             return f"the roster of {about['clients']} clients is {about['is']}"
+        case "trust":
+            return str(about["in"])
         case "fetching":
             return f"round {_round(about)}: fetching {_size(about)}"
         case "sending":
@@ -190,7 +192,7 @@ def _in_words(what: str, about: About) -> str:
         case "failed":
             return f"round {_round(about)}: {about['error']}"
         case "left":
-            return f"left the secure sum: {about['error']}"
+            return f"left the secure sum: {about['why']}"
         case "over":
             return str(about["why"])
         case _:

@@ -9,9 +9,9 @@ process under a virtual clock, as they are; over a network, where each half is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
+from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
@@ -39,6 +41,7 @@ from dure.fleet.liars import liars
 from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
+from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
@@ -46,6 +49,30 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
+
+if TYPE_CHECKING:
+    # They need the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.wire.signatures import Key
+
+SIMULATED = "simulation"
+"""The name under which clients of a simulation sum."""
+
+
+class Site(NamedTuple):
+    """What a client on a machine of its own knows of the run, for sums of updates.
+
+    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
+    identities: public keys of all clients, by number, where their owner has signed them.
+    smallest_cohort: the fewest clients of a sum in which it takes part.
+    """
+
+    run: str
+    refuses: Callable[[str], None]
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
 
 
 class Says(Protocol):
@@ -63,6 +90,8 @@ class Says(Protocol):
     def freeze_at(self) -> int | None: ...
     @property
     def sends_partial_work(self) -> bool: ...
+    @property
+    def privacy(self) -> Privacy: ...
 
     def algorithm(self, start: Start) -> Algorithm: ...
     def pacing(self, clients: int) -> Pacing: ...
@@ -106,6 +135,10 @@ def server_half(
     train, test = examples_for(model, task)
     sample = test or train
     clients = len(carrier.join().sizes)
+    rule = strategy.rule()
+    secure = None
+    if strategy.privacy.secure is not None:
+        secure, rule = _secure(strategy.privacy.secure, rule, place, seed)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
@@ -116,7 +149,7 @@ def server_half(
         model=model,
         test=test,
         algorithm=strategy.algorithm(start_of(task, model, clients)),
-        rule=strategy.rule(),
+        rule=rule,
         optimizer=strategy.optimizer(),
         pacing=strategy.pacing(clients),
         carrier=carrier,
@@ -128,7 +161,22 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
+        privacy=strategy.privacy,
+        secure=secure,
     )
+
+
+def _secure(
+    settings: SecureAggregation, rule: Aggregator, place: Place, seed: int
+) -> tuple[SecureRounds, Aggregator]:
+    """(what sums a round's updates, the rule for the sums' means)."""
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
+
+    here = place.network is None
+    run = SIMULATED if here else str(place.config.get("run", ""))
+    groups, of_means = parted(rule)
+    secret = Secret.simulated(seed) if here else Secret.system()
+    return SecureRounds(Sums(settings, run), groups, secret, place.identities), of_means
 
 
 def _serving(
@@ -147,6 +195,7 @@ def _serving(
         frozen=frozen_of(model),
         threads=_threads(strategy, task, model, clients),
         samples=strategy.work().most_samples,
+        holds=strategy.privacy.secure is not None,
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
@@ -211,11 +260,12 @@ def one_client(
     client: int,
     clients: int,
     divides: bool,
+    site: Site,
 ) -> Clients:
     """One client of so many, on a machine of its own.
 
-    divides: whether its examples are those that the partition gives it; else all of the task's
-    are its own.
+    site: what it knows of the run and of the others. divides: whether its examples are those that
+    the partition gives it; else all of the task's are its own.
     """
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
@@ -225,7 +275,7 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has)
+    return _clients(strategy, task, model, conditions, seed, has, site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -245,9 +295,15 @@ class _Has(NamedTuple):
 
 
 def _clients(
-    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int, has: _Has
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    has: _Has,
+    site: Site | None = None,
 ) -> Clients:
-    """The half of clients that have this."""
+    """The half of clients that have this. site: of a client that is alone here."""
     one_more = _models(task, model, seed)
     examples, test = examples_for(model, task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
@@ -288,6 +344,28 @@ def _clients(
         # All that torch has, before a run has fewer for the steps of one client.
         threads=torch.get_num_threads(),
         names=has.names,
+        holding=_holding(strategy, algorithm, seed, site),
+    )
+
+
+def _holding(strategy: Says, algorithm: Algorithm, seed: int, site: Site | None) -> Holding | None:
+    """What holds updates, where they stay with their clients."""
+    settings = strategy.privacy.secure
+    if settings is None:
+        return None
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import Sums
+
+    if site is None:
+        return Holding(Sums(settings, SIMULATED), algorithm, Secret.simulated(seed))
+    return Holding(
+        Sums(settings, site.run),
+        algorithm,
+        Secret.system(),
+        identity=site.key if site.identities is not None else None,
+        roster=site.identities,
+        minimum=site.smallest_cohort,
+        refuses=lambda client, reason: site.refuses(reason),
     )
 
 

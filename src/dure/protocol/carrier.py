@@ -135,6 +135,9 @@ class Clients(Protocol):
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates of `orders`, in their order. ahead: others that will be asked for soon."""
 
+    def hold(self, update: Update, asked: Assignment) -> None:
+        """An update stays with its client, which answers steps of a protocol about it."""
+
     def answer(self, say: Say) -> Answer | None:
         """What a client answers to a step of a protocol; None where it is not in it any more."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from dure.record.disk import told, write_atomically
 from dure.report import charts
 from dure.report.document import document, plotly_source, section, source
+from dure.report.exposure import exposures
 from dure.report.federated import fairness, federations
 from dure.report.federated_figures import figures
 from dure.report.parts import bar, legend, percents, swatch
@@ -79,6 +80,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         divided_models(runs.runs, drawn),
         leaks(runs.runs, drawn),
         federations(runs.runs, drawn),
+        exposures(runs.runs),
         fairness(runs.runs, drawn),
         _partitions(partitions),
         _footer(runs.runs),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
-from dure.federated.halves import layout, one_client
+from dure.federated.halves import Site, layout, one_client
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import home_of, to_cpu, to_device
@@ -49,6 +49,7 @@ from dure.wire.requests import (
     Trains,
     Welcome,
 )
+from dure.wire.signatures import Key
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.loop import Answered
 from dure.worlds.network.client.session import NotWantedError, Session
@@ -61,7 +62,10 @@ ENGINE: EngineName = "loop"
 class Training:
     """A task of dure's, trained as one client of a federated strategy.
 
-    part: the simulated client whose examples it takes; None: all of the task's are its own.
+    part: the simulated client whose examples it takes; None: all of the task's are its own. key:
+    the client's identity. identities: public keys of all clients, by number, where their owner has
+    signed them. smallest_cohort: the fewest clients of a secure sum, as the site has it. refuses:
+    hears why the client takes no part in a sum.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -75,6 +79,10 @@ class Training:
     held_out: int = 0
     threads: int = 1
     holds: bool = False
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
+    refuses: Callable[[str], None] = lambda reason: None
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +130,13 @@ class Training:
             self.client,
             welcome.clients,
             divides=self.part is not None,
+            site=Site(
+                welcome.run,
+                self.refuses,
+                self.key,
+                self.identities,
+                self.smallest_cohort,
+            ),
         )
         self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self.examples = self.clients.sizes[self.client]

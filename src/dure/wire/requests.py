@@ -104,8 +104,11 @@ class Welcome(Said, frozen=True):
     """A client is known.
 
     client: its number, below `clients`. strategy: as run folders have it. heartbeat: seconds after
-    in what the client's machine computes differently, in words. holds: updates stay with their
-    clients, which then say of themselves neither how many examples they have nor anything else.
+    which a silent connection is taken for lost. patience: seconds that a `next` may wait. differs:
+    in what the client's machine computes differently, in words. roster: of the clients, as its
+    owner has signed it (`wire.owners_roster`), in JSON; empty where there is none. holds: updates
+    stay with their clients, which then say of themselves neither how many examples they have nor
+    anything else.
     """
 
     version: int
@@ -120,6 +123,7 @@ class Welcome(Said, frozen=True):
     patience: float
     differs: list[str] = []
     holds: bool = False
+    roster: str = ""
 
 
 class Outcome(Said, frozen=True):

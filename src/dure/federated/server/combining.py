@@ -53,6 +53,25 @@ class Folded(NamedTuple):
     staleness: int
 
 
+class Summed(NamedTuple):
+    """The mean of some clients' updates, of which nobody knows the single ones.
+
+    tickets: of these updates. cut: values that were beyond the range. The rest is as
+    `GlobalModel.fold_mean` and `Result` have it.
+    """
+
+    tickets: Sequence[int]
+    delta: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    extra: Sequence[Tensor]
+    rises: Sequence[Tensor]
+    weight: float
+    samples: int
+    counted: float
+    loss: float
+    cut: int
+
+
 @dataclass
 class Combining:
     """What is combined now, and what came of it so far.
@@ -73,6 +92,7 @@ class Combining:
     _clients: dict[int, int] = field(default_factory=dict)
     _folded: list[Folded] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
+    _summed: list[Summed] = field(default_factory=list)
 
     def begin(self, asked: Mapping[int, Assignment]) -> None:
         """Combines the updates of these tickets, in this order; forgets what was folded before."""
@@ -81,6 +101,7 @@ class Combining:
         self._clients = {ticket: one.client for ticket, one in asked.items()}
         self._folded = []
         self._refused = {}
+        self._summed = []
         self.model.forget()
 
     def fold(self, update: Update, finite: bool, computed: bool) -> list[Tensor] | None:
@@ -104,6 +125,28 @@ class Combining:
         told = (update.client, update.samples, update.count, update.loss)
         self._folded.append(Folded(*told, staleness))
         return taken
+
+    def fold_sum(self, summed: Summed) -> None:
+        """Takes the mean of these tickets' updates in place of each by `fold`."""
+        for ticket in summed.tickets:
+            asked = self._awaited.pop(ticket)
+            staleness = self.model.number - asked.round
+            self._folded.append(Folded(asked.client, 0, 0.0, 0.0, staleness))
+        self._summed.append(summed)
+        self.model.fold_mean(
+            summed.delta,
+            summed.buffers,
+            summed.extra,
+            summed.rises,
+            summed.weight,
+            len(summed.tickets),
+        )
+
+    def lost(self, ticket: int, reason: str) -> None:
+        """The update with this ticket is in no sum."""
+        del self._awaited[ticket]
+        self._refused[ticket] = reason
+        self.model.refuse()
 
     def _unfit(self, update: Update, asked: Assignment, finite: bool) -> str | None:
         return unfit(
@@ -142,10 +185,12 @@ class Combining:
         return f"in {self.vain} rounds in a row every update was refused: {reason}"
 
     def _result(self) -> Result:
-        loss = sum([one.counted * one.loss for one in self._folded])
+        # Of a sum of updates only the sums are known.
+        told = [*self._folded, *self._summed]
+        loss = sum([one.counted * one.loss for one in told])
         return Result(
-            loss=mean_over(loss, sum([one.counted for one in self._folded])),
-            samples=sum([one.samples for one in self._folded]),
+            loss=mean_over(loss, sum([one.counted for one in told])),
+            samples=sum([one.samples for one in told]),
             clients=[one.client for one in self._folded],
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,

@@ -41,7 +41,7 @@ class Served:
 
     compare: in what a client's task differs, so that it cannot take part. samples: how many a
     client with so many examples processes in a round, at the most. holds: updates stay with their
-    clients.
+    clients. roster: as `Welcome` has it.
     """
 
     run: str
@@ -55,6 +55,7 @@ class Served:
     compare: Callable[[Trains, Trains], list[str]]
     samples: Callable[[int], int]
     holds: bool = False
+    roster: str = ""
 
     def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
         """Raises RequestError for a client of another version, Refused for one of another task."""
@@ -89,6 +90,7 @@ class Served:
             patience=self.patience,
             differs=differs,
             holds=self.holds,
+            roster=self.roster,
         )
 
 
