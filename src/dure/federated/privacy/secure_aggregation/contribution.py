@@ -124,7 +124,7 @@ class Contribution:
         whole = min(max(1, round(weight)), self.most)
         moved = [*update.delta, *changes(update.buffers, asked.buffers)]
         how = self.quantisation
-        values, cut = how.encode(_joined(moved).mul_(whole / self.most), key(0))
+        values, cut = how.encode(_joined(moved), key(0), whole / self.most)
         extras, more = how.encode(_joined(update.extra), key(1))
         cut += more
         count = max(0, round(update.count * POINT))
@@ -166,7 +166,7 @@ class Contribution:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All their real numbers in a row, on the CPU, in memory of their own."""
+    """All their real numbers in a row, on the CPU."""
     real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
     return torch.cat([one.reshape(-1).cpu() for one in real]) if real else torch.empty(0)
 
