@@ -32,7 +32,8 @@ class Result(NamedTuple):
     """What a new model was made of.
 
     loss: mean over what was counted in the samples, None of nothing. refused: by `fold`, ticket to
-    reason. wrong: the clients of these tickets, in their order.
+    reason. wrong: the clients of these tickets, in their order. cut: values that were beyond
+    the range of secure sums; None without any.
     """
 
     loss: float | None
@@ -41,6 +42,7 @@ class Result(NamedTuple):
     staleness: list[int]
     refused: dict[int, str]
     wrong: list[int]
+    cut: int | None = None
 
 
 class Folded(NamedTuple):
@@ -56,8 +58,8 @@ class Folded(NamedTuple):
 class Summed(NamedTuple):
     """The mean of some clients' updates, of which nobody knows the single ones.
 
-    tickets: of these updates. cut: values that were beyond the range. The rest is as
-    `GlobalModel.fold_mean` and `Result` have it.
+    tickets: of these updates. examples: the sum of their n_k. cut: values that were beyond the
+    range. The rest is as `GlobalModel.fold_mean` and `Result` have it.
     """
 
     tickets: Sequence[int]
@@ -66,6 +68,7 @@ class Summed(NamedTuple):
     extra: Sequence[Tensor]
     rises: Sequence[Tensor]
     weight: float
+    examples: int
     samples: int
     counted: float
     loss: float
@@ -195,4 +198,5 @@ class Combining:
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,
             wrong=[self._clients[ticket] for ticket in self._refused],
+            cut=sum([one.cut for one in self._summed]) if self._summed else None,
         )

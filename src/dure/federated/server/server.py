@@ -233,7 +233,7 @@ class Server(Learner):
             coordinator.fold_sum(summed)
         if means and not len(self.task.train):
             # Nobody has said how many examples there are: as many as those in the sums have.
-            typical = sum(one.weight for one in means) / sum(len(one.tickets) for one in means)
+            typical = sum(one.examples for one in means) / sum(len(one.tickets) for one in means)
             self.examples = max(1, round(typical * len(coordinator.sizes)))
         for ticket, reason in sums["lost"].items():
             coordinator.lost(ticket, reason)
@@ -315,6 +315,8 @@ class Server(Learner):
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+            # Of secure sums alone: values that were beyond the range.
+            **({} if result.cut is None else {"cut": float(result.cut)}),
         }
 
     # What the model is worth

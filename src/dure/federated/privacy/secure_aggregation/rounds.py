@@ -111,21 +111,25 @@ class SecureRounds:
         self, made: Mapping[str, Any], asked: Mapping[int, Assignment], extras: Sequence[Tensor]
     ) -> Iterator[Summed]:
         """What the rule gets: the mean of each group that has a sum."""
+        # A mean that is alone is the mean, to the bit, whatever its weight.
+        alone = len(made["sums"]) == 1
         for one in made["sums"]:
             tickets = list(one["tickets"])
             first = asked[tickets[0]]
             how = self.sums.contribution(first, extras, one["members"])
-            yield _summed(tickets, how.decode(one["sum"], len(tickets), first, extras))
+            total = how.decode(one["sum"], len(tickets), first, extras)
+            yield _summed(tickets, total, 1.0 if alone else float(total.weight))
 
 
-def _summed(tickets: list[int], total: Total) -> Summed:
+def _summed(tickets: list[int], total: Total, weight: float) -> Summed:
     return Summed(
         tickets=tickets,
         delta=total.delta,
         buffers=total.buffers,
         extra=total.extra,
         rises=total.rises,
-        weight=float(total.weight),
+        weight=weight,
+        examples=total.weight,
         samples=total.samples,
         counted=total.counted,
         loss=total.loss,
