@@ -1,0 +1,275 @@
+"""DP-SGD: what a step of training tells of any single example is bounded.
+
+    batch      every example by its own coin, with probability q = B / n     (`poisson`)
+    clip       g_i <- g_i · min(1, C / ‖g_i‖)                                 (`per_example`)
+    noise      sum of the g_i + N(0, z² C²) on every coordinate
+    gradient   that sum / B; the optimizer and all that follows may do with it what they like
+
+B is the expected batch, and not the one that the coins gave: how many examples were in a batch is
+nobody's to know. For the same reason steps count B examples each. Every trained parameter gets
+noise, also one that the batch has not used.
+
+epsilon after T steps is that of T releases of rate q and noise z (`dure.privacy.accountant`). It is
+about the trained weights and all gradients on the way. Outside of it are losses and metrics, which
+are shown without noise, and choices that were made by them, such as where to stop or which learning
+rate to take.
+
+Noise and coins come from the system (`dure.randomness.secret`): a root key is drawn when the run
+begins, or goes on, and is written nowhere. With draws = seed they follow from the run's seed: the
+run repeats itself, and epsilon holds only against those who do not know the seed.
+
+Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import Proof, examples_for
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import DureError
+from dure.privacy.accountant import Releases, check_delta, epsilon, noise_for, times_within
+from dure.privacy.dp_sgd import DPSGD
+from dure.privacy.ledger import Ledger
+from dure.privacy.per_example.proof import choose
+from dure.privacy.per_example.way import trained
+from dure.privacy.poisson import PoissonBatches
+from dure.privacy.promise import Promise
+from dure.randomness.keystream import normal, to_grid
+from dure.randomness.secret import Secret
+
+
+class Budget(NamedTuple):
+    """What is wanted: epsilon with its delta. epsilon: None is whatever the noise gives."""
+
+    epsilon: float | None
+    delta: float
+
+
+class Wanted(NamedTuple):
+    """DP-SGD as a strategy asks for it."""
+
+    settings: DPSGD
+    budget: Budget
+
+
+def wanted(settings: DPSGD | None, epsilon: float | None, delta: float) -> Wanted | None:
+    """What the fields of a strategy ask for."""
+    return None if settings is None else Wanted(settings, Budget(epsilon, delta))
+
+
+def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
+    """The steps that a run has at the most. Raises ValueError where nothing says how many."""
+    each = examples if batch_size is None else min(batch_size, examples)
+    limits = []
+    if stop.steps is not None:
+        limits.append(math.ceil(stop.steps))
+    if stop.epochs is not None:
+        # As `Stop.reached` counts, without what floats add to whole numbers.
+        limits.append(math.ceil(stop.epochs * examples * (1 - 1e-12) / each))
+    if not limits:
+        raise ValueError(
+            "an epsilon is for a number of steps, and nothing says how many: give steps or epochs"
+        )
+    return min(limits)
+
+
+def planned(
+    settings: DPSGD | None, budget: Budget, stop: Stop, examples: int, batch_size: int | None
+) -> DPSGD | None:
+    """The settings with the noise that an epsilon asks for.
+
+    Raises ValueError for an epsilon without settings, or one that is above what is wanted.
+    """
+    if settings is None:
+        if budget.epsilon is not None:
+            raise ValueError("an epsilon needs privacy=dp-sgd:C, with the largest norm C")
+        return None
+    check_delta(budget.delta)
+    if budget.epsilon is None:
+        return settings
+    times = steps_within(stop, examples, batch_size)
+    rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
+    if not settings.noise:
+        noise = noise_for(budget.epsilon, budget.delta, rate, times)
+        return replace(settings, noise=noise)
+    given = epsilon([Releases(rate, settings.noise, times)], budget.delta)
+    if given > budget.epsilon:
+        raise ValueError(
+            f"epsilon is to be at most {budget.epsilon:g}, but {times} steps with noise "
+            f"{settings.noise:g} have {given:.4g}: take fewer steps, or leave the noise out and "
+            f"have it chosen"
+        )
+    return settings
+
+
+def promise(settings: DPSGD, rate: float, delta: float) -> Promise:
+    """What DP-SGD promises, in words."""
+    against = "whoever sees the weights and gradients of the run, but not its losses and metrics"
+    if settings.draws == "seed":
+        against += ", and does not know its seed, from which the noise was drawn"
+    return Promise(
+        unit="example",
+        delta=delta,
+        sampling="all" if rate == 1 else "coins",
+        against=against,
+    )
+
+
+def root_of(settings: DPSGD, seed: int, share: Callable[[bytes], bytes]) -> Secret:
+    """Where the draws of a run come from.
+
+    share: given a key, gives the first rank's.
+    """
+    if settings.draws == "seed":
+        return Secret.simulated(seed)
+    return Secret.shared(share(Secret.system().key("dp-sgd root")))
+
+
+def noised_mean(
+    sums: Sequence[Tensor], settings: DPSGD, expected: float, secret: Secret, *position: int
+) -> list[Tensor]:
+    """The gradient of a step, of the sums of clipped gradients: (sum + noise) / expected batch.
+
+    position: of the step, for which noise is drawn once.
+    """
+    deviation = settings.clip * settings.noise
+    gradients = []
+    for number, total in enumerate(sums):
+        if deviation:
+            noise = normal(secret.key("dp-sgd noise", *position, number), tuple(total.shape))
+            exact = to_grid(total.double().cpu().add_(noise, alpha=deviation), deviation)
+            gradients.append(exact.div_(expected).to(total.device, total.dtype))
+        else:
+            gradients.append(total / expected)
+    return gradients
+
+
+class ExampleLevel:
+    """DP-SGD at work on one rank.
+
+    examples: the training data, in the model's dtype. group: the ranks, which all draw the same.
+    folder: of the run; rank 0 counts steps there. Raises ValueError for a model or a loss that
+    cannot be trained so (`dure.privacy.per_example.proof`).
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        task: Task,
+        model: nn.Module,
+        examples: Examples,
+        *,
+        batch_size: int | None,
+        seed: int,
+        group: Group,
+        folder: Path | None,
+    ) -> None:
+        self.settings, self.budget = settings, _ = wanted
+        self.group = group
+        self.secret = secret = root_of(settings, seed, group.broadcast_bytes)
+        self.parameters = trained(model)
+        self.way = choose(task, model, examples).made(model)
+        self.batches = PoissonBatches(len(examples), batch_size, secret)
+        # What a seed repeats is the same step again: it tells nothing more.
+        counts = settings.draws == "system" and group.rank == 0
+        self.ledger = Ledger(folder if counts else None, self.batches.steps_per_epoch)
+        self._agree()
+
+    def _agree(self) -> None:
+        """All ranks go on from the count of rank 0."""
+        self.ledger.spent = int(self.group.all_gather_values([float(self.ledger.spent)])[0][0])
+
+    @property
+    def expected(self) -> int:
+        """B, the examples of a batch in the mean."""
+        return self.batches.batch_size
+
+    def clipped(self, inputs: Any, targets: Any) -> tuple[list[Tensor], float]:
+        """(sums of clipped gradients, sum of losses) of some examples of a batch.
+
+        The second is not finite where the gradient of an example is not: no clip bounds that.
+        """
+        found = self.way.clipped(inputs, targets, self.settings.clip)
+        if not bool(found.norms.isfinite().all()):
+            return found.sums, math.nan
+        return found.sums, float(found.losses.double().sum())
+
+    def nothing(self) -> list[Tensor]:
+        """The sums of no examples."""
+        return [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    def gradients(self, sums: Sequence[Tensor], step: int) -> None:
+        """Leaves a step's gradient in the parameters, of the sums over its whole batch."""
+        found = noised_mean(sums, self.settings, self.expected, self.secret, step)
+        for parameter, gradient in zip(self.parameters, found, strict=True):
+            parameter.grad = gradient
+
+    def begin(self, step: int) -> None:
+        """A step is about to be done. Raises DureError where that is beyond what is wanted."""
+        # Without lost steps it was planned that the last one is within.
+        if self.budget.epsilon is not None and self.ledger.spent > step:
+            self._check_budget(self.budget.epsilon)
+        self.ledger.begin()
+
+    def _check_budget(self, most: float) -> None:
+        spent = self.ledger.spent
+        if spent >= self._times(most):
+            raise DureError(
+                f"the {spent} steps of this run, with those that were lost when it was killed, "
+                f"have told what an epsilon of {most:g} allows: its last model is the result"
+            )
+
+    @cache
+    def _times(self, most: float) -> int:
+        """The steps within an epsilon."""
+        return times_within(most, [], self.batches.rate, self.settings.noise, self.budget.delta)
+
+    @property
+    def epsilon(self) -> float:
+        """What all steps so far have told, the lost ones too."""
+        releases = Releases(self.batches.rate, self.settings.noise, self.ledger.spent)
+        return epsilon([releases], self.budget.delta)
+
+    def state(self) -> dict[str, Any]:
+        """For checkpoints: no noise, and no key."""
+        return {"spent": self.ledger.spent}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, and from what was charged after it."""
+        self.ledger.restore(state["spent"])
+        self._agree()
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary and the report."""
+        told = promise(self.settings, self.batches.rate, self.budget.delta).facts(self.epsilon)
+        return {
+            **told,
+            "mechanism": str(self.settings),
+            "clip": self.settings.clip,
+            "noise": self.settings.noise,
+            "rate": self.batches.rate,
+            "steps": self.ledger.spent,
+            "gradients": self.way.name,
+        }
+
+
+def proven(task: Task, model: nn.Module) -> Proof:
+    """What was tried of the model. Raises ValueError if DP-SGD cannot train it."""
+    return choose(task, model, examples_for(model, task)[0]).proof
+
+
+def told(wanted: Wanted | None, label: str) -> str:
+    """The label of a strategy with what it protects."""
+    return label if wanted is None else f"{label} {wanted.settings}"
