@@ -338,7 +338,8 @@ def _with_texts(kind: type[Any]) -> type[Any]:
     for field in dataclasses.fields(kind):
         inner = [one for one in typing.get_args(hints[field.name]) if one in TEXTS]
         if inner:
-            annotated = Annotated[hints[field.name], _text(inner[0], optional=True)]
+            hint: Any = hints[field.name]
+            annotated = Annotated[hint, _text(inner[0], optional=True)]
             changed.append((field.name, annotated, field))
     if not changed:
         return kind

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal, get_args
 from dure.privacy.protection import Protection
 from dure.settings import read
 
-
 Draws = Literal["system", "seed"]
 
 

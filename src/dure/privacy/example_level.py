@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from dure.privacy.per_example.proof import choose
 from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
 from dure.privacy.promise import Promise
-from dure.randomness.keystream import normal, to_grid
+from dure.randomness.keystream import normals, to_grid
 from dure.randomness.secret import Secret
 
 
@@ -145,15 +144,28 @@ def noised_mean(
     position: of the step, for which noise is drawn once.
     """
     deviation = settings.clip * settings.noise
-    gradients = []
-    for number, total in enumerate(sums):
-        if deviation:
-            noise = normal(secret.key("dp-sgd noise", *position, number), tuple(total.shape))
-            exact = to_grid(total.double().cpu().add_(noise, alpha=deviation), deviation)
-            gradients.append(exact.div_(expected).to(total.device, total.dtype))
-        else:
-            gradients.append(total / expected)
-    return gradients
+    if not deviation:
+        return [total / expected for total in sums]
+    # As one: a key, and what is done with it, takes as long as thousands of numbers.
+    whole = torch.cat([total.detach().reshape(-1) for total in sums])
+    noised = _noised(whole, secret.key("dp-sgd noise", *position), deviation, expected)
+    pieces = torch.split(noised, [total.numel() for total in sums])
+    return [
+        piece.view(total.shape).to(total.dtype) for piece, total in zip(pieces, sums, strict=True)
+    ]
+
+
+def _noised(sums: Tensor, key: bytes, deviation: float, expected: float) -> Tensor:
+    """(sums + noise) / expected, a piece after the other: all that is done stays in the cache."""
+    exact = sums.cpu()
+    out = torch.empty_like(exact)
+    at = 0
+    for noise in normals(key, len(exact)):
+        piece = slice(at, at + len(noise))
+        noised = to_grid(noise.mul_(deviation).add_(exact[piece]), deviation)
+        out[piece] = noised.mul_(1 / expected)
+        at += len(noise)
+    return out.to(sums.device)
 
 
 class ExampleLevel:
@@ -182,6 +194,7 @@ class ExampleLevel:
         self.parameters = trained(model)
         self.way = choose(task, model, examples).made(model)
         self.batches = PoissonBatches(len(examples), batch_size, secret)
+        self._most: int | None = None
         # What a seed repeats is the same step again: it tells nothing more.
         counts = settings.draws == "system" and group.rank == 0
         self.ledger = Ledger(folder if counts else None, self.batches.steps_per_epoch)
@@ -225,16 +238,14 @@ class ExampleLevel:
 
     def _check_budget(self, most: float) -> None:
         spent = self.ledger.spent
-        if spent >= self._times(most):
+        if self._most is None:
+            rate, noise = self.batches.rate, self.settings.noise
+            self._most = times_within(most, [], rate, noise, self.budget.delta)
+        if spent >= self._most:
             raise DureError(
                 f"the {spent} steps of this run, with those that were lost when it was killed, "
                 f"have told what an epsilon of {most:g} allows: its last model is the result"
             )
-
-    @cache
-    def _times(self, most: float) -> int:
-        """The steps within an epsilon."""
-        return times_within(most, [], self.batches.rate, self.settings.noise, self.budget.delta)
 
     @property
     def epsilon(self) -> float:

@@ -52,7 +52,9 @@ class Secret:
         """32 bytes for one purpose and position, each of which is asked once."""
         if not self.repeats:
             return secrets.token_bytes(KEY)
-        text = ":".join(["" if self._seed is None else str(self._seed), purpose, *map(str, position)])
+        text = ":".join(
+            ["" if self._seed is None else str(self._seed), purpose, *map(str, position)]
+        )
         return hashlib.blake2b(
             text.encode(), digest_size=KEY, key=self._root, person=b"dure secret"
         ).digest()

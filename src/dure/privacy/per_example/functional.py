@@ -85,6 +85,4 @@ class Functional(Way):
 
 
 def _as_batch(example: Any) -> Any:
-    return tree_map(
-        lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, example
-    )
+    return tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, example)

@@ -63,7 +63,7 @@ class Ghost(Way):
             losses = self.each(self.model(inputs), targets)
         parts = self._parts(losses, calls)
         squares = [part.squares() for part in parts.values()]
-        norms = norms_of([losses.detach() * 0, *squares])
+        norms = norms_of(squares) if squares else losses.detach().double() * 0
         each = factors(norms, clip).to(losses.dtype)
         sums = [
             parts[parameter].total(each.to(parameter.dtype))
@@ -96,7 +96,7 @@ class Ghost(Way):
                 hook.remove()
 
     @torch.no_grad()
-    def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[nn.Parameter, Part]:
+    def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[Tensor, Part]:
         """What every parameter gets; none for those that took no part in a loss."""
         if not losses.requires_grad or not calls:
             return {}
@@ -104,7 +104,7 @@ class Ghost(Way):
             outgoing = torch.autograd.grad(
                 losses.sum(), [call.edge for call in calls], allow_unused=True
             )
-        parts: dict[nn.Parameter, Part] = {}
+        parts: dict[Tensor, Part] = {}
         for call, gradient in zip(calls, outgoing, strict=True):
             if gradient is None:
                 continue

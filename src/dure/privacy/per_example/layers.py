@@ -63,15 +63,21 @@ class Held:
         self.each = each
 
     def squares(self) -> Tensor:
-        return self.each.flatten(1).square().sum(1)
+        return _squares(self.each.flatten(1))
 
     def total(self, factors: Tensor) -> Tensor:
-        return torch.tensordot(factors, self.each, 1)
+        return (factors @ self.each.flatten(1)).view(self.each.shape[1:])
 
     def with_more(self, other: Part) -> Part:
         if not isinstance(other, Held):
             raise _shared()
         return Held(self.each + other.each)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The squared norm of each row."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.square_()
 
 
 class Products:
@@ -88,7 +94,7 @@ class Products:
         _, positions, m = self.given.shape
         n = self.outgoing.shape[2]
         if positions == 1:
-            return self.given.square().sum((1, 2)) * self.outgoing.square().sum((1, 2))
+            return _squares(self.given[:, 0]).mul_(_squares(self.outgoing[:, 0]))
         gram = positions * (m + n) <= m * n
         return _in_pieces(self._gram if gram else self._formed, self.given, self.outgoing)
 
@@ -118,8 +124,8 @@ def _in_pieces(squares: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> T
     _, positions, m = given.shape
     formed = max(positions**2, m * outgoing.shape[2])
     size = max(1, AT_ONCE // max(1, formed))
-    pieces = zip(given.split(size), outgoing.split(size), strict=True)
-    return torch.cat([squares(*piece) for piece in pieces])
+    pieces = [slice(at, at + size) for at in range(0, len(given), size)]
+    return torch.cat([squares(given[piece], outgoing[piece]) for piece in pieces])
 
 
 class Rows:
@@ -129,9 +135,7 @@ class Rows:
     that is not trained.
     """
 
-    def __init__(
-        self, indices: Tensor, outgoing: Tensor, rows: int, padding: int | None
-    ) -> None:
+    def __init__(self, indices: Tensor, outgoing: Tensor, rows: int, padding: int | None) -> None:
         counted = indices != padding if padding is not None else torch.ones_like(indices).bool()
         self.examples = len(indices)
         example = torch.arange(len(indices), device=indices.device)[:, None].expand_as(indices)
@@ -167,24 +171,27 @@ class Patches:
         self.given = given
         self.outgoing = outgoing.reshape(len(outgoing), layer.groups, -1, _positions(outgoing))
         self.held: Tensor | None = None
+        m = layer.weight[0].numel()
+        n = layer.weight.shape[0] // layer.groups
+        self._by_gram = self.outgoing.shape[3] * (m + n) <= m * n
 
     def squares(self) -> Tensor:
         weight = self.layer.weight
-        positions = self.outgoing.shape[3]
-        n = weight.shape[0] // self.layer.groups
-        m = weight[0].numel()
-        if positions * (m + n) <= m * n:
+        if self._by_gram:
             return torch.cat([self._gram(piece) for piece in self._pieces()])
         if len(self.given) * weight.numel() > HELD:
-            return torch.cat([self._formed(piece).square_().sum(1) for piece in self._pieces()])
-        self.held = torch.cat([self._formed(piece) for piece in self._pieces()])
-        return torch.linalg.vector_norm(self.held, dim=1).square_()
+            return torch.cat([_squares(self._formed(piece)) for piece in self._pieces()])
+        self.held = self.given.new_empty(len(self.given), weight.numel())
+        for piece in self._pieces():
+            self.held[piece] = self._formed(piece)
+        return _squares(self.held)
 
     def _pieces(self) -> Iterator[slice]:
         """Examples that are looked at together, a few at a time."""
         largest = max(
             self.layer.weight[0].numel() * self.layer.groups * self.outgoing.shape[3],
             self.layer.weight.numel(),
+            self.outgoing.shape[3] ** 2 * self.layer.groups if self._by_gram else 0,
         )
         size = max(1, AT_ONCE // largest)
         return (slice(at, at + size) for at in range(0, len(self.given), size))
@@ -257,7 +264,7 @@ def _shared() -> CannotClipError:
     return CannotClipError("a parameter is used in more than one place")
 
 
-Found = list[tuple[nn.Parameter, Part]]
+Found = list[tuple[Tensor, Part]]
 Rule = Callable[[Any, Tensor, Tensor], Found]
 """(the layer, its input, the gradient of its output) to what its parameters get."""
 
@@ -267,7 +274,9 @@ def _linear(module: nn.Linear, given: Tensor, outgoing: Tensor) -> Found:
     outgoing = outgoing.reshape(len(outgoing), -1, outgoing.shape[-1])
     found: Found = [(module.weight, Products(given, outgoing))]
     if module.bias is not None:
-        found.append((module.bias, Held(outgoing.sum(1))))
+        # Of one position there is nothing to add up.
+        added = outgoing[:, 0] if outgoing.shape[1] == 1 else outgoing.sum(1)
+        found.append((module.bias, Held(added)))
     return found
 
 

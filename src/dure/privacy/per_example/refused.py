@@ -1,12 +1,12 @@
 """What cannot be trained with differential privacy of examples, told before anything is tried.
 
-    batch norm                  an output depends on all examples of its batch: group norm instead
-    statistics that are kept    of the data, without noise: instance norm without them
-    embeddings                  with max_norm, which changes rows that are used; with
-                                scale_grad_by_freq, which counts in the whole batch; sparse ones,
-                                for noise is added to every row
-    half precision, complex     norms of half precision may be too small, and then one example says
-                                more than it may
+batch norm                  an output depends on all examples of its batch: group norm instead
+statistics that are kept    of the data, without noise: instance norm without them
+embeddings                  with max_norm, which changes rows that are used; with
+                            scale_grad_by_freq, which counts in the whole batch; sparse ones,
+                            for noise is added to every row
+half precision, complex     norms of half precision may be too small, and then one example says
+                            more than it may
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def factors(norms: Tensor, clip: float) -> Tensor:
     """What gradients of these norms are multiplied with: min(1, C / norm)."""
-    # 0/0 of an example without a gradient is no number, and its factor is 1.
-    return (clip / norms).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0)
+    # An example without a gradient has a factor too, of any value.
+    return (clip / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 
 def count(batch: Any) -> int:
@@ -78,4 +78,4 @@ def cut(batch: Any, start: int, end: int) -> Any:
 
 def norms_of(squares: Sequence[Tensor]) -> Tensor:
     """Norms over several tensors: of the sum of their squares, float64 of shape (b,)."""
-    return torch.stack([each.double() for each in squares]).sum(0).sqrt()
+    return torch.stack(list(squares)).sum(0, dtype=torch.float64).sqrt()
