@@ -37,14 +37,13 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import DureError
 from dure.privacy.accountant import Releases, check_delta, epsilon, noise_for, times_within
 from dure.privacy.dp_sgd import DPSGD
-from dure.privacy.ledger import Ledger
 from dure.privacy.per_example.proof import choose
 from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
 from dure.privacy.promise import Promise
+from dure.privacy.step_count import StepCount
 from dure.randomness.keystream import normals, to_grid
 from dure.randomness.secret import Secret
 
@@ -87,9 +86,9 @@ def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
 def planned(
     settings: DPSGD | None, budget: Budget, stop: Stop, examples: int, batch_size: int | None
 ) -> DPSGD | None:
-    """The settings with the noise that an epsilon asks for.
+    """The settings with the noise that an epsilon asks for, where they have none.
 
-    Raises ValueError for an epsilon without settings, or one that is above what is wanted.
+    Raises ValueError for an epsilon without settings, or for a run of any length.
     """
     if settings is None:
         if budget.epsilon is not None:
@@ -98,19 +97,11 @@ def planned(
     check_delta(budget.delta)
     if budget.epsilon is None:
         return settings
+    if settings.noise:
+        return settings
     times = steps_within(stop, examples, batch_size)
     rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
-    if not settings.noise:
-        noise = noise_for(budget.epsilon, budget.delta, rate, times)
-        return replace(settings, noise=noise)
-    given = epsilon([Releases(rate, settings.noise, times)], budget.delta)
-    if given > budget.epsilon:
-        raise ValueError(
-            f"epsilon is to be at most {budget.epsilon:g}, but {times} steps with noise "
-            f"{settings.noise:g} have {given:.4g}: take fewer steps, or leave the noise out and "
-            f"have it chosen"
-        )
-    return settings
+    return replace(settings, noise=noise_for(budget.epsilon, budget.delta, rate, times))
 
 
 def promise(settings: DPSGD, rate: float, delta: float) -> Promise:
@@ -194,15 +185,15 @@ class ExampleLevel:
         self.parameters = trained(model)
         self.way = choose(task, model, examples).made(model)
         self.batches = PoissonBatches(len(examples), batch_size, secret)
-        self._most: int | None = None
+        self._within = 0
         # What a seed repeats is the same step again: it tells nothing more.
         counts = settings.draws == "system" and group.rank == 0
-        self.ledger = Ledger(folder if counts else None, self.batches.steps_per_epoch)
+        self.count = StepCount(folder if counts else None, self.batches.steps_per_epoch)
         self._agree()
 
     def _agree(self) -> None:
         """All ranks go on from the count of rank 0."""
-        self.ledger.spent = int(self.group.all_gather_values([float(self.ledger.spent)])[0][0])
+        self.count.spent = int(self.group.all_gather_values([float(self.count.spent)])[0][0])
 
     @property
     def expected(self) -> int:
@@ -229,37 +220,40 @@ class ExampleLevel:
         for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
 
-    def begin(self, step: int) -> None:
-        """A step is about to be done. Raises DureError where that is beyond what is wanted."""
-        # Without lost steps it was planned that the last one is within.
-        if self.budget.epsilon is not None and self.ledger.spent > step:
-            self._check_budget(self.budget.epsilon)
-        self.ledger.begin()
+    def begin(self) -> None:
+        """A step is about to be done."""
+        self.count.begin()
 
-    def _check_budget(self, most: float) -> None:
-        spent = self.ledger.spent
-        if self._most is None:
+    def exhausted(self) -> str | None:
+        """ "epsilon" where one more step would tell more than may be told."""
+        most = self.budget.epsilon
+        if most is None or self.count.spent < self._within:
+            return None
+        # A block is looked at at once: that takes longer than many a step.
+        block = self.batches.steps_per_epoch
+        if self._told(self.count.spent + block) <= most:
+            self._within = self.count.spent + block
+        else:
             rate, noise = self.batches.rate, self.settings.noise
-            self._most = times_within(most, [], rate, noise, self.budget.delta)
-        if spent >= self._most:
-            raise DureError(
-                f"the {spent} steps of this run, with those that were lost when it was killed, "
-                f"have told what an epsilon of {most:g} allows: its last model is the result"
-            )
+            self._within = times_within(most, [], rate, noise, self.budget.delta, self.count.spent + block)
+        return None if self.count.spent < self._within else "epsilon"
+
+    def _told(self, steps: int) -> float:
+        """The epsilon of so many steps."""
+        return epsilon([Releases(self.batches.rate, self.settings.noise, steps)], self.budget.delta)
 
     @property
     def epsilon(self) -> float:
         """What all steps so far have told, the lost ones too."""
-        releases = Releases(self.batches.rate, self.settings.noise, self.ledger.spent)
-        return epsilon([releases], self.budget.delta)
+        return self._told(self.count.spent)
 
     def state(self) -> dict[str, Any]:
         """For checkpoints: no noise, and no key."""
-        return {"spent": self.ledger.spent}
+        return {"spent": self.count.spent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, and from what was charged after it."""
-        self.ledger.restore(state["spent"])
+        self.count.restore(state["spent"])
         self._agree()
 
     def facts(self) -> dict[str, Any]:
@@ -271,7 +265,7 @@ class ExampleLevel:
             "clip": self.settings.clip,
             "noise": self.settings.noise,
             "rate": self.batches.rate,
-            "steps": self.ledger.spent,
+            "steps": self.count.spent,
             "gradients": self.way.name,
         }
 

@@ -144,7 +144,8 @@ def normals(key: bytes, count: int) -> Iterator[Tensor]:
         length = min(_WORDS, count - at)
         half = -(-length // 2)
         # torch has these functions for several numbers at once; numpy's take four times as long.
-        radius = torch.from_numpy(_uniform(stream, half)).neg_().log1p_().mul_(-2).sqrt_()
+        # 1 - u is exact, as a multiple of 2^-53.
+        radius = torch.from_numpy(1.0 - _uniform(stream, half)).log_().mul_(-2).sqrt_()
         angle = torch.from_numpy(_uniform(stream, half)).mul_(2 * math.pi)
         torch.mul(radius, angle.cos(), out=room[:half])
         torch.mul(radius, angle.sin_(), out=room[half : 2 * half])

@@ -88,8 +88,9 @@ class DataParallel(Strategy):
         precision: full, or bf16: forward and backward under autocast, weights and sums as they are.
         privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
             example's gradient, and the noise multiplier; none by default.
-        epsilon: what all steps may tell of an example; the noise is chosen for it.
-        delta: the probability that epsilon does not hold; well below 1 / (number of examples).
+        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
+            privacy names no noise, the least noise that keeps to it for all steps of the run.
+        delta: the probability that the epsilon does not hold; well below 1 / examples.
     """
 
     batch_size: int | None = 64

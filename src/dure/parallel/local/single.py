@@ -67,8 +67,9 @@ class SingleWorker(Strategy):
             transforms; with 0 each batch is read when it is needed.
         privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
             example's gradient, and the noise multiplier; none by default.
-        epsilon: what all steps may tell of an example; the noise is chosen for it.
-        delta: the probability that epsilon does not hold; well below 1 / (number of examples).
+        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
+            privacy names no noise, the least noise that keeps to it for all steps of the run.
+        delta: the probability that the epsilon does not hold; well below 1 / examples.
     """
 
     batch_size: int | None = 64
@@ -217,7 +218,7 @@ class SingleLearner(Learner):
         """One step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
         if self.private is not None:
-            self.private.begin(self.step)
+            self.private.begin()
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
         started = time.perf_counter()
@@ -284,12 +285,15 @@ class SingleLearner(Learner):
     def numbers(self) -> dict[str, float]:
         return {} if self.private is None else {"epsilon": self.private.epsilon}
 
+    def exhausted(self) -> str | None:
+        return None if self.private is None else self.private.exhausted()
+
     def facts(self) -> dict[str, Any] | None:
         return None if self.private is None else {"privacy": self.private.facts()}
 
     def saved(self) -> None:
         if self.private is not None:
-            self.private.ledger.settle()
+            self.private.count.settle()
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
         """The inputs and targets of a batch, where the model is."""

@@ -9,7 +9,9 @@ time, in a file of the run folder:
     checkpoint  what was charged and not done is given back
     resume      goes on from what was charged, which may be more than the checkpoint has done
 
-Without a folder nothing can be resumed, and the count is kept in memory.
+Steps take milliseconds, so that a line on the disk for each, as `dure.privacy.ledger` has it for
+rounds, would take longer than they do. Without a folder nothing can be resumed, and the count is
+kept in memory.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ import msgspec
 from dure.errors import RunFolderError
 from dure.record.disk import write_atomically
 
-FILE = "privacy.json"
+FILE = "privacy-steps.json"
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     charged: int
 
 
-class Ledger:
+class StepCount:
     """The count of steps. folder: of the run; None keeps nothing. block: steps charged at once.
 
     spent: steps done, by lost parts of the run too. Raises RunFolderError for a file that is no
-    ledger: a budget that cannot be read is no new one.
+    count: a budget that cannot be read is no new one.
     """
 
     def __init__(self, folder: Path | None, block: int) -> None:
