@@ -168,6 +168,14 @@ class Learner(ABC):
         """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
         return None
 
+    def exhausted(self) -> str | None:
+        """What is used up, so that no further step is possible, such as "epsilon"; None: nothing.
+
+        The same on every rank. It is how `summary.json` says that the run has ended; a resumed run
+        is asked before its first step.
+        """
+        return None
+
     def ended(self, reason: str) -> None:
         """The run has ended by this limit; "interrupt" where it may go on."""
         return

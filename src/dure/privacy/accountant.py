@@ -66,6 +66,12 @@ def epsilon(spent: Sequence[Releases], delta: float, relation: Relation = "add-o
 
     Raises ValueError for numbers that make no sense.
     """
+    return _epsilon(tuple(spent), delta, relation)
+
+
+# A round is looked at before it is paid for, and after.
+@lru_cache(maxsize=256)
+def _epsilon(spent: tuple[Releases, ...], delta: float, relation: Relation) -> float:
     check_delta(delta)
     counted = _gathered(spent, relation)
     if counted is None:

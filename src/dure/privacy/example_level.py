@@ -95,9 +95,7 @@ def planned(
             raise ValueError("an epsilon needs privacy=dp-sgd:C, with the largest norm C")
         return None
     check_delta(budget.delta)
-    if budget.epsilon is None:
-        return settings
-    if settings.noise:
+    if budget.epsilon is None or settings.noise:
         return settings
     times = steps_within(stop, examples, batch_size)
     rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
@@ -258,9 +256,9 @@ class ExampleLevel:
 
     def facts(self) -> dict[str, Any]:
         """For the summary and the report."""
-        told = promise(self.settings, self.batches.rate, self.budget.delta).facts(self.epsilon)
+        bound = self.epsilon if self.settings.noise else None
         return {
-            **told,
+            **promise(self.settings, self.batches.rate, self.budget.delta).facts(bound),
             "mechanism": str(self.settings),
             "clip": self.settings.clip,
             "noise": self.settings.noise,

@@ -17,7 +17,8 @@ class Promise:
 
     unit: of whom any one may be in the data or not: "client", "example". delta: the probability
     that epsilon does not hold. relation: in what neighbouring data sets differ. sampling: how units
-    come into a release. against: who may look at all that was released.
+    come into a release. against: who may look at all that was released. differ: in words, in what
+    neighbouring data sets differ, where that is said more exactly.
     """
 
     unit: str
@@ -25,10 +26,13 @@ class Promise:
     relation: Relation = "add-or-remove"
     sampling: Sampling = "coins"
     against: str = "whoever sees all models of the run"
+    differ: str | None = None
 
     @property
     def neighbours(self) -> str:
         """The neighbouring relation in words."""
+        if self.differ is not None:
+            return self.differ
         if self.relation == "replace":
             return f"one {self.unit} replaced by another"
         return f"one {self.unit} more or less"
@@ -43,14 +47,16 @@ class Promise:
             f"and nobody learns how it fell"
         )
 
-    def said(self, epsilon: float) -> str:
-        """All of it, in one sentence."""
+    def said(self, epsilon: float | None) -> str:
+        """All of it, in one sentence. epsilon: None is no bound."""
+        if epsilon is None:
+            return f"no differential privacy of any {self.unit}: without noise there is no bound"
         return (
             f"({epsilon:.4g}, {self.delta:g})-differential privacy of any {self.unit} against "
             f"{self.against}; neighbouring data: {self.neighbours}; sampling: {self.assumption}"
         )
 
-    def facts(self, epsilon: float) -> dict[str, Any]:
+    def facts(self, epsilon: float | None) -> dict[str, Any]:
         """For summary.json and the report."""
         return {
             "epsilon": epsilon,
