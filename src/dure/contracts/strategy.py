@@ -184,6 +184,10 @@ class Learner(ABC):
         """The newest `state` is on the disk: what was kept in case it would not be can go."""
         return
 
+    def numbers(self) -> Mapping[str, float]:
+        """What it says of all steps so far, by name, such as an epsilon: asked at evaluations."""
+        return {}
+
     def facts(self) -> dict[str, Any] | None:
         """What lies where, as JSON, for the report; None where there is nothing to say.
 

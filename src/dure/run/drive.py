@@ -291,6 +291,7 @@ class Driver:
                 "seconds": position.seconds,
                 "loss": position.loss,
                 "metrics": dict(position.metrics),
+                "numbers": dict(position.numbers),
                 "bytes": self.travelled,
                 "evaluated": position.last_evaluation,
                 "proofs": [tuple(proof) for proof in self.proofs],
@@ -319,6 +320,8 @@ class Driver:
         # Large batches, no gradients: more threads pay even where a step is small.
         with threads(self.all_threads):
             position.metrics = self.learner.evaluate()
+        numbers = finite(self.learner.numbers())
+        position.numbers = {**position.numbers, **numbers}
         position.last_evaluation = position.step
         workers = self._all_counters()
         total = sum_of_counters(workers)
@@ -335,6 +338,7 @@ class Driver:
             communication_seconds=total.communication_seconds,
             idle_seconds=total.idle_seconds,
             peak_memory=total.peak_memory,
+            numbers=numbers or None,
         )
         self.history.append(record)
         if self.folder is not None:
