@@ -100,10 +100,7 @@ def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -
     """What keeps updates in the run folder; None where none are kept."""
     if not conditions.keep_updates:
         return None
-    if folder is None:
-        raise ValueError(
-            "keep_updates writes into the run folder, and there is none: say with out where it is"
-        )
+    assert folder is not None, "a run that keeps updates has a folder"
     return Keeper(folder / UPDATES, conditions.keep_updates, batch_size)
 
 

@@ -13,7 +13,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-SIGNATURE = b"\\x89PNG\\r\\n\\x1a\\n"
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:

@@ -77,7 +77,8 @@ def audit(
     ask = Asks(path, config, named)
     task, strategy, world = found_again(path, asked, ask, task, strategy, None)
     # Before the attacks, which take long.
-    canary = None if not canaries else _canary_world(strategy, world, task, canaries, asked.seed)
+    if canaries:
+        check_canaries(task, strategy, world, canaries)
     examination = examination or Examination()
     examiner = Examiner(task, asked.seed, examination, _final(path), say)
     rows = examiner.rows(updates)
@@ -91,9 +92,11 @@ def audit(
         "guess": dict(examiner.guess()),
         "rows": _written(path, rows),
     }
-    if canary is not None:
+    if canaries:
         say("canaries: training once more", 0, 1)
-        content["canaries"] = _canaries(task, strategy, canary, asked.stop, asked.seed, delta)
+        content["canaries"] = canary_epsilon(
+            task, strategy, world, asked.stop, canaries, asked.seed, delta
+        )
     RunFolder(path).write_json(FILE, content)
     return Audited(rows, content)
 
@@ -145,42 +148,37 @@ def _drawable(pictures: Tensor) -> bool:
     return pictures.ndim == 4 and pictures.shape[1] in (1, 3)
 
 
-def _canary_world(strategy: Strategy, world: World, task: Task, count: int, seed: int) -> Simulated:
-    """The run's world, with canaries. Raises ValueError where none can be."""
-    if not isinstance(strategy, Federated) or not isinstance(world, Simulated):
-        raise ValueError("canaries take the places of simulated clients, and this run has none")
-    clients = strategy.count(task)
-    if clients is None or not 2 <= count <= clients:
-        raise ValueError(
-            f"{count} canaries of {clients} clients cannot be: give 2 or more, and no more than "
-            f"there are clients"
-        )
-    if world.conditions.attackers:
-        raise ValueError(
-            "the run has liars, and canaries would take their places: audit one without"
-        )
-    return dataclasses.replace(
-        world, attack=Canaries(seed=seed), attackers=float(count), keep_updates=0
-    )
-
-
-def _canaries(
-    task: Task, strategy: Strategy, world: Simulated, stop: Stop, seed: int, delta: float
+def canary_epsilon(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    count: int,
+    seed: int = 0,
+    delta: float = 1e-5,
 ) -> dict[str, Any]:
-    """The bound on epsilon of a run with canaries, as JSON."""
-    canaries = world.attack
-    assert isinstance(canaries, Canaries)
-    assert isinstance(strategy, Federated)
+    """Trains with canaries in the places of `count` clients: what their guesses say of epsilon.
+
+    It has the keys canaries, guessed, right, delta and epsilon_at_least, with 95 % confidence.
+
+    Raises ValueError where no canaries can be.
+    """
+    check_canaries(task, strategy, world, count)
+    assert isinstance(world, Simulated)
+    canaries = Canaries(seed=seed)
+    there = dataclasses.replace(world, attack=canaries, attackers=float(count), keep_updates=0)
     before = FlatParameters(seeded_model(task, seed)).copy()
     # Nobody reads what evaluations would say.
-    run = train(task, strategy, world, stop, seed=seed, evaluate_every=10**9)
+    run = train(task, strategy, there, stop, seed=seed, evaluate_every=10**9)
     after = FlatParameters(run.model).copy()
-    moved = [new.cpu().double() - old.double() for new, old in zip(after, before, strict=True)]
+    moved = [
+        new.cpu().double() - old.cpu().double() for new, old in zip(after, before, strict=True)
+    ]
+    assert isinstance(strategy, Federated)
     clients = strategy.count(task)
     assert clients is not None
-    scores = {
-        client: canaries.score(client, moved) for client in liars(clients, world.attackers, seed)
-    }
+    places = liars(clients, there.attackers, seed)
+    scores = {client: canaries.score(client, moved) for client in places}
     epsilon, guessed, right = audited_epsilon(canaries, scores, delta)
     return {
         "canaries": len(scores),
@@ -189,3 +187,19 @@ def _canaries(
         "delta": delta,
         "epsilon_at_least": epsilon,
     }
+
+
+def check_canaries(task: Task, strategy: Strategy, world: World, count: int) -> None:
+    """Raises ValueError where canaries cannot take the places of so many clients."""
+    if not isinstance(strategy, Federated) or not isinstance(world, Simulated):
+        raise ValueError("canaries take the places of simulated clients, and this run has none")
+    clients = strategy.count(task)
+    if clients is None or not 2 <= count <= clients:
+        raise ValueError(
+            f"{count} canaries of {clients} clients cannot be: give 2 or more, and no more than "
+            f"there are clients"
+        )
+    if world.attackers:
+        raise ValueError(
+            "the run has liars, whose places canaries would take: audit a run without them"
+        )

@@ -86,9 +86,10 @@ def last_layer(model: Model, seen: Seen, inputs: Tensor) -> LastLayer:
         )
     _check_loss(model, outputs)
     for name, module in linear.items():
-        if name in caught and caught[name] is outputs and f"{name}.weight" in seen.delta:
-            bias = f"{name}.bias" if f"{name}.bias" in seen.delta else None
-            return LastLayer(module, f"{name}.weight", bias)
+        within = f"{name}." if name else ""
+        if caught.get(name) is outputs and f"{within}weight" in seen.delta:
+            bias = f"{within}bias" if f"{within}bias" in seen.delta else None
+            return LastLayer(module, f"{within}weight", bias)
     raise ValueError("labels are read from a linear layer that gives the scores, and there is none")
 
 

@@ -37,10 +37,10 @@ def from_first_layer(model: Model, seen: Seen, like: Tensor) -> Tensor:
     have a gradient. Raises ValueError where the model does not begin with a linear layer that has a
     bias.
     """
-    name = _first_layer(model, seen, like)
+    within = _first_layer(model, seen, like)
     gradient = seen.gradient
-    weight = gradient[f"{name}.weight"].double()
-    bias = gradient[f"{name}.bias"].double()
+    weight = gradient[f"{within}weight"].double()
+    bias = gradient[f"{within}bias"].double()
     top = bias.abs().argsort(descending=True)[:UNITS]
     top = top[bias[top].abs() > 1e-12 * bias.abs().max().clamp(min=1e-30)]
     rows = weight[top] / bias[top, None]
@@ -67,6 +67,7 @@ def _groups(rows: Tensor, most: int) -> list[int]:
 
 
 def _first_layer(model: Model, seen: Seen, like: Tensor) -> str:
+    """What the names of its parameters begin with."""
     caught: list[tuple[str, Tensor]] = []
     hooks = []
     for name, module in model.module.named_modules():
@@ -85,6 +86,7 @@ def _first_layer(model: Model, seen: Seen, like: Tensor) -> str:
     flat = like[:1].flatten(1)
     for name, given in caught:
         same = given.shape == flat.shape and torch.equal(given, flat)
-        if same and f"{name}.bias" in seen.delta and f"{name}.weight" in seen.delta:
-            return name
+        within = f"{name}." if name else ""
+        if same and {f"{within}bias", f"{within}weight"} <= seen.delta.keys():
+            return within
     raise ValueError("the model does not begin with a linear layer that has a bias")
