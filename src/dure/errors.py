@@ -64,6 +64,12 @@ class AuditError(DureError):
     exit_code = 2
 
 
+class AgreementError(DureError):
+    """Two clients cannot agree on a key, or what one has sealed for the other does not open."""
+
+    exit_code = 1
+
+
 class ServeError(DureError):
     """A server cannot begin: its address is taken, say, or a file of its own will not do."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
-from dure.data.partition import Parts
+from dure.data.partition import NaturalKey, Partition, Parts
 from dure.data.partition.natural_key import strangers
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
@@ -33,14 +33,20 @@ from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
+from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.user_level.build import noised_rounds
 from dure.federated.server.pacing import Pacing
+from dure.federated.server.private import Private
+from dure.federated.server.sampling import Selection
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.tossing import tossing
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import liars
 from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
+from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
@@ -52,6 +58,8 @@ from dure.wire.layout import Federation, Layout
 
 class Says(Protocol):
     """What halves ask of a strategy; `dure.federated.strategy.Federated` has the meanings."""
+
+    name: ClassVar[str]
 
     @property
     def batch_size(self) -> int | None: ...
@@ -65,6 +73,18 @@ class Says(Protocol):
     def freeze_at(self) -> int | None: ...
     @property
     def sends_partial_work(self) -> bool: ...
+    @property
+    def fraction(self) -> float: ...
+    @property
+    def selection(self) -> Selection: ...
+    @property
+    def privacy(self) -> Privacy: ...
+    @property
+    def epsilon(self) -> float | None: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def partition(self) -> Partition: ...
 
     def algorithm(self, start: Start) -> Algorithm: ...
     def pacing(self, clients: int) -> Pacing: ...
@@ -122,6 +142,9 @@ def server_half(
     if place.conditions is not None and place.conditions.attackers:
         attack = place.conditions.attack
         lying = _lying(place.conditions, clients, seed)
+    pacing = strategy.pacing(clients)
+    # A simulation repeats itself; what protects clients elsewhere nobody may draw again.
+    secret = Secret.simulated(seed) if place.network is None else Secret.system()
     return Server(
         task=task,
         model=model,
@@ -129,7 +152,7 @@ def server_half(
         algorithm=strategy.algorithm(start_of(task, model, clients)),
         rule=strategy.rule(),
         optimizer=strategy.optimizer(),
-        pacing=strategy.pacing(clients),
+        pacing=pacing,
         carrier=carrier,
         group=place.group,
         seed=seed,
@@ -139,6 +162,36 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
+        private=_private(strategy, task, model, place, carrier, secret, seed),
+        toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
+    )
+
+
+def _private(
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    place: Place,
+    carrier: Carrier,
+    secret: Secret,
+    seed: int,
+) -> Private | None:
+    """Differential privacy of clients, where the strategy wants it."""
+    user = strategy.privacy.user
+    if user is None:
+        return None
+    sizes = carrier.join().sizes
+    copy = another(model, task, seed)
+    return noised_rounds(
+        user,
+        strategy,
+        model=copy,
+        algorithm=strategy.algorithm(start_of(task, copy, len(sizes))),
+        sizes=sizes,
+        keyed=isinstance(strategy.partition, NaturalKey),
+        once=carrier.once,
+        secret=secret,
+        folder=place.folder,
     )
 
 
@@ -292,9 +345,14 @@ def _clients(
         examples, own = poisoned(examples, own, lying(0), attack)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
     # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
-    # may read them, and those that are kept are written.
-    alone = algorithm.answers or attack is not None or keep is not None
-    sums = not alone and strategy.rule().sums
+    # may read them, clipping looks at each, and those that are kept are written.
+    looks = (
+        algorithm.answers
+        or attack is not None
+        or strategy.privacy.user is not None
+        or keep is not None
+    )
+    sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
     return Clients(
         parts=own,

@@ -238,6 +238,7 @@ class Driver:
             position.metrics,
             self.travelled,
         )
+        reached = reached or self.learner.exhausted()
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
         # A limit that all ranks know comes before one that only rank 0 has seen.

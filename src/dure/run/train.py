@@ -379,6 +379,7 @@ def prepare(
         if every is not None and every < 1:
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     world.begin()  # while this process looks at what is asked
+    strategy = strategy.planned(task, stop)
     strategy.check(task, world.workers)
     strategy.check_in(world)
     stop.check(strategy.unit)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
@@ -26,6 +27,12 @@ VAIN = 100
 
 Of nothing: every update was refused.
 """
+
+MOVES = (
+    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make "
+    "it a parameter, or one that stays"
+)
+"""Why an update is refused where clients have differential privacy."""
 
 
 class Result(NamedTuple):
@@ -91,6 +98,8 @@ class Combining:
                 f"nobody waits for the update with ticket {update.ticket}, or it was folded already"
             )
         reason = update.failure if computed else self._unfit(update, asked, finite)
+        if reason is None and self.model.private is not None and self.model.moves_more(update):
+            reason = MOVES
         if reason is not None:
             self._refused[update.ticket] = reason
             self.model.refuse()
@@ -126,7 +135,12 @@ class Combining:
             self._refused = dict.fromkeys(self.tickets, str(error))
             self._folded = []
             self.model.skip()
-        self.algorithm.absorb(extra, len(self._folded))
+        # How many came is not told where clients have differential privacy: extras then have the
+        # denominator of the weights.
+        private = self.model.private
+        if private is not None:
+            extra = list(map(_like, extra, self.algorithm.down()))
+        self.algorithm.absorb(extra, len(self._folded) if private is None else private.expected)
         result = self._result()
         # A round for which nobody was drawn (Poisson sampling) is neither: nothing was refused.
         if self._folded:
@@ -151,3 +165,9 @@ class Combining:
             refused=self._refused,
             wrong=[self._clients[ticket] for ticket in self._refused],
         )
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A released tensor, of real numbers in float64, as the algorithm's own is."""
+    whole = torch.view_as_complex(tensor) if other.is_complex() else tensor
+    return whole.to(other.dtype)

@@ -32,13 +32,16 @@ from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
+from dure.federated.server.private import Private
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
 from dure.machine.devices import home_of, to_cpu, to_device
 from dure.protocol.carrier import Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import statistics
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import most_counted
@@ -66,6 +69,8 @@ class Server(Learner):
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
+    private: differential privacy of clients, where that is wanted. toss: the coins of clients,
+    where the pacing tosses.
     """
 
     unit = "round"
@@ -90,6 +95,8 @@ class Server(Learner):
         liars: Callable[[int], Collection[int]] | None = None,
         names: Sequence[str] | None = None,
         freeze_at: int | None = None,
+        private: Private | None = None,
+        toss: Toss | None = None,
     ) -> None:
         self.task = task
         self.model = model
@@ -107,8 +114,16 @@ class Server(Learner):
         shared = algorithm.shared(self.flat.copy())
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
+        self.private = private
         self.coordinator = Coordinator(
-            model=GlobalModel(shared, buffers, rule, optimizer),
+            model=GlobalModel(
+                shared,
+                buffers,
+                rule,
+                optimizer,
+                private=private,
+                statistics=statistics(model, self.buffers.names),
+            ),
             pacing=pacing,
             algorithm=algorithm,
             sizes=sizes,
@@ -117,6 +132,7 @@ class Server(Learner):
             lasts=carrier.lasts,
             patient=carrier.patient,
             tell=warn,
+            toss=None if toss is None else self._tossing(toss),
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
@@ -132,6 +148,17 @@ class Server(Learner):
         self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
         """Weights and buffers of the model of round `freeze_at`, once there is one."""
         self._freeze()
+
+    def _tossing(self, toss: Toss) -> Toss:
+        """The coins, of which differential privacy is told before anybody is asked."""
+
+        def tossed(number: int) -> list[int]:
+            chosen = toss(number)
+            if self.private is not None:
+                self.private.asks(number, chosen)
+            return chosen
+
+        return tossed
 
     def flops_per_step(self) -> float:
         # A step of a client of mean size: clients with fewer examples than a batch make smaller
@@ -228,6 +255,8 @@ class Server(Learner):
 
     def close(self) -> None:
         """The run ends: warns of clients that were left out, and of last rounds without updates."""
+        if self.private is not None:
+            self.private.close()
         out = self.carrier.facts().get("out_of_transfers", ())
         if out:
             first = self.who(out[0][0])
@@ -280,7 +309,11 @@ class Server(Learner):
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+            **({} if self.private is None else self.private.numbers()),
         }
+
+    def exhausted(self) -> str | None:
+        return None if self.private is None else self.private.exhausted()
 
     # What the model is worth
 
@@ -367,6 +400,7 @@ class Server(Learner):
                 "log": self.log.state(),
                 "measured": self.said.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
+                "private": None if self.private is None else self.private.state(),
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -403,6 +437,8 @@ class Server(Learner):
         # Checkpoints of dure up to 0.1 do not have it.
         frozen = server.get("frozen")
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
+        if self.private is not None:
+            self.private.restore(server["private"])
         self.carrier.restore(state["carrier"])
         model = self.coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
@@ -417,7 +453,8 @@ class Server(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
-        return {**self.carrier.facts(), **self.log.facts(), **self.said.facts()}
+        private = {} if self.private is None else self.private.facts()
+        return {**self.carrier.facts(), **self.log.facts(), **self.said.facts(), **private}
 
     def meters(self) -> Sequence[Meter]:
         return [self.meter, *self.counted]

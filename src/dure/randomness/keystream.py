@@ -1,0 +1,205 @@
+"""Numbers drawn from a 32-byte key, of which nobody without the key can tell anything.
+
+    stream      AES-256 in counter mode, key the whole 32 bytes, nonce 0, of zeros
+    uniform     u = ⌊w / 2^11⌋ 2^-53           of a 64-bit word w of the stream
+    normal      √(-2 ln(1 - u)) cos(2πv), √(-2 ln(1 - u)) sin(2πv)      (Box and Muller)
+    below n     w mod n, of the words w < ⌊2^64 / n⌋ n; others are passed over
+    coin        u < p
+
+The nonce is 0, so a key is for one purpose and one call of one of these functions: two streams of
+one key are one stream. `dure.randomness.secret` makes keys. Words are little-endian, so that a key
+means the same numbers everywhere.
+
+Noise in floating point gives something away. Which numbers x + noise can be depends on the last
+bits of x, for noise in floating point has holes (Mironov): a single result may tell two inputs
+apart, whatever the accountant says. Two things are done about it. Noise is made of 106 bits a pair,
+in float64. And what was noised is rounded to a grid of at most 2^-10 of the deviation (`to_grid`).
+Rounding is done to the sum, so it costs no privacy, and it adds an error below 2^-11 of the
+deviation. A point of the grid stands for an interval that is wider than all errors of float64 in it
+by 2^33 or more, as long as the sum is below 2^10 deviations: so the probability of a point is right
+to a factor of 1 ± 2^-33. The largest normal number is √(106 ln 2) = 8.57; to cut off what lies
+beyond adds 10^-17 to delta for each number. What is *not* done is to hide how long the arithmetic
+took.
+
+AES-CTR, and not ChaCha20, because it is faster on processors with instructions for AES.
+
+Sources: NIST SP 800-38A, 6.5 (counter mode); G. E. P. Box and M. E. Muller, "A Note on the
+Generation of Random Normal Deviates", 1958; I. Mironov, "On Significance of the Least Significant
+Bits for Differential Privacy", CCS 2012.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.randomness.secret import KEY
+
+BLOCK = 1 << 17
+"""Bytes that are drawn at once: they, and what is made of them, fit the cache."""
+
+SLACK = 15
+"""Bytes that older versions of `cryptography` want after those that they fill: a block less one."""
+
+_ZEROS = bytes(BLOCK)
+_WORDS = BLOCK // 8
+_GRID = 10
+"""A point of the grid is at most 2^-10 of a deviation away from the next."""
+
+
+class Keystream:
+    """The stream of a key, from its beginning on.
+
+    Raises ValueError for a key that is not 32 bytes long, ImportError without `cryptography`.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY:
+            raise ValueError(f"a key has {KEY} bytes, and this one has {len(key)}")
+        cipher, aes, counter = _cipher()
+        self._encryptor = cipher(aes(key), counter(bytes(16))).encryptor()
+
+    def into(self, room: memoryview, count: int) -> None:
+        """Fills the first `count` bytes of `room`.
+
+        count: at most `BLOCK`. room: has `SLACK` bytes more, which stay as they are.
+        """
+        self._encryptor.update_into(memoryview(_ZEROS)[:count], room[: count + SLACK])
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes, at most `BLOCK`."""
+        taken: bytes = self._encryptor.update(memoryview(_ZEROS)[:count])
+        return taken
+
+    def words(self, count: int) -> Any:
+        """The next `count` words, a numpy array of uint64. count: at most BLOCK / 8."""
+        return np.frombuffer(self.take(8 * count), dtype="<u8")
+
+
+@cache
+def _cipher() -> tuple[Any, Any, Any]:
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import CTR
+    except ImportError as error:
+        raise ImportError('privacy needs the extra: pip install "dure[privacy]"') from error
+    return Cipher, AES, CTR
+
+
+def fill(key: bytes, out: Tensor) -> None:
+    """Fills `out` with the key's stream: every integer of its type equally likely.
+
+    out: integers of any type and shape, contiguous, on the CPU. Raises ValueError for others.
+    """
+    if out.dtype.is_floating_point or out.dtype.is_complex or out.dtype == torch.bool:
+        raise ValueError(f"a keystream fills integers, and these are {out.dtype}")
+    if not out.is_contiguous() or out.device.type != "cpu":
+        raise ValueError("a keystream fills a contiguous tensor on the CPU")
+    stream = Keystream(key)
+    room = out.view(-1).numpy().view(np.uint8).data
+    at = 0
+    while len(room) - at >= BLOCK + SLACK:
+        stream.into(room[at:], BLOCK)
+        at += BLOCK
+    while at < len(room):
+        piece = room[at : at + BLOCK]
+        piece[:] = stream.take(len(piece))
+        at += len(piece)
+
+
+def uniform(key: bytes, count: int) -> Tensor:
+    """`count` numbers in [0, 1), multiples of 2^-53: float64."""
+    out = np.empty(count)
+    stream = Keystream(key)
+    for piece in _pieces(out):
+        piece[:] = _uniform(stream, len(piece))
+    return torch.from_numpy(out)
+
+
+def normal(key: bytes, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal numbers: float64 of this shape. `to_grid` is for what they are added to."""
+    count = math.prod(shape)
+    out = np.empty(count + count % 2)
+    stream = Keystream(key)
+    for piece in _pieces(out):
+        half = len(piece) // 2
+        radius = np.sqrt(-2 * np.log1p(-_uniform(stream, half)))
+        angle = 2 * math.pi * _uniform(stream, half)
+        piece[:half] = radius * np.cos(angle)
+        piece[half:] = radius * np.sin(angle)
+    return torch.from_numpy(out[:count]).view(shape)
+
+
+def grid(deviation: float) -> float:
+    """How far apart the points are to which sums with noise of this deviation are rounded.
+
+    A power of two, at most 2^-10 of the deviation. Raises ValueError unless 0 < deviation < ∞.
+    """
+    if not 0 < deviation < math.inf:
+        raise ValueError(f"noise has a deviation of {deviation}, but it is above 0 and finite")
+    return 2.0 ** (math.frexp(deviation)[1] - 1 - _GRID)
+
+
+def to_grid(noised: Tensor, deviation: float) -> Tensor:
+    """What has noise of this deviation in it, float64, rounded to multiples of `grid(deviation)`.
+
+    In place; returns it.
+    """
+    step = grid(deviation)
+    return noised.div_(step).round_().mul_(step)
+
+
+def below(key: bytes, n: int, count: int) -> Tensor:
+    """`count` integers in [0, n), each equally likely: int64. Raises ValueError unless n >= 1."""
+    if not 1 <= n <= 1 << 63:
+        raise ValueError(f"integers below {n}: it has to be 1 to 2^63")
+    stream = Keystream(key)
+    # The words above the last multiple of n would make small integers likelier.
+    last = (1 << 64) // n * n - 1
+    out = np.empty(count, dtype=np.int64)
+    at = 0
+    while at < count:
+        words = stream.words(min(count - at, _WORDS))
+        fit = words[words <= np.uint64(last)] % np.uint64(n)
+        out[at : at + len(fit)] = fit
+        at += len(fit)
+    return torch.from_numpy(out)
+
+
+def coins(key: bytes, probability: float, count: int) -> Tensor:
+    """`count` coins that show True with this probability, each on its own: bool.
+
+    Raises ValueError unless 0 <= probability <= 1.
+    """
+    if not 0 <= probability <= 1:
+        raise ValueError(f"a coin of probability {probability}: it has to be 0 to 1")
+    return uniform(key, count) < probability
+
+
+def permutation(key: bytes, n: int) -> list[int]:
+    """0..n-1 in an order that is any of the n! with the same probability.
+
+    They are sorted by a word each. That two words are the same has a probability below n^2 2^-65;
+    then the two stay in order.
+    """
+    words = np.empty(n, dtype=np.uint64)
+    fill(key, torch.from_numpy(words.view(np.int64)))
+    order: list[int] = np.argsort(words, kind="stable").tolist()
+    return order
+
+
+def _uniform(stream: Keystream, count: int) -> Any:
+    return (stream.words(count) >> np.uint64(11)) * 2.0**-53
+
+
+def _pieces(out: Any) -> Iterator[Any]:
+    """An array in pieces of so many numbers as a block has words; the last may be shorter."""
+    for at in range(0, len(out), _WORDS):
+        yield out[at : at + _WORDS]
