@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -26,11 +27,12 @@ from dure.data.partition.natural_key import strangers
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm, Start, start_of
-from dure.federated.client.clients import Clients, LocalWork, Make
+from dure.federated.client.clients import Clients, Keep, LocalWork, Make
 from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
+from dure.federated.privacy.attacks.recording import UPDATES, Keeper
 from dure.federated.privacy.choice import Privacy
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import noised_rounds
@@ -130,12 +132,21 @@ def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
     # The clients first: the carrier asks them who they are as soon as the server begins.
     model = place.model(task, seed)
     task = task.on(home_of(model))
-    clients = clients_half(strategy, task, model, place.conditions, seed)
+    keep = _keep(place.conditions, place.folder, strategy.batch_size)
+    clients = clients_half(strategy, task, model, place.conditions, seed, keep)
     place.ending.callback(clients.close)
     carrier = place.carrier(clients, seed)
     server = server_half(strategy, task, model, place, carrier, seed)
     place.ending.callback(server.close)
     return server
+
+
+def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -> Keep | None:
+    """What keeps updates in the run folder; None where none are kept."""
+    if not conditions.keep_updates:
+        return None
+    assert folder is not None, "a run that keeps updates has a folder"
+    return Keeper(folder / UPDATES, conditions.keep_updates, batch_size)
 
 
 # The server
@@ -286,11 +297,16 @@ def _names(
 
 
 def clients_half(
-    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    keep: Keep | None = None,
 ) -> Clients:
     """All clients of the federation, with the examples that the partition gives them.
 
-    model: the run's, which stays as it is.
+    model: the run's, which stays as it is. keep: told of every update that is sent.
     """
     parts = strategy.divide(task, seed)
     names = strategy.names(task)
@@ -298,7 +314,7 @@ def clients_half(
     if not strategy.held_out:
         _tell_strangers(task, names)
         tests = strategy.test_parts(task)
-    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names))
+    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names), keep=keep)
 
 
 def one_client(
@@ -325,7 +341,7 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has, site)
+    return _clients(strategy, task, model, conditions, seed, has, site=site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -352,6 +368,7 @@ def _clients(
     seed: int,
     has: _Has,
     site: Site | None = None,
+    keep: Keep | None = None,
 ) -> Clients:
     """The half of clients that have this. site: of a client that is alone here."""
     one_more = _models(task, model, seed)
@@ -375,10 +392,14 @@ def _clients(
         # it).
         examples, own = poisoned(examples, own, lying(0), attack)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
-    # Where nobody looks at single updates, an engine need not form them. Liars forge them, and
-    # `answer` may read them.
-    # Clipping looks at each.
-    looks = algorithm.answers or attack is not None or strategy.privacy.user is not None
+    # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
+    # may read them, clipping looks at each, and those that are kept are written.
+    looks = (
+        algorithm.answers
+        or attack is not None
+        or strategy.privacy.user is not None
+        or keep is not None
+    )
     sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
     return Clients(
@@ -396,6 +417,7 @@ def _clients(
         # All that torch has, before a run has fewer for the steps of one client.
         threads=torch.get_num_threads(),
         names=has.names,
+        keep=keep,
         holding=_holding(strategy, algorithm, seed, site),
     )
 

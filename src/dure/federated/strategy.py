@@ -330,6 +330,11 @@ class Federated(Strategy):
             check_conditions(self.privacy.secure, conditions)
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
+        if conditions.keep_updates and self._divides(task, model):
+            raise ValueError(
+                f"keep_updates keeps whole updates to attack them, and clients of {self.name} send "
+                f"a part of the model: leave it out"
+            )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
 
@@ -339,10 +344,14 @@ class Federated(Strategy):
                 "freeze_at compares models on data that have just come, and none come here: give "
                 "an arrival, such as arriving:0.1:3600"
             )
-        if self.algorithm(start_of(task, model, self.count(task) or 1)).divides:
+        if self._divides(task, model):
             raise ValueError(
                 f"freeze_at keeps a whole model, and the server of {self.name} has a part of it"
             )
+
+    def _divides(self, task: Task, model: nn.Module) -> bool:
+        """Whether a part of the model belongs to each client."""
+        return self.algorithm(start_of(task, model, self.count(task) or 1)).divides
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """What evaluations measure, by name: on the test data, and what clients measure."""

@@ -233,7 +233,9 @@ class ExampleLevel:
             self._within = self.count.spent + block
         else:
             rate, noise = self.batches.rate, self.settings.noise
-            self._within = times_within(most, [], rate, noise, self.budget.delta, self.count.spent + block)
+            self._within = times_within(
+                most, [], rate, noise, self.budget.delta, self.count.spent + block
+            )
         return None if self.count.spent < self._within else "epsilon"
 
     def _told(self, steps: int) -> float:

@@ -24,6 +24,7 @@ from dure.report.split import divided_models
 from dure.report.split_figures import figures as figures_of_split
 from dure.report.split_leaks import leaks
 from dure.report.table import table
+from dure.report.update_leaks import update_leaks
 from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
 
@@ -79,6 +80,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         parameter_servers(runs.runs, drawn),
         divided_models(runs.runs, drawn),
         leaks(runs.runs, drawn),
+        update_leaks(runs.runs),
         federations(runs.runs, drawn),
         exposures(runs.runs),
         fairness(runs.runs, drawn),
