@@ -199,7 +199,8 @@ def _serving(
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
-    server.examples = max(1, sum(carrier.join().sizes))
+    if strategy.privacy.secure is None:
+        server.examples = max(1, sum(carrier.join().sizes))
     place.ending.callback(server.close)
     return server
 

@@ -1,8 +1,8 @@
 """Updates that stay with their clients, which answer the steps of secure aggregation about them.
 
 A client holds an update from its local training until the server says what became of it. Keys and
-shares live in memory alone. Once a client has helped to unmask a sum for a model, it is in no other
-sum for that model: of two sums, one with it and one without, the difference is its update.
+shares live in memory alone. Once a client has helped to unmask a sum of a round, it is in no other
+sum of that round: of two sums, one with it and one without, the difference is its update.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Holding:
     minimum: int = 1
     refuses: Callable[[int, str], None] = lambda client, reason: None
     _held: dict[int, _Held] = field(default_factory=dict)
-    _spent: dict[int, str] = field(default_factory=dict)
-    """By client: the newest model for which it has helped to unmask a sum."""
+    _spent: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By client: the newest round, and model, of which it has helped to unmask a sum."""
     _digested: tuple[Assignment, str] | None = None
 
     def hold(self, update: Update, asked: Assignment) -> None:
@@ -85,14 +85,14 @@ class Holding:
             self.refuses(say.client, str(error))
             return None
         if say.stage == UNMASK:
-            self._spent[say.client] = held.model
+            self._spent[say.client] = held.asked.round, held.model
         return Answer(say.ticket, say.client, say.stage, body, () if masked is None else (masked,))
 
     def _answered(self, held: _Held, say: Say) -> tuple[bytes, Tensor | None]:
         # A server that was started anew begins another attempt.
         if held.client is None or (say.stage == ADVERTISE and say.body != held.offer):
-            if self._spent.get(say.client) == held.model:
-                raise ProtocolError("it has helped to unmask a sum for this model already")
+            if self._spent.get(say.client) == (held.asked.round, held.model):
+                raise ProtocolError("it has helped to unmask a sum of this round already")
             held.client = self._begun(held, say)
             held.offer = say.body
         return held.client.answer(say.stage, say.body)
@@ -108,6 +108,7 @@ class Holding:
         length = self.sums.contribution(asked, extras, 2).length
         context = context_of(
             say.body,
+            self.sums.settings,
             run=self.sums.run,
             round=asked.round,
             model=held.model,

@@ -175,7 +175,12 @@ def test_a_server_takes_no_harm_of_changed_answers(
     while machine.stage is not None:
         now = machine.stage
         for number, body in machine.ask().items():
-            answer, tensor = members[number].answer(now, body)
+            try:
+                answer, tensor = members[number].answer(now, body)
+            except ProtocolError:
+                # It is told its own keys as they were changed. Nobody else minds.
+                assert (number, stage, now) == (13, ADVERTISE, SHARE)
+                continue
             if (number, now) == (13, stage):
                 answer = data.draw(
                     st.one_of(bodies(), st.just(answer).flatmap(st.composite(mutated)))

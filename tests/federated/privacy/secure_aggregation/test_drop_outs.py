@@ -173,6 +173,8 @@ def test_the_order_of_answers_and_answers_that_come_twice_change_nothing() -> No
     assert torch.equal(summed, total(who))
     assert machine.lost == {}
     assert machine.ask() == {}
+    assert not machine.take(10, b"")
+    assert machine.lost == {}
     again, _ = machine.result()
     assert torch.equal(again, summed)
 

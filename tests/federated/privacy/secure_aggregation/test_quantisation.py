@@ -42,16 +42,17 @@ def test_the_largest_sums_do_not_overflow_and_one_level_more_would(
 @given(
     st.lists(st.floats(-2, 2, width=32), max_size=50),
     st.integers(1, 200),
+    st.floats(0, 1),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
 )
 def test_what_is_decoded_is_within_a_step_of_what_was_encoded(
-    given_values: list[float], clients: int, dtype: torch.dtype
+    given_values: list[float], clients: int, weight: float, dtype: torch.dtype
 ) -> None:
     quantisation = Quantisation(1.5, clients)
     values = torch.tensor(given_values, dtype=dtype)
-    encoded, cut = quantisation.encode(values, KEY)
+    encoded, cut = quantisation.encode(values, KEY, weight)
     assert cut == int((values.double().abs() > 1.5).sum())
-    expected = values.double().clamp(-1.5, 1.5)
+    expected = weight * values.double().clamp(-1.5, 1.5)
     assert encoded.dtype == torch.int32
     difference = quantisation.decode(encoded, 1) - expected
     assert bool((difference.abs() <= quantisation.step * (1 + 1e-6)).all())
@@ -133,6 +134,12 @@ def test_sums_of_too_many_clients_are_refused(clients: int) -> None:
 def test_a_range_is_above_zero_and_finite(extent: float) -> None:
     with pytest.raises(ValueError, match="range"):
         Quantisation(extent, 2)
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan])
+def test_a_weight_is_no_more_than_one(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        Quantisation(1.0, 2).encode(torch.zeros(1), KEY, weight)
 
 
 @settings(deadline=None)

@@ -152,9 +152,10 @@ def bounds(settings: SecureAggregation, members: int) -> Bounds:
     if not isinstance(settings, SecureAggregationPlus):
         return Bounds(above, members - 1, max(above, settings.minimum))
     plan = graph.plan(members, settings.corrupt, settings.drop_out)
+    if plan.degree == members - 1:
+        return Bounds(above, plan.degree, max(above, settings.minimum))
     left = members - math.floor(settings.drop_out * members + 1e-9)
-    threshold = above if plan.degree == members - 1 else plan.threshold
-    return Bounds(threshold, plan.degree, max(stay, left, settings.minimum))
+    return Bounds(plan.threshold, plan.degree, max(stay, left, settings.minimum))
 
 
 class Cohort:

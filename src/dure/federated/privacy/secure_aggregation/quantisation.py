@@ -1,10 +1,10 @@
 """Real numbers as integers whose sum over clients is that of the numbers, as nearly as 32 bits can.
 
     L        = ⌊(2^(bits - 1) - 1) / n⌋                 so that n of [-L, L] do not overflow
-    encode   : q = ⌊x L / range + u⌋,                   u uniform in [0, 1);  -range <= x <= range
-    decode   : Σ x ≈ (range / L) Σ q
+    encode   : q = ⌊w x L / range + u⌋,                 u uniform in [0, 1);  -range <= x <= range
+    decode   : Σ w x ≈ (range / L) Σ q
 
-A step is range / L. E[q] = x L / range: rounding is unbiased, and its error is below one step a
+A step is range / L. E[q] = w x L / range: rounding is unbiased, and its error is below one step a
 client, so that a sum of n has a deviation of at most √n / 2 steps. For 100 clients L is 21 million:
 as fine as float32 has it for the largest x. u comes from a key, 32 bits each,
 so the mean is right to 2^-32 of a step.
@@ -72,17 +72,20 @@ class Quantisation:
         """The number that the integer 1 stands for."""
         return self.range / self.levels
 
-    def encode(self, values: Tensor, key: bytes) -> tuple[Tensor, int]:
-        """The values as integers, and how many of them lay beyond the range.
+    def encode(self, values: Tensor, key: bytes, weight: float = 1.0) -> tuple[Tensor, int]:
+        """weight · values as integers, and how many of the values lay beyond the range.
 
-        values: floating, of any shape. key: 32 bytes, for this rounding alone. Returns int32 of the
-        same shape on the CPU. Raises ValueError for NaN and infinity.
+        values: floating, of any shape, on the CPU. key: 32 bytes, for this rounding alone. weight:
+        0 to 1. Returns int32 of the same shape. Raises ValueError for NaN, infinity and other
+        weights.
         """
+        if not 0 <= weight <= 1:
+            raise ValueError(f"a weight of {weight}: it has to be 0 to 1, so that the sum fits")
         given = values.detach().reshape(-1)
         encoded = torch.empty(values.shape, dtype=torch.int32)
         out = encoded.view(-1).numpy()
         # Rounded down, so that the range itself becomes no more than L.
-        scale = math.nextafter(self.levels / self.range, 0)
+        scale = weight * math.nextafter(self.levels / self.range, 0)
         stream = Keystream(key)
         room = memoryview(bytearray(4 * _ELEMENTS + SLACK))
         drawn = np.frombuffer(room, dtype="<u4", count=_ELEMENTS)

@@ -12,7 +12,6 @@ be alone with others of its kind.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +20,12 @@ import torch
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Groups
-from dure.federated.privacy.secure_aggregation import graph
-from dure.federated.privacy.secure_aggregation.cohort import Context
+from dure.federated.privacy.secure_aggregation.cohort import Context, bounds
 from dure.federated.privacy.secure_aggregation.contribution import Contribution, Shape, Total
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
 from dure.federated.privacy.secure_aggregation.server import Server
-from dure.federated.privacy.secure_aggregation.settings import (
-    SecureAggregation,
-    SecureAggregationPlus,
-)
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.server.combining import Summed
 from dure.protocol.messages import Answer, Assignment, Say
 from dure.randomness.secret import Secret
@@ -67,16 +62,6 @@ class Sums:
         """How updates become vectors, in a sum of so many. extras: what theirs look like."""
         quantisation = Quantisation(self.settings.range, members)
         return Contribution(Shape.of(asked, extras), quantisation, self.settings.most_examples)
-
-    def threshold(self, members: int) -> tuple[int, int]:
-        """(neighbours of each client, how many of them have to be there at the end)."""
-        settings = self.settings
-        if isinstance(settings, SecureAggregationPlus):
-            degree, threshold = graph.plan(members, settings.corrupt, settings.drop_out)
-            if degree < members - 1:
-                return degree, threshold
-        # More than two thirds, whatever the share says of so few.
-        return members - 1, max(2 * members // 3 + 1, math.ceil(settings.threshold * members))
 
     def text(self) -> str:
         """What a vector's numbers mean, so that nobody adds others to them."""
@@ -187,7 +172,11 @@ class _Round:
             why = f"its sum would have {len(members)} clients, and {fewest} are the fewest"
             self._lose(members, why)
             return
-        degree, threshold = sums.threshold(len(members))
+        try:
+            limits = bounds(sums.settings, len(members))
+        except ValueError as error:
+            self._lose(members, str(error))
+            return
         context = Context(
             run=sums.run,
             round=asked.round,
@@ -197,9 +186,7 @@ class _Round:
             length=sums.contribution(asked, extras, len(members)).length,
             quantisation=sums.text(),
             members=tuple(members),
-            threshold=threshold,
-            degree=degree,
-            fewest=fewest,
+            **limits._asdict(),
         )
         self._running.append((context, Server(context, rounds.roster)))
 
@@ -232,7 +219,11 @@ class _Round:
             return False
         if server.stage is not None:
             return True
-        total, clients = server.result()
+        try:
+            total, clients = server.result()
+        except TooFewError as error:
+            self._lose(members, str(error))
+            return False
         for client in sorted(set(members) - set(clients)):
             self._lose([client], server.lost.get(client, "it was lost before the sum was there"))
         tickets = [self._tickets[client] for client in clients]

@@ -70,6 +70,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     from_body,
     to_body,
 )
+from dure.federated.privacy.secure_aggregation.recovery import recover
 from dure.protocol.messages import Form
 from dure.wire.signatures import is_signed
 
@@ -149,7 +150,8 @@ class Server:
         A second answer, and one of a client that was not asked, changes nothing. A wrong one costs
         the client its place (`lost`).
         """
-        if client not in self._asked or client in self._answered or client in self.lost:
+        known = client in self._asked and client not in self._answered and client not in self.lost
+        if not known or self.stage is None:
             return False
         try:
             self._take(client, body, tensors)
@@ -209,8 +211,7 @@ class Server:
         return bodies
 
     def _shares_for(self, client: int) -> bytes:
-        # Of those alone who are in it to the end of the stage before: all the others have to make
-        # their masks with the same clients.
+        # Only of those who have shared in time: just they are whom everybody has masks with.
         boxes = self._boxes[client]
         there = [sender for sender in self._sharing if sender in boxes]
         return to_body(Shares(tuple(Sealed(sender, boxes[sender]) for sender in there)))
@@ -288,6 +289,9 @@ class Server:
 
     def _enough(self, there: Sequence[int]) -> None:
         least = self._context.least
+        if self.stage == UNMASK:
+            # Who is in the sum is settled: now there have to be shares enough of each secret.
+            least = self._context.threshold
         if len(there) < least:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: {len(there)} of "
@@ -368,7 +372,7 @@ class Server:
         found = dict(zip(places, secrets, strict=True))
         for owner, secret in found.items():
             if not (secret and fits(owner, secret)):
-                found[owner] = self._mended(owner, places[owner], fits)
+                found[owner] = self._recovered(owner, places[owner], fits)
         return found
 
     def _by_place(self, owner: int, shares: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -382,37 +386,22 @@ class Server:
             )
         return {at: shares[holder] for at, holder in enumerate(holders) if holder in shares}
 
-    def _mended(self, owner: int, shares: Mapping[int, bytes], fits: Fits) -> bytes:
-        """The secret of an owner of whom some shares are wrong, and their holders into `lost`.
-
-        Any threshold of right shares will do. Tried are those of holders that follow each other, in
-        a circle: one wrong share, or wrong ones side by side, leave such a run.
-        """
+    def _recovered(self, owner: int, shares: Mapping[int, bytes], fits: Fits) -> bytes:
+        """The secret of an owner of whom some shares are wrong, and their holders into `lost`."""
         holders = self._cohort.holders(owner)
         # Whoever has given a wrong share of another secret comes last.
         order = sorted(shares, key=lambda at: holders[at] in self.lost)
         threshold = self._context.threshold
-        for start in range(len(order)):
-            run = [*order[start:], *order[:start]][:threshold]
-            secret = _joined(shares, run)
-            if secret and fits(owner, secret):
-                for at in set(order) - set(run):
-                    if _joined(shares, [*run[1:], at]) != secret:
-                        self.lost.setdefault(holders[at], _wrong_share(owner))
-                return secret
-        raise TooFewError(
-            f"secure aggregation of round {self._context.round}: the shares of client {owner}'s "
-            f"secret make none that fits what it has advertised: it has shared another one, or too "
-            f"many of {len(order)} clients give wrong shares"
-        )
-
-
-def _joined(shares: Mapping[int, bytes], places: Sequence[int]) -> bytes:
-    """The secret that the shares at these places make; empty where they make none."""
-    try:
-        return shamir.join({at: shares[at] for at in places}, len(places))
-    except ValueError:
-        return b""
+        found = recover(shares, threshold, lambda secret: fits(owner, secret), order)
+        if found.secret is None:
+            raise TooFewError(
+                f"secure aggregation of round {self._context.round}: the shares of client "
+                f"{owner}'s secret make none that fits what it has advertised: it has shared "
+                f"another one, or too many of {len(order)} clients give wrong shares"
+            )
+        for at in found.wrong:
+            self.lost.setdefault(holders[at], _wrong_share(owner))
+        return found.secret
 
 
 def _wrong_share(owner: int) -> str:
