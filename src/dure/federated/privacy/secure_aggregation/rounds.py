@@ -76,7 +76,7 @@ def digest_of(asked: Assignment) -> str:
         for tensor in tensors:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+            digest.update(flat.view(torch.uint8).numpy().data)
         digest.update(b"|")
     return digest.hexdigest()
 
