@@ -192,7 +192,7 @@ def _in_words(what: str, about: About) -> str:
         case "failed":
             return f"round {_round(about)}: {about['error']}"
         case "left":
-            return f"left the secure sum: {about['error']}"
+            return f"left the secure sum: {about['why']}"
         case "over":
             return str(about["why"])
         case _:

@@ -9,7 +9,7 @@ process under a virtual clock, as they are; over a network, where each half is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -54,9 +54,25 @@ if TYPE_CHECKING:
     # They need the extra "privacy", which runs without secure aggregation do without.
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.wire.signatures import Key
 
 SIMULATED = "simulation"
 """The name under which clients of a simulation sum."""
+
+
+class Site(NamedTuple):
+    """What a client on a machine of its own knows of the run, for sums of updates.
+
+    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
+    identities: public keys of all clients, by number, where their owner has signed them.
+    smallest_cohort: the fewest clients of a sum in which it takes part.
+    """
+
+    run: str
+    refuses: Callable[[str], None]
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
 
 
 class Says(Protocol):
@@ -160,7 +176,7 @@ def _secure(
     run = SIMULATED if here else str(place.config.get("run", ""))
     groups, of_means = parted(rule)
     secret = Secret.simulated(seed) if here else Secret.system()
-    return SecureRounds(Sums(settings, run), groups, secret), of_means
+    return SecureRounds(Sums(settings, run), groups, secret, place.identities), of_means
 
 
 def _serving(
@@ -183,7 +199,8 @@ def _serving(
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
-    server.examples = max(1, sum(carrier.join().sizes))
+    if strategy.privacy.secure is None:
+        server.examples = max(1, sum(carrier.join().sizes))
     place.ending.callback(server.close)
     return server
 
@@ -244,11 +261,12 @@ def one_client(
     client: int,
     clients: int,
     divides: bool,
+    site: Site,
 ) -> Clients:
     """One client of so many, on a machine of its own.
 
-    divides: whether its examples are those that the partition gives it; else all of the task's
-    are its own.
+    site: what it knows of the run and of the others. divides: whether its examples are those that
+    the partition gives it; else all of the task's are its own.
     """
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
@@ -258,7 +276,7 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has)
+    return _clients(strategy, task, model, conditions, seed, has, site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -278,9 +296,15 @@ class _Has(NamedTuple):
 
 
 def _clients(
-    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int, has: _Has
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    has: _Has,
+    site: Site | None = None,
 ) -> Clients:
-    """The half of clients that have this."""
+    """The half of clients that have this. site: of a client that is alone here."""
     one_more = _models(task, model, seed)
     examples, test = examples_for(model, task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
@@ -321,19 +345,29 @@ def _clients(
         # All that torch has, before a run has fewer for the steps of one client.
         threads=torch.get_num_threads(),
         names=has.names,
-        holding=_holding(strategy, algorithm, seed),
+        holding=_holding(strategy, algorithm, seed, site),
     )
 
 
-def _holding(strategy: Says, algorithm: Algorithm, seed: int) -> Holding | None:
-    """Where updates stay with their clients: what holds them, in a simulation."""
-    if strategy.privacy.secure is None:
+def _holding(strategy: Says, algorithm: Algorithm, seed: int, site: Site | None) -> Holding | None:
+    """What holds updates, where they stay with their clients."""
+    settings = strategy.privacy.secure
+    if settings is None:
         return None
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import Sums
 
-    sums = Sums(strategy.privacy.secure, SIMULATED)
-    return Holding(sums, algorithm, Secret.simulated(seed))
+    if site is None:
+        return Holding(Sums(settings, SIMULATED), algorithm, Secret.simulated(seed))
+    return Holding(
+        Sums(settings, site.run),
+        algorithm,
+        Secret.system(),
+        identity=site.key if site.identities is not None else None,
+        roster=site.identities,
+        minimum=site.smallest_cohort,
+        refuses=lambda client, reason: site.refuses(reason),
+    )
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:

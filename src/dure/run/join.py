@@ -83,6 +83,7 @@ def join(
         training.identities = site.enter(welcome)
         training.key = session.key
         training.smallest_cohort = policy.smallest_cohort
+        training.refuses = lambda reason: on_progress("left", {"why": reason})
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
         strategy = decode_strategy(welcome.strategy)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
-from dure.federated.halves import layout, one_client
+from dure.federated.halves import Site, layout, one_client
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import home_of, to_cpu, to_device
@@ -64,7 +64,8 @@ class Training:
 
     part: the simulated client whose examples it takes; None: all of the task's are its own. key:
     the client's identity. identities: public keys of all clients, by number, where their owner has
-    signed them. smallest_cohort: the fewest clients of a secure sum, as the site has it.
+    signed them. smallest_cohort: the fewest clients of a secure sum, as the site has it. refuses:
+    hears why the client takes no part in a sum.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -81,6 +82,7 @@ class Training:
     key: Key | None = None
     identities: Mapping[int, str] | None = None
     smallest_cohort: int = 1
+    refuses: Callable[[str], None] = lambda reason: None
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,6 +130,13 @@ class Training:
             self.client,
             welcome.clients,
             divides=self.part is not None,
+            site=Site(
+                welcome.run,
+                self.refuses,
+                self.key,
+                self.identities,
+                self.smallest_cohort,
+            ),
         )
         self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self.examples = self.clients.sizes[self.client]

@@ -1,5 +1,5 @@
-"""A server that adds up, killed at each point of a round, and begun again: each sum is used once and
-is the one that was used before; a sum of which nobody knows is made anew."""
+"""A server that adds up, killed at each point of a round, and begun again: each sum is used once,
+and is the one that was used before; a sum of which nobody knows is made anew."""
 
 from __future__ import annotations
 

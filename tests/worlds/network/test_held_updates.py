@@ -21,6 +21,7 @@ from toy_sums import SEED, Played, Toy, install, noted
 import dure
 from dure.protocol.messages import Answer, Say
 from dure.worlds.network.client.audit import verify
+from dure.worlds.network.server import desk
 from dure.worlds.network.trees import Trees
 from small import small_task
 
@@ -161,16 +162,16 @@ def test_who_does_not_go_on_is_not_waited_for_and_its_update_does_not_count(
 
 
 def test_who_never_answers_is_waited_for_until_the_time_is_up(notes: Path, tmp_path: Path) -> None:
-    held = []
+    held: list[float] = []
 
     def waits(say: Say, honest: Any) -> Answer | None:
         # Its call stays open: it is there.
         held.append(time.monotonic())
-        time.sleep(4.0)
+        time.sleep(1.5)
         return honest(say)
 
     players = [player(0), player(1), player(2, answers=waits)]
-    run, clients = serve(tmp_path, *players, rounds=1, exchange_seconds=1.0)
+    run, clients = serve(tmp_path, *players, rounds=1, exchange_seconds=0.5)
     assert run.summary["steps"] == 1
     [one] = totals(tmp_path)
     assert int(one["total"][0]) == 2 * SEED
@@ -179,7 +180,10 @@ def test_who_never_answers_is_waited_for_until_the_time_is_up(notes: Path, tmp_p
     assert not clients[2].words("left")
 
 
-def test_who_hangs_up_is_waited_for_no_longer_than_a_grace(notes: Path, tmp_path: Path) -> None:
+def test_who_hangs_up_is_waited_for_no_longer_than_a_grace(
+    notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "GRACE", 0.5)
     gone: list[Played] = []
 
     def leaves(say: Say, honest: Any) -> Answer | None:

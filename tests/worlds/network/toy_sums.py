@@ -22,6 +22,7 @@ from dure.protocol.messages import Answer, Form, Say, Update
 from dure.run.site import Reach, opened
 from dure.run.training import Training
 from dure.wire.layout import Federation
+from dure.worlds.network.client.link import Backoff
 from dure.worlds.network.client.loop import Loop
 from small import small_task
 
@@ -147,6 +148,8 @@ class Played:
     def _play(self) -> None:
         try:
             with opened(self._url, self._reach, self.stop) as (session, *_):
+                # A test has no time to be patient with a server that is killed.
+                session._backoff = Backoff(most=0.2)
                 self.site.begin(session.check_in(self.site.enter()), None)
                 session.belongs(session.check_in(self.site.enter()), self.site.name)
                 told = lambda what, about: self.heard.append((what, dict(about)))  # noqa: E731

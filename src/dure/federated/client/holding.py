@@ -1,8 +1,8 @@
 """Updates that stay with their clients, which answer the steps of secure aggregation about them.
 
 A client holds an update from its local training until the server says what became of it. Keys and
-shares live in memory alone. Once a client has helped to unmask a sum for a model, it is in no other
-sum for that model: of two sums, one with it and one without, the difference is its update.
+shares live in memory alone. Once a client has helped to unmask a sum of a round, it is in no other
+sum of that round: of two sums, one with it and one without, the difference is its update.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Holding:
 
     sums: what both sides know. algorithm: says how much an update weighs, and what extras look
     like. secret: of keys and rounding. identity, roster: of a client on a network, against a server
-    that lies. refuses: hears which client takes no part in a step, and why.
+    that lies. minimum: the fewest clients of a sum in which a client takes part. refuses: hears
+    which client takes no part in a step, and why.
     """
 
     sums: Sums
@@ -50,10 +51,11 @@ class Holding:
     secret: Secret
     identity: Key | None = None
     roster: Roster | None = None
+    minimum: int = 1
     refuses: Callable[[int, str], None] = lambda client, reason: None
     _held: dict[int, _Held] = field(default_factory=dict)
-    _spent: dict[int, str] = field(default_factory=dict)
-    """By client: the newest model for which it has helped to unmask a sum."""
+    _spent: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By client: the newest round, and model, of which it has helped to unmask a sum."""
     _digested: tuple[Assignment, str] | None = None
 
     def hold(self, update: Update, asked: Assignment) -> None:
@@ -83,14 +85,14 @@ class Holding:
             self.refuses(say.client, str(error))
             return None
         if say.stage == UNMASK:
-            self._spent[say.client] = held.model
+            self._spent[say.client] = held.asked.round, held.model
         return Answer(say.ticket, say.client, say.stage, body, () if masked is None else (masked,))
 
     def _answered(self, held: _Held, say: Say) -> tuple[bytes, Tensor | None]:
         # A server that was started anew begins another attempt.
         if held.client is None or (say.stage == ADVERTISE and say.body != held.offer):
-            if self._spent.get(say.client) == held.model:
-                raise ProtocolError("it has helped to unmask a sum for this model already")
+            if self._spent.get(say.client) == (held.asked.round, held.model):
+                raise ProtocolError("it has helped to unmask a sum of this round already")
             held.client = self._begun(held, say)
             held.offer = say.body
         return held.client.answer(say.stage, say.body)
@@ -128,5 +130,5 @@ class Holding:
             vector,
             identity=self.identity,
             roster=self.roster,
-            minimum=self.sums.settings.minimum,
+            minimum=max(self.minimum, self.sums.settings.minimum),
         )

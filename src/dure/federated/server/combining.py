@@ -186,7 +186,7 @@ class Combining:
 
     def _result(self) -> Result:
         # Of a sum of updates only the sums are known.
-        told = [*self._folded, *self._summed]
+        told: list[Folded | Summed] = [*self._folded, *self._summed]
         loss = sum([one.counted * one.loss for one in told])
         return Result(
             loss=mean_over(loss, sum([one.counted for one in told])),

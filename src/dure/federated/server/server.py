@@ -228,8 +228,13 @@ class Server(Learner):
             f"sum {coordinator.model.number}",
             lambda: secure.sums_of(asked, extras, self.carrier.exchange),
         )
-        for summed in secure.means(sums, asked, extras):
+        means = list(secure.means(sums, asked, extras))
+        for summed in means:
             coordinator.fold_sum(summed)
+        if means and not len(self.task.train):
+            # Nobody has said how many examples there are: as many as those in the sums have.
+            typical = sum(one.weight for one in means) / sum(len(one.tickets) for one in means)
+            self.examples = max(1, round(typical * len(coordinator.sizes)))
         for ticket, reason in sums["lost"].items():
             coordinator.lost(ticket, reason)
 

@@ -115,9 +115,25 @@ def test_a_few_have_everybody_as_neighbour(members: int) -> None:
     assert bad < found.threshold <= members - 1 - lost
 
 
+@given(st.integers(3, 300), st.floats(0, 0.3), st.floats(0, 0.3))
+@settings(deadline=None)
+def test_one_share_never_tells_a_secret(members: int, corrupt: float, drop_out: float) -> None:
+    try:
+        found = plan(members, corrupt, drop_out, sigma=1, eta=1)
+    except ValueError:
+        return
+    assert (
+        2
+        <= found.threshold
+        <= found.degree - math.floor(drop_out * members) * (found.degree == members - 1)
+    )
+
+
 def test_where_no_graph_is_enough_is_refused() -> None:
     with pytest.raises(ValueError, match="may be corrupt"):
         plan(10, 0.5, 0.5)
+    with pytest.raises(ValueError, match="ask more clients"):
+        plan(3, 0.0, 0.4)
     with pytest.raises(ValueError, match="takes 3"):
         plan(2, 0.0, 0.0)
     with pytest.raises(ValueError, match="shares"):

@@ -138,10 +138,12 @@ class Contribution:
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:
         """What the sum of the vectors of so many clients says. extras: what they look like."""
-        values, rest = total.split([self.shape.values, total.numel() - self.shape.values])
+        values, rest = total[: self.shape.values], total[self.shape.values :]
         numbers = self.quantisation.decode_whole(rest, MOST, clients)
         weight, cut, samples, count, loss, *rises = numbers
-        real = iter(self.quantisation.decode(values, clients).split(list(self._sizes())))
+        shape = self.shape
+        sizes = [*shape.deltas, *shape.buffers, *shape.extras]
+        real = iter(torch.split(self.quantisation.decode(values, clients), sizes))
         # In float64 until the mean is there: n_k times a weight has more digits than float32.
         mean = self.most / weight
         counted = count / POINT
@@ -161,9 +163,6 @@ class Contribution:
             extra=[_like(next(real) / clients, one) for one in extras],
             rises=_split_rises(rises, clients, asked.buffers),
         )
-
-    def _sizes(self) -> Sequence[int]:
-        return [*self.shape.deltas, *self.shape.buffers, *self.shape.extras]
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

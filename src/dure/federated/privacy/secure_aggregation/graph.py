@@ -92,28 +92,28 @@ def plan(members: int, corrupt: float, drop_out: float, sigma: float = 40, eta: 
     # 0.1 · 30 is 3, whatever float64 makes of it.
     bad = math.ceil(corrupt * members - 1e-9)
     lost = math.floor(drop_out * members + 1e-9)
+    # A secret that one share tells is no secret: the threshold is at least 2.
     if members > FEW:
         for degree in range(2, members - 1, 2):
             if _log2_apart(members, degree, bad + lost) > -(sigma + 1):
                 continue
-            most_known = _quantile(members, bad, degree, -(sigma + 1))
+            most_known = max(1, _quantile(members, bad, degree, -(sigma + 1)))
             fewest_there = degree - _quantile(members, lost, degree, -eta)
             if most_known < fewest_there:
                 return _between(degree, most_known, fewest_there)
-    most_known = min(bad, members - 1)
+    most_known = max(1, bad)
     fewest_there = members - 1 - lost
     if most_known >= fewest_there:
         raise ValueError(
-            f"of {members} members {bad} may be corrupt and {lost} lost: the {bad} would know as "
-            f"much as those who are left; fewer have to be assumed, or more clients asked"
+            f"of {members} members {bad} may be corrupt and {lost} lost: no threshold is above the "
+            f"one and within the rest; assume fewer, or ask more clients"
         )
     return _between(members - 1, most_known, fewest_there)
 
 
 def _between(degree: int, most_known: int, fewest_there: int) -> Plan:
     """The threshold in the middle of most_known + 1 to fewest_there."""
-    # One share alone would be the secret itself.
-    return Plan(degree, max(2, (most_known + 1 + fewest_there) // 2))
+    return Plan(degree, (most_known + 1 + fewest_there) // 2)
 
 
 def _log2_apart(members: int, degree: int, gone: int) -> float:

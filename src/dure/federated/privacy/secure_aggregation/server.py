@@ -289,6 +289,9 @@ class Server:
 
     def _enough(self, there: Sequence[int]) -> None:
         least = self._context.least
+        if self.stage == UNMASK:
+            # Who is in the sum is settled: now there have to be shares enough of each secret.
+            least = self._context.threshold
         if len(there) < least:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: {len(there)} of "

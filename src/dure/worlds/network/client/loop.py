@@ -346,7 +346,7 @@ class Loop:
                 raise ValueError("the answer has other tensors than were asked for")
         except Exception as error:
             self._left.add(this.ticket)
-            self.event("left", {"error": f"{type(error).__name__}: {error}"})
+            self.event("left", {"why": f"{type(error).__name__}: {error}"})
             raise _LeftError(type(error).__name__) from error
         return answer
 
