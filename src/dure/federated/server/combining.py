@@ -29,8 +29,8 @@ Of nothing: every update was refused.
 """
 
 MOVES = (
-    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: "
-    "make it a parameter, or one that stays"
+    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make"
+    " it a parameter, or one that stays"
 )
 """Why an update is refused where clients have differential privacy."""
 
