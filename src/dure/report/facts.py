@@ -99,7 +99,13 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
         bits=text_of(facts.get("bits")),
         differs=_texts(facts.get("differs")),
         refused=_by_number(facts.get("refused_clients")),
+        exposure=rows(facts.get("exposure"), _exposure),
     )
+
+
+def _exposure(raw: Sequence[Any]) -> tuple[str, str]:
+    who, what = raw
+    return str(who), str(what)
 
 
 def _presence(raw: Sequence[Any]) -> Presence:

@@ -9,6 +9,7 @@ from typing import Any
 from dure.record.disk import told, write_atomically
 from dure.report import charts
 from dure.report.document import document, plotly_source, section, source
+from dure.report.exposure import exposures
 from dure.report.federated import fairness, federations
 from dure.report.federated_figures import figures
 from dure.report.parts import bar, legend, percents, swatch
@@ -25,6 +26,7 @@ from dure.report.split import divided_models
 from dure.report.split_figures import figures as figures_of_split
 from dure.report.split_leaks import leaks
 from dure.report.table import table
+from dure.report.update_leaks import update_leaks
 from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
 
@@ -82,7 +84,9 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         divided_models(runs.runs, drawn),
         leaks(runs.runs, drawn),
         promises(runs.runs, drawn),
+        update_leaks(runs.runs),
         federations(runs.runs, drawn),
+        exposures(runs.runs),
         fairness(runs.runs, drawn),
         _partitions(partitions),
         _footer(runs.runs),

@@ -27,6 +27,7 @@ from dure.report.facts import (
     servers_of,
 )
 from dure.report.runs import Line, Partition, Result, Run, Runs, Span, Target, Trace, Worker
+from dure.report.update_leaks import audit_of
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
 from dure.report.words import higher_is_better
 
@@ -96,6 +97,7 @@ def read_run(folder: Path) -> Run:
         divided=divided_of(summary),
         leakage=leakage_of(summary),
         promises=promises_of(summary),
+        audit=audit_of(folder, _object(folder / "audit.json", notes)),
     )
 
 
