@@ -194,7 +194,7 @@ class Server(Learner):
         combine = self.carrier.carry(coordinator)
         if self.secure is None:
             self._fold(combine.tickets)
-        else:
+        elif combine.tickets:
             self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
