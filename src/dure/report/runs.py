@@ -404,6 +404,8 @@ class Run:
     servers: Servers | None = None
     divided: Divided | None = None
     leakage: Leakage | None = None
+    promises: Sequence[Any] = ()
+    """Of differential privacy, as the run told them."""
     audit: Audit | None = None
 
 
