@@ -72,9 +72,9 @@ def test_it_comes_to_the_mean_and_no_key_or_mask_is_found_anywhere(tmp_path: Pat
     keys = [bytes.fromhex(one) for line in drawn.read_text().splitlines() for one in line.split()]
     assert len(keys) > 2 * CLIENTS * 3 * 4
     folders = [tmp_path / one for one in ("run", "log", *map("site-{}".format, range(CLIENTS)))]
-    assert [
-        found for key in keys for found in found_in([*folders, tmp_path / "run.log"], key)
-    ] == []
+    assert found_in(folders, keys) == []
+    (tmp_path / "log" / "leak").write_text(f"the key is {keys[7].hex()}")
+    assert found_in(folders, keys) == [tmp_path / "log" / "leak"]
 
 
 def test_with_a_roster_of_the_owner_clients_sign_and_a_stranger_takes_no_part(
