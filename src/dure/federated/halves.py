@@ -35,7 +35,7 @@ from dure.federated.engines.job import Engine, Job
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
 from dure.federated.privacy.choice import Privacy
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
-from dure.federated.privacy.user_level.build import noised_rounds
+from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.private import Private
 from dure.federated.server.sampling import Selection
@@ -48,7 +48,7 @@ from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
-from dure.tasks.batch_norm import needs_two
+from dure.tasks.batch_norm import needs_two, statistics
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
@@ -59,6 +59,7 @@ from dure.wire.layout import Federation, Layout
 if TYPE_CHECKING:
     # They need the extra "privacy", which runs without secure aggregation do without.
     from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
     from dure.wire.signatures import Key
 
@@ -165,7 +166,10 @@ def server_half(
     rule = strategy.rule()
     secure = None
     if strategy.privacy.secure is not None:
-        secure, rule = _secure(strategy.privacy.secure, rule, place, seed)
+        clipping = _clipping(
+            strategy.privacy, task, model, strategy.algorithm(start_of(task, model, clients))
+        )
+        secure, rule = _secure(strategy.privacy.secure, rule, clipping, place, seed)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
@@ -227,7 +231,11 @@ def _private(
 
 
 def _secure(
-    settings: SecureAggregation, rule: Aggregator, place: Place, seed: int
+    settings: SecureAggregation,
+    rule: Aggregator,
+    clipping: Clipping | None,
+    place: Place,
+    seed: int,
 ) -> tuple[SecureRounds, Aggregator]:
     """(what sums a round's updates, the rule for the sums' means)."""
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
@@ -236,7 +244,7 @@ def _secure(
     run = SIMULATED if here else str(place.config.get("run", ""))
     groups, of_means = parted(rule)
     secret = Secret.simulated(seed) if here else Secret.system()
-    return SecureRounds(Sums(settings, run), groups, secret, place.identities), of_means
+    return SecureRounds(Sums(settings, run, clipping), groups, secret, place.identities), of_means
 
 
 def _serving(
@@ -418,11 +426,26 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
-        holding=_holding(strategy, algorithm, seed, site),
+        holding=_holding(strategy, task, model, algorithm, seed, site),
     )
 
 
-def _holding(strategy: Says, algorithm: Algorithm, seed: int, site: Site | None) -> Holding | None:
+def _clipping(
+    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+) -> Clipping | None:
+    """How clients clip, where they have differential privacy, and only their sum is seen."""
+    if privacy.user is None:
+        return None
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+
+    copy = another(model, task, 0)
+    like, pieces = contribution(copy, algorithm)
+    return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
+
+
+def _holding(
+    strategy: Says, task: Task, model: nn.Module, algorithm: Algorithm, seed: int, site: Site | None
+) -> Holding | None:
     """What holds updates, where they stay with their clients."""
     settings = strategy.privacy.secure
     if settings is None:
@@ -430,10 +453,12 @@ def _holding(strategy: Says, algorithm: Algorithm, seed: int, site: Site | None)
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import Sums
 
+    clipping = _clipping(strategy.privacy, task, model, algorithm)
     if site is None:
-        return Holding(Sums(settings, SIMULATED), algorithm, Secret.simulated(seed))
+        sums = Sums(settings, SIMULATED, clipping)
+        return Holding(sums, algorithm, Secret.simulated(seed))
     return Holding(
-        Sums(settings, site.run),
+        Sums(settings, site.run, clipping),
         algorithm,
         Secret.system(),
         identity=site.key if site.identities is not None else None,

@@ -37,6 +37,7 @@ from dure.federated.privacy.secure_aggregation.checks import (
     check_measuring,
     check_pacing,
     check_rule,
+    check_user,
 )
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.checks import (
@@ -283,6 +284,7 @@ class Federated(Strategy):
     def _check_secure(self, secure: SecureAggregation, clients: int | None) -> None:
         """Raises ValueError where something needs single updates, or clients would say too much."""
         check_rule(secure, self.rule())
+        check_user(secure, self.privacy.user)
         check_measuring(secure, self.held_out, self.fine_tune)
         if isinstance(self.selection, Weighted):
             raise ValueError(

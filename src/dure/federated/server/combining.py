@@ -66,7 +66,8 @@ class Summed(NamedTuple):
     """The mean of some clients' updates, of which nobody knows the single ones.
 
     tickets: of these updates. examples: the sum of their n_k. cut: values that were beyond the
-    range. The rest is as `GlobalModel.fold_mean` and `Result` have it.
+    range. clipped: with differential privacy of clients, the sum of what they have clipped, in
+    place of the mean. The rest is as `GlobalModel.fold_mean` and `Result` have it.
     """
 
     tickets: Sequence[int]
@@ -80,6 +81,7 @@ class Summed(NamedTuple):
     counted: float
     loss: float
     cut: int
+    clipped: Sequence[Tensor] | None = None
 
 
 @dataclass
@@ -145,6 +147,9 @@ class Combining:
             staleness = self.model.number - asked.round
             self._folded.append(Folded(asked.client, 0, 0.0, 0.0, staleness))
         self._summed.append(summed)
+        if summed.clipped is not None:
+            self.model.fold_clipped(summed.clipped)
+            return
         self.model.fold_mean(
             summed.delta,
             summed.buffers,
@@ -212,7 +217,9 @@ class Combining:
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,
             wrong=[self._clients[ticket] for ticket in self._refused],
-            cut=sum([one.cut for one in self._summed]) if self._summed else None,
+            cut=sum([one.cut for one in self._summed])
+            if self._summed and self.model.private is None
+            else None,
         )
 
 

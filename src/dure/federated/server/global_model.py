@@ -152,6 +152,11 @@ class GlobalModel:
                 self._extra = Mean().zero(extra)
             self._extra = Mean().fold(self._extra, extra, float(clients))
 
+    def fold_clipped(self, total: Sequence[Tensor]) -> None:
+        """Takes the sum of what clients with differential privacy have clipped themselves."""
+        assert self.private is not None
+        self.private.add(total)
+
     def refuse(self) -> None:
         """Takes note of an update that was sent and cannot be right."""
         self._refused += 1

@@ -26,8 +26,9 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.choice import NOTHING, Privacy
 from dure.federated.privacy.exposure import exposure
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregationPlus
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
@@ -112,7 +113,10 @@ class Server(Learner):
         self.test = test
         self.algorithm = algorithm
         self.carrier = carrier
-        self.privacy = privacy if privacy is not None else Privacy()
+        self.privacy = privacy if privacy is not None else NOTHING
+        # A few neighbours of each could all be the server's, whoever has signed who they are.
+        all_pairs = not isinstance(self.privacy.secure, SecureAggregationPlus)
+        self._signed = secure is not None and secure.roster is not None and all_pairs
         self.secure = secure
         self.group = group
         self.sample = sample
@@ -194,7 +198,7 @@ class Server(Learner):
         combine = self.carrier.carry(coordinator)
         if self.secure is None:
             self._fold(combine.tickets)
-        else:
+        elif combine.tickets:
             self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
@@ -495,8 +499,17 @@ class Server(Learner):
             **self.log.facts(),
             **self.said.facts(),
             **private,
-            "exposure": [list(one) for one in exposure(self.privacy)],
+            **self._bits(),
+            "exposure": [list(one) for one in exposure(self.privacy, self._signed)],
         }
+
+    def _bits(self) -> dict[str, Any]:
+        """Where clients are elsewhere and something protects them: no run has these bits again."""
+        told = self.carrier.facts()
+        if "bits" not in told or self.privacy == NOTHING:
+            return {}
+        why = "what protects clients is drawn from the system, and never again"
+        return {"bits": "close", "differs": [*told.get("differs", ()), why]}
 
     def meters(self) -> Sequence[Meter]:
         return [self.meter, *self.counted]

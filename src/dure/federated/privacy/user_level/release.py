@@ -84,6 +84,9 @@ class NoisedRounds:
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
         self.estimator.fold(contribution, examples)
 
+    def add(self, total: Sequence[Tensor]) -> None:
+        self.estimator.add(total, 1.0)
+
     def forget(self) -> None:
         self.estimator.forget()
 
