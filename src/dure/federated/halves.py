@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.federated.privacy.user_level.local import LocalNoise
     from dure.wire.signatures import Key
 
 SIMULATED = "simulation"
@@ -427,7 +428,29 @@ def _clients(
         names=has.names,
         keep=keep,
         holding=_holding(strategy, task, model, algorithm, seed, site),
+        protect=_local_noise(strategy.privacy, task, model, algorithm, seed, site),
     )
+
+
+def _local_noise(
+    privacy: Privacy,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    seed: int,
+    site: Site | None,
+) -> LocalNoise | None:
+    """What adds noise to updates before they are sent, where each client does so for itself."""
+    user = privacy.user
+    if user is None or user.where != "local":
+        return None
+    from dure.federated.privacy.user_level.local import LocalNoise
+
+    copy = another(model, task, seed)
+    _, pieces = contribution(copy, algorithm)
+    places = list(statistics(copy, Buffers(copy).names))
+    secret = Secret.simulated(seed) if site is None else Secret.system()
+    return LocalNoise(user, pieces, places, secret)
 
 
 def _clipping(

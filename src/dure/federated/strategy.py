@@ -208,7 +208,7 @@ class Federated(Strategy):
             return self
         # Before the noise is looked for, which takes seconds.
         self._check_privacy()
-        noise = chosen_noise(user, self, stop.rounds)
+        noise = chosen_noise(user, self, stop.rounds, self.count(task) or 1)
         return replace(self, privacy=replace(self.privacy, user=replace(user, noise=noise)))
 
     def _check_privacy(self) -> None:
@@ -270,7 +270,7 @@ class Federated(Strategy):
         self.optimizer()
         self._check_privacy()
         if self.privacy.user is not None:
-            check_budget(self.privacy.user, self)
+            check_budget(self.privacy.user, self, self.count(task) or 1)
         self.check_task(task)
         # A rule that needs more updates than a round has is refused before anything is computed.
         clients = self.count(task)

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,7 +48,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dure.privacy.accountant import check_delta
+from dure.privacy.accountant import Releases, check_delta, least_noise
 from dure.randomness.keystream import coins, uniform
 
 ORDERS = (*range(2, 64), 72, 96, 128, 192, 256)
@@ -277,17 +277,17 @@ def divergence(variance: float, l2: float, l1: float, order: int) -> float:
     return least + min(near, 3 * l1 / (2 * variance))
 
 
-def sampled(rate: float, told: Callable[[int], float]) -> list[float]:
+def sampled(rate: float, alone: Callable[[int], float]) -> list[float]:
     """RDP of any mechanism of Poisson-sampled clients, for `ORDERS`.
 
-    told: its RDP without sampling, by order.
+    alone: its RDP without sampling, by order.
     """
-    return [_sampled(order, rate, told) for order in ORDERS]
+    return [_sampled(order, rate, alone) for order in ORDERS]
 
 
-def _sampled(order: int, rate: float, told: Callable[[int], float]) -> float:
+def _sampled(order: int, rate: float, alone: Callable[[int], float]) -> float:
     if rate == 1:
-        return told(order)
+        return alone(order)
     if not rate:
         return 0.0
     gone, there = math.log1p(-rate), math.log(rate)
@@ -296,18 +296,18 @@ def _sampled(order: int, rate: float, told: Callable[[int], float]) -> float:
         chosen = math.lgamma(order + 1) - math.lgamma(many + 1) - math.lgamma(order - many + 1)
         factor = 0.0 if many == 2 else math.log(3)
         terms.append(
-            factor + chosen + (order - many) * gone + many * there + (many - 1) * told(many)
+            factor + chosen + (order - many) * gone + many * there + (many - 1) * alone(many)
         )
     largest = max(terms)
     whole = largest + math.log(math.fsum(math.exp(term - largest) for term in terms))
     # Never more than without sampling, and never below 0.
-    return min(max(whole, 0.0) / (order - 1), told(order))
+    return min(max(whole, 0.0) / (order - 1), alone(order))
 
 
-def epsilon_of(told: Sequence[float], delta: float) -> float:
+def epsilon_of(divergences: Sequence[float], delta: float) -> float:
     """The epsilon of RDP at `ORDERS`; rounds compose by adding theirs."""
     check_delta(delta)
-    if not all(map(math.isfinite, told)):
+    if not all(map(math.isfinite, divergences)):
         return math.inf
     try:
         from dp_accounting.rdp import rdp_privacy_accountant
@@ -316,7 +316,7 @@ def epsilon_of(told: Sequence[float], delta: float) -> float:
             'differential privacy needs the extra: pip install "dure[privacy]"'
         ) from error
     least, _ = rdp_privacy_accountant.compute_epsilon(
-        np.array(ORDERS, dtype=float), np.array(told), delta
+        np.array(ORDERS, dtype=float), np.array(divergences), delta
     )
     return max(float(least), 0.0)
 
@@ -328,12 +328,42 @@ def against_server(plan: Plan, times: int, delta: float) -> float:
 
 def against_recipients(plan: Plan, rate: float, times: int, delta: float) -> float:
     """Epsilon against whoever sees the models of so many rounds. rate: of each client's coin."""
-    return epsilon_of([times * one for one in _sampled_of(plan, rate)], delta)
+    return told(plan, [Releases(rate, plan.noise, times)], delta)
+
+
+def told(plan: Plan, spent: Sequence[Releases], delta: float) -> float:
+    """Epsilon of rounds with this plan's noise, or with more elements, or fewer clients.
+
+    Of such the integers are larger, so that Skellam noise is nearer to a Gaussian's.
+    """
+    whole = [0.0] * len(ORDERS)
+    for rate, noise, times in spent:
+        if rate and times:
+            one = _sampled_of(replace(plan, noise=noise), rate)
+            whole = [sum_ + times * more for sum_, more in zip(whole, one, strict=True)]
+    return epsilon_of(whole, delta) if any(whole) else 0.0
 
 
 @lru_cache(maxsize=64)
 def _sampled_of(plan: Plan, rate: float) -> tuple[float, ...]:
-    def told(order: int) -> float:
+    def alone(order: int) -> float:
         return divergence(plan.variance, plan.l2, plan.l1, order)
 
-    return tuple(sampled(rate, told)) if plan.noise else (math.inf,) * len(ORDERS)
+    return tuple(sampled(rate, alone)) if plan.noise else (math.inf,) * len(ORDERS)
+
+
+def noise_for(wanted: float, delta: float, rate: float, times: int, clients: int) -> float:
+    """The least z with which recipients learn at most epsilon = `wanted` in so many rounds.
+
+    clients: the most in a sum. Raises ValueError where no noise does that.
+    """
+
+    return least_noise(
+        wanted,
+        lambda noise: against_recipients(account_plan(1.0, noise, clients), rate, times, delta),
+    )
+
+
+def account_plan(clip: float, noise: float, clients: int) -> Plan:
+    """A plan of which the account bounds those of all rounds with so many clients or fewer."""
+    return Plan(1, clip, noise, clients, 1)
