@@ -33,7 +33,8 @@ from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.choice import NOTHING, Privacy
+from dure.federated.privacy.exposure import exposure
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
@@ -195,7 +196,9 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
-        privacy=strategy.privacy,
+        exposure=exposure(strategy.privacy, place.identities is not None),
+        # What protects clients elsewhere is the system's, and is not drawn again.
+        repeats=place.network is None or strategy.privacy == NOTHING,
         secure=secure,
         private=_private(strategy, task, model, place, carrier, secret, seed),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
