@@ -151,6 +151,7 @@ class Server(Learner):
         self.names = names
         self._told_refused = False
         self._told_vain = False
+        self._told_cut = False
         self.said = Said(task.measures)
         self._told_failed = False
         self.freeze_at = freeze_at
@@ -263,13 +264,21 @@ class Server(Learner):
             coordinator.lost(ticket, reason)
 
     def _tell(self, number: int, result: Result) -> None:
-        """Warns of the first client of the run that is refused, and the first round in vain.
+        """Warns of the first client of the run that is refused, the first round in vain, and the
+        first value that was cut off.
 
         All are counted (`facts`), so that a run that goes on says it once.
         """
+        round = number + 1
+        if result.cut and not self._told_cut:
+            self._told_cut = True
+            warn(
+                f"round {round}: {result.cut:,} values of updates were beyond the range of secure "
+                f"aggregation and were cut off: give a larger range (the history has the number of "
+                f"each round, as cut)"
+            )
         if not result.refused:
             return
-        round = number + 1
         if not self._told_refused and self.log.liars is None:
             self._told_refused = True
             reason = next(iter(result.refused.values()))
