@@ -12,8 +12,8 @@ in it was lost: no client can be named as both. What comes from a peer is data: 
 length is checked before anything is done with it.
 
 Bytes of one client, besides the vector, all pairs of n: up some 100 n for sealed shares and 47 n
-for shares; down 84 n for keys, 100 n for sealed shares, and up to 9 n for lists; with a roster 142 n
-more down, for signatures. In SecAgg+ the n is that of neighbours, but for lists.
+for shares; down 84 n for keys, 100 n for sealed shares, and up to 9 n for lists; with a roster
+142 n more down, for signatures. In SecAgg+ the n is that of neighbours, but for lists.
 """
 
 from __future__ import annotations
