@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import audit, certificates, clients, network, served, verify
+from dure.cli import audit, certificates, clients, network, roster, served, verify
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -59,6 +59,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
   dure certificates init|server      files for TLS, signed by an authority of your own
   dure clients invite|list|... RUN   who may take part in a run over a network
+  dure roster key|sign|show|owner    all clients' public keys, signed by a federation's owner
   dure --version
 
 Tasks
@@ -175,6 +176,7 @@ def _dispatch(given: list[str]) -> int:
         "bench": _bench,
         "certificates": certificates.main,
         "clients": clients.main,
+        "roster": roster.main,
     }
     if not given or given[0] in ("--help", "-h", "help"):
         print(usage(), end="")

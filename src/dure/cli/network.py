@@ -101,6 +101,8 @@ def serve(given: list[str]) -> int:
     how: TrainOptions = asked["how"]
     world: Network = asked["world"]
     local: bool = asked["where"].local
+    if local and world.roster is not None:
+        raise ValueError("--local starts clients with new keys, which no roster has: leave it out")
     if local and value_of("--port", flags) is None:
         world = replace(world, port=0)
     if local:

@@ -9,10 +9,10 @@ process under a virtual clock, as they are; over a network, where each half is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
 from dure.federated.privacy.choice import Privacy
-from dure.federated.privacy.user_level.build import noised_rounds
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.private import Private
 from dure.federated.server.sampling import Selection
@@ -47,13 +48,38 @@ from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
-from dure.tasks.batch_norm import needs_two
+from dure.tasks.batch_norm import needs_two, statistics
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
+
+if TYPE_CHECKING:
+    # They need the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.wire.signatures import Key
+
+SIMULATED = "simulation"
+"""The name under which clients of a simulation sum."""
+
+
+class Site(NamedTuple):
+    """What a client on a machine of its own knows of the run, for sums of updates.
+
+    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
+    identities: public keys of all clients, by number, where their owner has signed them.
+    smallest_cohort: the fewest clients of a sum in which it takes part.
+    """
+
+    run: str
+    refuses: Callable[[str], None]
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
 
 
 class Says(Protocol):
@@ -137,6 +163,13 @@ def server_half(
     train, test = examples_for(model, task)
     sample = test or train
     clients = len(carrier.join().sizes)
+    rule = strategy.rule()
+    secure = None
+    if strategy.privacy.secure is not None:
+        clipping = _clipping(
+            strategy.privacy, task, model, strategy.algorithm(start_of(task, model, clients))
+        )
+        secure, rule = _secure(strategy.privacy.secure, rule, clipping, place, seed)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
@@ -150,7 +183,7 @@ def server_half(
         model=model,
         test=test,
         algorithm=strategy.algorithm(start_of(task, model, clients)),
-        rule=strategy.rule(),
+        rule=rule,
         optimizer=strategy.optimizer(),
         pacing=pacing,
         carrier=carrier,
@@ -162,6 +195,8 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
+        privacy=strategy.privacy,
+        secure=secure,
         private=_private(strategy, task, model, place, carrier, secret, seed),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
     )
@@ -195,6 +230,23 @@ def _private(
     )
 
 
+def _secure(
+    settings: SecureAggregation,
+    rule: Aggregator,
+    clipping: Clipping | None,
+    place: Place,
+    seed: int,
+) -> tuple[SecureRounds, Aggregator]:
+    """(what sums a round's updates, the rule for the sums' means)."""
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
+
+    here = place.network is None
+    run = SIMULATED if here else str(place.config.get("run", ""))
+    groups, of_means = parted(rule)
+    secret = Secret.simulated(seed) if here else Secret.system()
+    return SecureRounds(Sums(settings, run, clipping), groups, secret, place.identities), of_means
+
+
 def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
@@ -211,10 +263,12 @@ def _serving(
         frozen=frozen_of(model),
         threads=_threads(strategy, task, model, clients),
         samples=strategy.work().most_samples,
+        holds=strategy.privacy.secure is not None,
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
-    server.examples = max(1, sum(carrier.join().sizes))
+    if strategy.privacy.secure is None:
+        server.examples = max(1, sum(carrier.join().sizes))
     place.ending.callback(server.close)
     return server
 
@@ -268,7 +322,7 @@ def clients_half(
     if not strategy.held_out:
         _tell_strangers(task, names)
         tests = strategy.test_parts(task)
-    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names), keep)
+    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names), keep=keep)
 
 
 def one_client(
@@ -280,11 +334,12 @@ def one_client(
     client: int,
     clients: int,
     divides: bool,
+    site: Site,
 ) -> Clients:
     """One client of so many, on a machine of its own.
 
-    divides: whether its examples are those that the partition gives it; else all of the task's
-    are its own.
+    site: what it knows of the run and of the others. divides: whether its examples are those that
+    the partition gives it; else all of the task's are its own.
     """
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
@@ -294,7 +349,7 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has)
+    return _clients(strategy, task, model, conditions, seed, has, site=site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -320,9 +375,10 @@ def _clients(
     conditions: Conditions,
     seed: int,
     has: _Has,
+    site: Site | None = None,
     keep: Keep | None = None,
 ) -> Clients:
-    """The half of clients that have this."""
+    """The half of clients that have this. site: of a client that is alone here."""
     one_more = _models(task, model, seed)
     examples, test = examples_for(model, task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
@@ -370,6 +426,45 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
+        holding=_holding(strategy, task, model, algorithm, seed, site),
+    )
+
+
+def _clipping(
+    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+) -> Clipping | None:
+    """How clients clip, where they have differential privacy, and only their sum is seen."""
+    if privacy.user is None:
+        return None
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+
+    copy = another(model, task, 0)
+    like, pieces = contribution(copy, algorithm)
+    return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
+
+
+def _holding(
+    strategy: Says, task: Task, model: nn.Module, algorithm: Algorithm, seed: int, site: Site | None
+) -> Holding | None:
+    """What holds updates, where they stay with their clients."""
+    settings = strategy.privacy.secure
+    if settings is None:
+        return None
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import Sums
+
+    clipping = _clipping(strategy.privacy, task, model, algorithm)
+    if site is None:
+        sums = Sums(settings, SIMULATED, clipping)
+        return Holding(sums, algorithm, Secret.simulated(seed))
+    return Holding(
+        Sums(settings, site.run, clipping),
+        algorithm,
+        Secret.system(),
+        identity=site.key if site.identities is not None else None,
+        roster=site.identities,
+        minimum=site.smallest_cohort,
+        refuses=lambda client, reason: site.refuses(reason),
     )
 
 

@@ -125,26 +125,35 @@ def noise_for(
     if times < 1:
         return 0.0
 
-    def fits(noise: float) -> bool:
-        return epsilon([Releases(rate, noise, times)], delta, relation) <= wanted
+    def told(noise: float) -> float:
+        # 0 is less than anybody asks for, and has no logarithm.
+        return max(epsilon([Releases(rate, noise, times)], delta, relation), 1e-9)
 
-    high = 1.0
-    while not fits(high):
-        high *= 2
+    high, low = 1.0, 0.5
+    while (least := told(high)) > wanted:
+        low, high = high, 2 * high
         if high > 2.0**30:
             raise ValueError(
                 f"no noise makes {times} releases tell at most an epsilon of {wanted}: ask for "
                 f"fewer of them, or a larger epsilon"
             )
-    low = high / 2
-    while low > 2.0**-10 and fits(low):
-        low, high = low / 2, low
-    while high / low > 1.0003:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
+    while (most := told(low)) <= wanted and low > 2.0**-10:
+        low, high, least = low / 2, low, most
+    # Epsilon falls about as a power of the noise: the place between is guessed so, and looked at
+    # from both sides.
+    while high / low > 1.0004:
+        share = math.log(most / wanted) / math.log(most / least)
+        guess = low * (high / low) ** min(max(share, 0.05), 0.95)
+        for noise in (guess * 1.00015, guess / 1.00015):
+            if low < noise < high:
+                found = told(noise)
+                if found <= wanted:
+                    high, least = noise, found
+                else:
+                    low, most = noise, found
     noise = _upwards(high)
     # The grid of losses is another for another noise, so the bound may jump in its last digits.
-    while not fits(noise):
+    while told(noise) > wanted:
         noise = _upwards(noise * 1.0002)
     return noise
 

@@ -192,7 +192,7 @@ class Federation:
     why: it was this engine. refusals: reason -> updates that the server left out.
     Of clients on a network: there: who was there when. cohort: who they are. bits: "same" or
         "close" to those of a simulation, and differs: by what close. refused: client -> its updates
-        that the server left out.
+        that the server left out. exposure: who could learn what, in words.
     """
 
     engine: str | None
@@ -212,6 +212,7 @@ class Federation:
     bits: str | None = None
     differs: Sequence[str] = ()
     refused: Mapping[int, int] = field(default_factory=dict)
+    exposure: Sequence[tuple[str, str]] = ()
 
     def name_of(self, client: int) -> str | None:
         """What a client on a network calls itself."""
@@ -404,6 +405,8 @@ class Run:
     servers: Servers | None = None
     divided: Divided | None = None
     leakage: Leakage | None = None
+    promises: Sequence[Any] = ()
+    """Of differential privacy, as the run told them."""
     audit: Audit | None = None
 
 

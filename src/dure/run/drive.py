@@ -111,7 +111,6 @@ class Driver:
         self.leads = place.group.rank == 0
         # None on all ranks but rank 0, whether or not the run has a folder.
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
-        self.examples = learner.examples or len(job.task.train)
         self.all_threads = torch.get_num_threads()
         self.position = Position()
         self.history = History()
@@ -216,6 +215,11 @@ class Driver:
         return STOP if stop.bytes is not None and self._travelled() >= stop.bytes else 0
 
     @property
+    def examples(self) -> int:
+        """Of an epoch; of a federation whose clients do not say, as far as sums have told."""
+        return self.learner.examples or len(self.job.task.train) or 1
+
+    @property
     def evaluate_every(self) -> int:
         """Steps or rounds between evaluations, as it is now: rounds may grow."""
         return self.job.evaluate_every or self.learner.units_per_epoch
@@ -287,8 +291,10 @@ class Driver:
                 "seconds": position.seconds,
                 "loss": position.loss,
                 "metrics": dict(position.metrics),
+                "numbers": dict(position.numbers),
                 "bytes": self.travelled,
                 "evaluated": position.last_evaluation,
+                "numbers": dict(position.numbers),
                 "proofs": [tuple(proof) for proof in self.proofs],
             }
         )
@@ -315,6 +321,8 @@ class Driver:
         # Large batches, no gradients: more threads pay even where a step is small.
         with threads(self.all_threads):
             position.metrics = self.learner.evaluate()
+        numbers = finite(self.learner.numbers())
+        position.numbers = {**position.numbers, **numbers}
         position.last_evaluation = position.step
         workers = self._all_counters()
         total = sum_of_counters(workers)
@@ -331,6 +339,7 @@ class Driver:
             communication_seconds=total.communication_seconds,
             idle_seconds=total.idle_seconds,
             peak_memory=total.peak_memory,
+            numbers=numbers or None,
         )
         self.history.append(record)
         if self.folder is not None:

@@ -80,8 +80,8 @@ def train(
         computes. False trusts them.
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
         seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
-        step of the metrics, and proofs: what was tried before the first step, as pairs of words and
-        seconds.
+        step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
+        before the first step, as pairs of words and seconds.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
     use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from dure.federated.engines.job import Engine, Job, Trained
 from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Order, Work
 from dure.protocol.messages import (
+    Answer,
     Ask,
     Assignment,
     Failure,
@@ -38,10 +39,15 @@ from dure.protocol.messages import (
     Measured,
     Message,
     Refuse,
+    Say,
     Settled,
     Update,
 )
 from dure.tensors.finite import all_finite
+
+if TYPE_CHECKING:
+    # It needs the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
 
 SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
@@ -112,8 +118,9 @@ class Clients:
     that computes. personal: what they have held out. present: which of n examples they have at a
     time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
-    operators may have. names: of the clients, where the data have some. keep: told of every update
-    that is sent; None where nobody wants to know.
+    operators may have. names: of the clients, where the data have some. holding: where updates stay
+    with their clients, which are in secure sums; None where they are sent. keep: told of every
+    update that is sent; None where nobody wants to know.
     """
 
     def __init__(
@@ -132,9 +139,11 @@ class Clients:
         lr_schedule: LRSchedule | None = None,
         threads: int | None = None,
         names: Sequence[str] | None = None,
+        holding: Holding | None = None,
         keep: Keep | None = None,
     ) -> None:
         self.names = names
+        self.holding = holding
         self._keep = keep
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
@@ -187,6 +196,8 @@ class Clients:
                     raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
                 order = Order(message, now, self.work(message, now))
                 return next(self.train([order], []))
+            case Say():
+                return self.answer(message)
             case Measure():
                 return self.measure(message)
             case Ask():
@@ -213,7 +224,8 @@ class Clients:
         # Without data that come and go the sizes are known; otherwise the examples of this time are
         # counted.
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
-        return self._known_work(examples, assignment.nbytes, most)
+        up = assignment.nbytes if self.holding is None else 0
+        return self._known_work(examples, up, most)
 
     def _work(self, examples: int, up: int, most: float | None) -> Work:
         passes = self.algorithm.passes
@@ -260,6 +272,15 @@ class Clients:
         first = one.turn * self._known_steps(count)
         return [own[batches.at(first + step)] for step in range(order.work.steps)]
 
+    def hold(self, update: Update, asked: Assignment) -> None:
+        """The update stays with its client. asked: what it is the answer to."""
+        assert self.holding is not None
+        self.holding.hold(update, asked)
+
+    def answer(self, say: Say) -> Answer | None:
+        """What a client answers to a step of a secure sum; None where it takes no part in it."""
+        return None if self.holding is None else self.holding.answer(say)
+
     def keeps(self, ticket: int) -> Memory | None:
         """What the client of an update keeps if that counts; None where that is nothing new."""
         return self._pending.get(ticket, _NOBODY)[1]
@@ -273,6 +294,8 @@ class Clients:
                 self.memories[client] = memory
         for ticket in settled.dropped:
             self._pending.pop(ticket, None)
+        if self.holding is not None:
+            self.holding.let_go([*settled.kept, *settled.dropped])
 
     def measure(self, measure: Measure) -> Measured:
         """The model, and their own, on what they do not train on; nothing where that is nothing.

@@ -24,6 +24,9 @@ class Private(Protocol):
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
         """Takes all that a client says, as real numbers, and of how many examples it is."""
 
+    def add(self, total: Sequence[Tensor]) -> None:
+        """Takes the sum of contributions that clients have clipped and weighed themselves."""
+
     def forget(self) -> None:
         """Forgets what was folded."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
+from dure.federated.privacy.choice import NOTHING, Privacy
+from dure.federated.privacy.exposure import exposure
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregationPlus
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
@@ -38,7 +41,7 @@ from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
 from dure.machine.devices import home_of, to_cpu, to_device
-from dure.protocol.carrier import Carrier, Flight
+from dure.protocol.carrier import STEP, Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import statistics
@@ -49,6 +52,10 @@ from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import Frozen, frozen_of
+
+if TYPE_CHECKING:
+    # It needs the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
 
 VERSION = 2
 """The version of the state in checkpoints.
@@ -69,8 +76,9 @@ class Server(Learner):
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
-    private: differential privacy of clients, where that is wanted. toss: the coins of clients,
-    where the pacing tosses.
+    privacy: what is protected. secure: what sums updates that nobody but their clients sees; None
+    where clients send them. private: differential privacy of clients, where that is wanted. toss:
+    the coins of clients, where the pacing tosses.
     """
 
     unit = "round"
@@ -95,6 +103,8 @@ class Server(Learner):
         liars: Callable[[int], Collection[int]] | None = None,
         names: Sequence[str] | None = None,
         freeze_at: int | None = None,
+        privacy: Privacy | None = None,
+        secure: SecureRounds | None = None,
         private: Private | None = None,
         toss: Toss | None = None,
     ) -> None:
@@ -103,6 +113,11 @@ class Server(Learner):
         self.test = test
         self.algorithm = algorithm
         self.carrier = carrier
+        self.privacy = privacy if privacy is not None else NOTHING
+        # A few neighbours of each could all be the server's, whoever has signed who they are.
+        all_pairs = not isinstance(self.privacy.secure, SecureAggregationPlus)
+        self._signed = secure is not None and secure.roster is not None and all_pairs
+        self.secure = secure
         self.group = group
         self.sample = sample
         self.batch_size = batch_size
@@ -181,7 +196,10 @@ class Server(Learner):
         before = coordinator.model.weights
         started = time.perf_counter()
         combine = self.carrier.carry(coordinator)
-        self._fold(combine.tickets)
+        if self.secure is None:
+            self._fold(combine.tickets)
+        elif combine.tickets:
+            self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
         # Clients hear of their updates only after `finish`, which may refuse all of them (too few
@@ -229,6 +247,26 @@ class Server(Learner):
                 self.log.saw(update.client, update.round, taken)
             # Its memory goes before the next one comes.
             del update, taken
+
+    def _sum(self, tickets: Sequence[int], secure: SecureRounds) -> None:
+        """Takes the sums of these tickets' updates, which stay with their clients."""
+        coordinator = self.coordinator
+        asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
+        extras = next(coordinator.expects(one) for one in asked.values())
+        self.carrier.hold(coordinator, tickets)
+        sums = self.carrier.once(
+            f"sum {coordinator.model.number}",
+            lambda: secure.sums_of(asked, extras, self.carrier.exchange),
+        )
+        means = list(secure.means(sums, asked, extras))
+        for summed in means:
+            coordinator.fold_sum(summed)
+        if means and not len(self.task.train):
+            # Nobody has said how many examples there are: as many as those in the sums have.
+            typical = sum(one.examples for one in means) / sum(len(one.tickets) for one in means)
+            self.examples = max(1, round(typical * len(coordinator.sizes)))
+        for ticket, reason in sums["lost"].items():
+            coordinator.lost(ticket, reason)
 
     def _tell(self, number: int, result: Result) -> None:
         """Warns of the first client of the run that is refused, and the first round in vain.
@@ -299,7 +337,7 @@ class Server(Learner):
         )
 
     def _numbers(self, flown: Sequence[Flight], result: Result) -> dict[str, float]:
-        outcomes = [flight.outcome for flight in flown]
+        outcomes = [flight.outcome for flight in flown if flight.outcome != STEP]
         late = outcomes.count("late")
         staleness = result.staleness
         return {
@@ -309,6 +347,8 @@ class Server(Learner):
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+            # Of secure sums alone: values that were beyond the range.
+            **({} if result.cut is None else {"cut": float(result.cut)}),
             **({} if self.private is None else self.private.numbers()),
         }
 
@@ -454,7 +494,22 @@ class Server(Learner):
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
         private = {} if self.private is None else self.private.facts()
-        return {**self.carrier.facts(), **self.log.facts(), **self.said.facts(), **private}
+        return {
+            **self.carrier.facts(),
+            **self.log.facts(),
+            **self.said.facts(),
+            **private,
+            **self._bits(),
+            "exposure": [list(one) for one in exposure(self.privacy, self._signed)],
+        }
+
+    def _bits(self) -> dict[str, Any]:
+        """Where clients are elsewhere and something protects them: no run has these bits again."""
+        told = self.carrier.facts()
+        if "bits" not in told or self.privacy == NOTHING:
+            return {}
+        why = "what protects clients is drawn from the system, and never again"
+        return {"bits": "close", "differs": [*told.get("differs", ()), why]}
 
     def meters(self) -> Sequence[Meter]:
         return [self.meter, *self.counted]

@@ -84,6 +84,9 @@ class NoisedRounds:
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
         self.estimator.fold(contribution, examples)
 
+    def add(self, total: Sequence[Tensor]) -> None:
+        self.estimator.add(total, 1.0)
+
     def forget(self) -> None:
         self.estimator.forget()
 
@@ -126,20 +129,24 @@ class NoisedRounds:
         settings = self.settings
         roster = self.estimator.roster
         return {
-            "user_level": {
-                **self.promise.facts(_finite(epsilon)),
-                "epsilon_renyi": _finite(renyi_epsilon(self.ledger.spent, self.ledger.delta))
-                if self.ledger.relation == "add-or-remove"
-                else None,
-                "budget": self.budget,
-                "where": settings.where,
-                "noise": settings.noise,
-                "clip": _finite(self.estimator.bound if self.estimator.adaptive else settings.clip),
-                "clipping": settings.clipping,
-                "rate": roster.rate,
-                "roster": roster.clients,
-                "weight": roster.weight,
-            }
+            "promises": [
+                {
+                    **self.promise.facts(_finite(epsilon)),
+                    "epsilon_renyi": _finite(renyi_epsilon(self.ledger.spent, self.ledger.delta))
+                    if self.ledger.relation == "add-or-remove"
+                    else None,
+                    "budget": self.budget,
+                    "where": settings.where,
+                    "noise": settings.noise,
+                    "clip": _finite(
+                        self.estimator.bound if self.estimator.adaptive else settings.clip
+                    ),
+                    "clipping": settings.clipping,
+                    "rate": roster.rate,
+                    "roster": roster.clients,
+                    "weight": roster.weight,
+                }
+            ]
         }
 
     # Checkpoints
