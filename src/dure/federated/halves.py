@@ -31,7 +31,9 @@ from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
+from dure.federated.engines.noised import Noised
 from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
 from dure.federated.privacy.user_level.build import noised_rounds
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.private import Private
@@ -152,7 +154,20 @@ def server_half(
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
         private=_private(strategy, task, model, place, carrier, secret, seed),
+        examples=_account(strategy, carrier.join().sizes, place.network is None),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
+    )
+
+
+def _account(strategy: Says, sizes: Sequence[int], simulated: bool) -> ExampleAccount | None:
+    """What clients tell of their examples, where these are protected."""
+    example = strategy.privacy.example
+    if example is None:
+        return None
+    work = strategy.work()
+    steps = [work.steps_of(size) for size in sizes]
+    return ExampleAccount(
+        example, strategy.delta, sizes, steps, strategy.batch_size, simulated=simulated
     )
 
 
@@ -188,6 +203,7 @@ def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
     """The server, whose clients are elsewhere."""
+    check_own_noise(strategy.privacy)
     model = place.model(task, seed)
     clients = strategy.count(task)
     if clients is None:
@@ -252,7 +268,8 @@ def clients_half(
     if not strategy.held_out:
         _tell_strangers(task, names)
         tests = strategy.test_parts(task)
-    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names))
+    has = _Has(parts, tests, names)
+    return _clients(strategy, task, model, conditions, seed, has, Secret.simulated(seed))
 
 
 def one_client(
@@ -268,8 +285,9 @@ def one_client(
     """One client of so many, on a machine of its own.
 
     divides: whether its examples are those that the partition gives it; else all of the task's
-    are its own.
+    are its own. Raises ValueError for noise that others could draw again.
     """
+    check_own_noise(strategy.privacy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
     if not strategy.held_out and divides:
@@ -278,7 +296,7 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has)
+    return _clients(strategy, task, model, conditions, seed, has, Secret.system())
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -298,9 +316,15 @@ class _Has(NamedTuple):
 
 
 def _clients(
-    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int, has: _Has
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    has: _Has,
+    secret: Secret,
 ) -> Clients:
-    """The half of clients that have this."""
+    """The half of clients that have this. secret: where their own noise comes from."""
     one_more = _models(task, model, seed)
     examples, test = examples_for(model, task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
@@ -328,11 +352,16 @@ def _clients(
     looks = algorithm.answers or attack is not None or strategy.privacy.user is not None
     sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
+    example = strategy.privacy.example
+    noised = None if example is None else Noised(example, secret)
+    engines = _engines(
+        strategy, task, one_more, examples, seed, conditions, synchronous, sums, noised
+    )
     return Clients(
         parts=own,
         work=replace(strategy.work(), needs_two=needs_two(model, examples)),
         algorithm=algorithm,
-        engine=_engines(strategy, task, one_more, examples, seed, conditions, synchronous, sums),
+        engine=engines,
         personal=personal,
         seed=seed,
         present=None if still else conditions.arrival.present,
@@ -371,8 +400,9 @@ def _engines(
     conditions: Conditions,
     together: bool,
     sums: bool,
+    noised: Noised | None,
 ) -> Make:
-    """Makes engines; together, sums: as `Setting` has them."""
+    """Makes engines; together, sums, noised: as `Setting` has them."""
 
     # Called once jobs are there, perhaps again after `close`: each engine gets a model of its own
     # to change.
@@ -391,6 +421,7 @@ def _engines(
                 sums=sums,
                 chunk=chunk,
                 threads=threads,
+                noised=noised,
             )
         )
 

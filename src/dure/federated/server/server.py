@@ -26,6 +26,7 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
+from dure.federated.privacy.example_level import ExampleAccount
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
@@ -69,7 +70,8 @@ class Server(Learner):
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
-    private: differential privacy of clients, where that is wanted. toss: the coins of clients,
+    private: differential privacy of clients, where that is wanted. examples: the account of what
+    clients tell of their examples, where these are protected. toss: the coins of clients,
     where the pacing tosses.
     """
 
@@ -96,6 +98,7 @@ class Server(Learner):
         names: Sequence[str] | None = None,
         freeze_at: int | None = None,
         private: Private | None = None,
+        examples: ExampleAccount | None = None,
         toss: Toss | None = None,
     ) -> None:
         self.task = task
@@ -115,6 +118,7 @@ class Server(Learner):
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
         self.private = private
+        self.told_of_examples = examples
         self.coordinator = Coordinator(
             model=GlobalModel(
                 shared,
@@ -310,7 +314,15 @@ class Server(Learner):
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
             **({} if self.private is None else self.private.numbers()),
+            **self._example_numbers(flown),
         }
+
+    def _example_numbers(self, flown: Sequence[Flight]) -> dict[str, float]:
+        """What clients have told of their examples, in these flights too."""
+        if self.told_of_examples is None:
+            return {}
+        self.told_of_examples.asked(flight.client for flight in flown)
+        return self.told_of_examples.numbers()
 
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
@@ -401,6 +413,9 @@ class Server(Learner):
                 "measured": self.said.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
                 "private": None if self.private is None else self.private.state(),
+                "examples": None
+                if self.told_of_examples is None
+                else self.told_of_examples.state(),
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -439,6 +454,8 @@ class Server(Learner):
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
         if self.private is not None:
             self.private.restore(server["private"])
+        if self.told_of_examples is not None:
+            self.told_of_examples.restore(server["examples"])
         self.carrier.restore(state["carrier"])
         model = self.coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
@@ -454,6 +471,8 @@ class Server(Learner):
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
         private = {} if self.private is None else self.private.facts()
+        if self.told_of_examples is not None:
+            private |= self.told_of_examples.facts()
         return {**self.carrier.facts(), **self.log.facts(), **self.said.facts(), **private}
 
     def meters(self) -> Sequence[Meter]:
