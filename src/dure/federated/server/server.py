@@ -32,7 +32,7 @@ from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.private import Private
+from dure.federated.server.private import Account, Private
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.summing import Summing
 from dure.federated.server.tossing import Toss
@@ -72,8 +72,9 @@ class Server(Learner):
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
     exposure: who could learn what. repeats: whether the run has the same bits again. secure: what
     sums updates that nobody but their clients sees; None where clients send them. private:
-    differential privacy of clients, where that is wanted. toss: the coins of clients, where the
-    pacing tosses.
+    differential privacy of clients, where that is wanted. examples: the account of what clients
+    tell of their examples, where these are protected. toss: the coins of clients, where the pacing
+    tosses.
     """
 
     unit = "round"
@@ -102,6 +103,7 @@ class Server(Learner):
         repeats: bool = True,
         secure: Summing | None = None,
         private: Private | None = None,
+        examples: Account | None = None,
         toss: Toss | None = None,
     ) -> None:
         self.task = task
@@ -124,6 +126,7 @@ class Server(Learner):
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
         self.private = private
+        self.told_of_examples = examples
         self.coordinator = Coordinator(
             model=GlobalModel(
                 shared,
@@ -353,7 +356,15 @@ class Server(Learner):
             # Of secure sums alone: values that were beyond the range.
             **({} if result.cut is None else {"cut": float(result.cut)}),
             **({} if self.private is None else self.private.numbers()),
+            **self._example_numbers(flown),
         }
+
+    def _example_numbers(self, flown: Sequence[Flight]) -> dict[str, float]:
+        """What clients have told of their examples, in these flights too."""
+        if self.told_of_examples is None:
+            return {}
+        self.told_of_examples.asked(one.client for one in flown if one.outcome != STEP)
+        return self.told_of_examples.numbers()
 
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
@@ -444,6 +455,9 @@ class Server(Learner):
                 "measured": self.said.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
                 "private": None if self.private is None else self.private.state(),
+                "examples": None
+                if self.told_of_examples is None
+                else self.told_of_examples.state(),
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -482,6 +496,8 @@ class Server(Learner):
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
         if self.private is not None:
             self.private.restore(server["private"])
+        if self.told_of_examples is not None:
+            self.told_of_examples.restore(server["examples"])
         self.carrier.restore(state["carrier"])
         model = self.coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
@@ -497,6 +513,8 @@ class Server(Learner):
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
         private = {} if self.private is None else self.private.facts()
+        if self.told_of_examples is not None:
+            private |= self.told_of_examples.facts()
         return {
             **self.carrier.facts(),
             **self.log.facts(),
