@@ -108,6 +108,8 @@ def test_a_server_that_is_killed_uses_each_sum_once(
     # The second life goes through what the first has used.
     assert used == [*used[: len(used) - 3], *made]
     assert used[: len(used) - 3] == made[: len(used) - 3]
+    # What a client was sending when the server was killed.
+    assert list((federation.run / "updates").iterdir()) == []
     # Each round had all three: also in the second life, whose clients are the same.
     assert ended.facts["outcomes"]["accepted"] == 9
     install(notes, monkeypatch.setattr)
