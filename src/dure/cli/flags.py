@@ -279,20 +279,13 @@ def parse_flags(
 
     @registry.primitive_rule
     def text_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-        kind: Any = info.type
         # None leaves the type to tyro.
-        if kind not in TEXTS:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=kind.__name__.upper(),
-            instance_from_str=lambda texts: TEXTS[kind](texts[0]),
-            is_instance=lambda value: isinstance(value, kind),
-            str_from_instance=lambda value: [str(value)],
-        )
+        return _text(info.type) if info.type in TEXTS else None
 
     # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
-    fields = [(name, Annotated[kind, tyro.conf.arg(name="")]) for name, kind in parts.items()]
+    fields = [
+        (name, Annotated[_with_texts(kind), tyro.conf.arg(name="")]) for name, kind in parts.items()
+    ]
     together = dataclasses.make_dataclass("Options", fields, frozen=True)
     together.__doc__ = description
     # tyro prints its complaint and raises SystemExit; help ends with status 0 and passes.
@@ -312,7 +305,52 @@ def parse_flags(
         raise ValueError(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None
-    return {name: getattr(parsed, name) for name in parts}
+    return {name: _instance(kind, getattr(parsed, name)) for name, kind in parts.items()}
+
+
+def _text(kind: type[Any], optional: bool = False) -> Any:
+    """How a field is read that is written as text. optional: or None."""
+    import tyro
+
+    from dure.run.registry import TEXTS
+
+    def read(texts: list[str]) -> Any:
+        return None if optional and texts[0] == "None" else TEXTS[kind](texts[0])
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=("{None}|" if optional else "") + kind.__name__.upper(),
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, kind) or (optional and value is None),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _with_texts(kind: type[Any]) -> type[Any]:
+    """The dataclass as tyro is to see it.
+
+    A setting or None would be a choice of subcommands to it, and not a text.
+    """
+    from dure.run.registry import TEXTS
+
+    changed: list[Any] = []
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        inner = [one for one in typing.get_args(hints[field.name]) if one in TEXTS]
+        if inner:
+            hint: Any = hints[field.name]
+            annotated = Annotated[hint, _text(inner[0], optional=True)]
+            changed.append((field.name, annotated, field))
+    if not changed:
+        return kind
+    return dataclasses.make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+
+
+def _instance(kind: type[Any], parsed: Any) -> Any:
+    """What was parsed as `_with_texts`, of the dataclass itself."""
+    if type(parsed) is kind:
+        return parsed
+    return kind(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(kind)})
 
 
 _OF_USERS = {"task": "parameter", "strategy": "field", "world": "field"}

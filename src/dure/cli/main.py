@@ -52,6 +52,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure replay RUN                    make a recorded federation's models again, to the same bits
   dure backup RUN TO                 copy a run folder, also while it is served
   dure audit FILE                    check the log of what has left a client
+  dure audit RUN                     what a simulation's updates give away, by attacks on them
   dure verify RUN|MODEL              check a model's signature, and say where it comes from
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already

@@ -75,6 +75,11 @@ def serve(given: list[str]) -> int:
         raise ValueError("dure serve TASK SYSTEM [options]: name a task and a federated system")
     reference, system = names
     check_names(reference, [system])
+    if value_of("--keep-updates", flags) is not None:
+        raise ValueError(
+            "--keep-updates writes what clients send beside the examples it was made of: it is for "
+            "simulations (dure train), and no server does it"
+        )
     from dure.run.registry import strategy_class
     from dure.run.train import train
     from dure.tasks.builtin import load_task

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
+from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.partition import Description
@@ -167,6 +168,14 @@ class Learner(ABC):
         """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
         return None
 
+    def exhausted(self) -> str | None:
+        """What is used up, so that no further step is possible, such as "epsilon"; None: nothing.
+
+        The same on every rank. It is how `summary.json` says that the run has ended; a resumed run
+        is asked before its first step.
+        """
+        return None
+
     def ended(self, reason: str) -> None:
         """The run has ended by this limit; "interrupt" where it may go on."""
         return
@@ -174,6 +183,10 @@ class Learner(ABC):
     def saved(self) -> None:
         """The newest `state` is on the disk: what was kept in case it would not be can go."""
         return
+
+    def numbers(self) -> Mapping[str, float]:
+        """What it says of all steps so far, by name, such as an epsilon: asked at evaluations."""
+        return {}
 
     def facts(self) -> dict[str, Any] | None:
         """What lies where, as JSON, for the report; None where there is nothing to say.
@@ -382,6 +395,14 @@ class Strategy:
     def label_in(self, kind: Kind) -> str:
         """What tables call it in a world of `kind`."""
         return self.also.get(kind, self.label)
+
+    def planned(self, task: Task, stop: Stop) -> Self:
+        """The strategy with what follows from how long the run is: noise for an epsilon, say.
+
+        Asked before `check`, so that run folders and labels have what was chosen; a run that is
+        resumed has it already. Raises ValueError where `stop` does not say how long.
+        """
+        return self
 
     def check(self, task: Task, workers: int | None) -> None:
         """Raises ValueError, before any work, if the fields do not fit.

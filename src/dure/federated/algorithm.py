@@ -101,8 +101,11 @@ class Algorithm:
         """What an update's extras look like: as many tensors, of the same shapes and types."""
         return asked.extra
 
-    def absorb(self, extra: list[Tensor], updates: int) -> None:
-        """Takes the mean of the extras of the updates that made the new model."""
+    def absorb(self, extra: list[Tensor], updates: float) -> None:
+        """Takes the mean of the extras of so many updates, those that made the new model.
+
+        With differential privacy of clients it is a mean over as many as are expected, with noise.
+        """
 
     def state(self) -> Any:
         """What the server keeps besides the model, as a tree for checkpoints."""

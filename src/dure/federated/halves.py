@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +22,33 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
-from dure.data.partition import Parts
+from dure.data.partition import NaturalKey, Partition, Parts
 from dure.data.partition.natural_key import strangers
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm, Start, start_of
-from dure.federated.client.clients import Clients, LocalWork, Make
+from dure.federated.client.clients import Clients, Keep, LocalWork, Make
 from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
+from dure.federated.privacy.attacks.recording import UPDATES, Keeper
 from dure.federated.privacy.choice import Privacy
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
+from dure.federated.server.private import Private
+from dure.federated.server.sampling import Selection
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.tossing import tossing
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import liars
 from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
-from dure.tasks.batch_norm import needs_two
+from dure.tasks.batch_norm import needs_two, statistics
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
@@ -53,6 +59,7 @@ from dure.wire.layout import Federation, Layout
 if TYPE_CHECKING:
     # They need the extra "privacy", which runs without secure aggregation do without.
     from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
     from dure.wire.signatures import Key
 
@@ -78,6 +85,8 @@ class Site(NamedTuple):
 class Says(Protocol):
     """What halves ask of a strategy; `dure.federated.strategy.Federated` has the meanings."""
 
+    name: ClassVar[str]
+
     @property
     def batch_size(self) -> int | None: ...
     @property
@@ -91,7 +100,17 @@ class Says(Protocol):
     @property
     def sends_partial_work(self) -> bool: ...
     @property
+    def fraction(self) -> float: ...
+    @property
+    def selection(self) -> Selection: ...
+    @property
     def privacy(self) -> Privacy: ...
+    @property
+    def epsilon(self) -> float | None: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def partition(self) -> Partition: ...
 
     def algorithm(self, start: Start) -> Algorithm: ...
     def pacing(self, clients: int) -> Pacing: ...
@@ -114,12 +133,21 @@ def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
     # The clients first: the carrier asks them who they are as soon as the server begins.
     model = place.model(task, seed)
     task = task.on(home_of(model))
-    clients = clients_half(strategy, task, model, place.conditions, seed)
+    keep = _keep(place.conditions, place.folder, strategy.batch_size)
+    clients = clients_half(strategy, task, model, place.conditions, seed, keep)
     place.ending.callback(clients.close)
     carrier = place.carrier(clients, seed)
     server = server_half(strategy, task, model, place, carrier, seed)
     place.ending.callback(server.close)
     return server
+
+
+def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -> Keep | None:
+    """What keeps updates in the run folder; None where none are kept."""
+    if not conditions.keep_updates:
+        return None
+    assert folder is not None, "a run that keeps updates has a folder"
+    return Keeper(folder / UPDATES, conditions.keep_updates, batch_size)
 
 
 # The server
@@ -138,12 +166,18 @@ def server_half(
     rule = strategy.rule()
     secure = None
     if strategy.privacy.secure is not None:
-        secure, rule = _secure(strategy.privacy.secure, rule, place, seed)
+        clipping = _clipping(
+            strategy.privacy, task, model, strategy.algorithm(start_of(task, model, clients))
+        )
+        secure, rule = _secure(strategy.privacy.secure, rule, clipping, place, seed)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
         attack = place.conditions.attack
         lying = _lying(place.conditions, clients, seed)
+    pacing = strategy.pacing(clients)
+    # A simulation repeats itself; what protects clients elsewhere nobody may draw again.
+    secret = Secret.simulated(seed) if place.network is None else Secret.system()
     return Server(
         task=task,
         model=model,
@@ -151,7 +185,7 @@ def server_half(
         algorithm=strategy.algorithm(start_of(task, model, clients)),
         rule=rule,
         optimizer=strategy.optimizer(),
-        pacing=strategy.pacing(clients),
+        pacing=pacing,
         carrier=carrier,
         group=place.group,
         seed=seed,
@@ -163,11 +197,45 @@ def server_half(
         freeze_at=strategy.freeze_at,
         privacy=strategy.privacy,
         secure=secure,
+        private=_private(strategy, task, model, place, carrier, secret, seed),
+        toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
+    )
+
+
+def _private(
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    place: Place,
+    carrier: Carrier,
+    secret: Secret,
+    seed: int,
+) -> Private | None:
+    """Differential privacy of clients, where the strategy wants it."""
+    user = strategy.privacy.user
+    if user is None:
+        return None
+    sizes = carrier.join().sizes
+    copy = another(model, task, seed)
+    return noised_rounds(
+        user,
+        strategy,
+        model=copy,
+        algorithm=strategy.algorithm(start_of(task, copy, len(sizes))),
+        sizes=sizes,
+        keyed=isinstance(strategy.partition, NaturalKey),
+        once=carrier.once,
+        secret=secret,
+        folder=place.folder,
     )
 
 
 def _secure(
-    settings: SecureAggregation, rule: Aggregator, place: Place, seed: int
+    settings: SecureAggregation,
+    rule: Aggregator,
+    clipping: Clipping | None,
+    place: Place,
+    seed: int,
 ) -> tuple[SecureRounds, Aggregator]:
     """(what sums a round's updates, the rule for the sums' means)."""
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
@@ -176,7 +244,7 @@ def _secure(
     run = SIMULATED if here else str(place.config.get("run", ""))
     groups, of_means = parted(rule)
     secret = Secret.simulated(seed) if here else Secret.system()
-    return SecureRounds(Sums(settings, run), groups, secret, place.identities), of_means
+    return SecureRounds(Sums(settings, run, clipping), groups, secret, place.identities), of_means
 
 
 def _serving(
@@ -237,11 +305,16 @@ def _names(
 
 
 def clients_half(
-    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    keep: Keep | None = None,
 ) -> Clients:
     """All clients of the federation, with the examples that the partition gives them.
 
-    model: the run's, which stays as it is.
+    model: the run's, which stays as it is. keep: told of every update that is sent.
     """
     parts = strategy.divide(task, seed)
     names = strategy.names(task)
@@ -249,7 +322,7 @@ def clients_half(
     if not strategy.held_out:
         _tell_strangers(task, names)
         tests = strategy.test_parts(task)
-    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names))
+    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names), keep=keep)
 
 
 def one_client(
@@ -276,7 +349,7 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has, site)
+    return _clients(strategy, task, model, conditions, seed, has, site=site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -303,6 +376,7 @@ def _clients(
     seed: int,
     has: _Has,
     site: Site | None = None,
+    keep: Keep | None = None,
 ) -> Clients:
     """The half of clients that have this. site: of a client that is alone here."""
     one_more = _models(task, model, seed)
@@ -326,9 +400,15 @@ def _clients(
         # it).
         examples, own = poisoned(examples, own, lying(0), attack)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
-    # Where nobody looks at single updates, an engine need not form them. Liars forge them, and
-    # `answer` may read them.
-    sums = not algorithm.answers and attack is None and strategy.rule().sums
+    # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
+    # may read them, clipping looks at each, and those that are kept are written.
+    looks = (
+        algorithm.answers
+        or attack is not None
+        or strategy.privacy.user is not None
+        or keep is not None
+    )
+    sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
     return Clients(
         parts=own,
@@ -345,11 +425,27 @@ def _clients(
         # All that torch has, before a run has fewer for the steps of one client.
         threads=torch.get_num_threads(),
         names=has.names,
-        holding=_holding(strategy, algorithm, seed, site),
+        keep=keep,
+        holding=_holding(strategy, task, model, algorithm, seed, site),
     )
 
 
-def _holding(strategy: Says, algorithm: Algorithm, seed: int, site: Site | None) -> Holding | None:
+def _clipping(
+    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+) -> Clipping | None:
+    """How clients clip, where they have differential privacy, and only their sum is seen."""
+    if privacy.user is None:
+        return None
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+
+    copy = another(model, task, 0)
+    like, pieces = contribution(copy, algorithm)
+    return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
+
+
+def _holding(
+    strategy: Says, task: Task, model: nn.Module, algorithm: Algorithm, seed: int, site: Site | None
+) -> Holding | None:
     """What holds updates, where they stay with their clients."""
     settings = strategy.privacy.secure
     if settings is None:
@@ -357,10 +453,12 @@ def _holding(strategy: Says, algorithm: Algorithm, seed: int, site: Site | None)
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import Sums
 
+    clipping = _clipping(strategy.privacy, task, model, algorithm)
     if site is None:
-        return Holding(Sums(settings, SIMULATED), algorithm, Secret.simulated(seed))
+        sums = Sums(settings, SIMULATED, clipping)
+        return Holding(sums, algorithm, Secret.simulated(seed))
     return Holding(
-        Sums(settings, site.run),
+        Sums(settings, site.run, clipping),
         algorithm,
         Secret.system(),
         identity=site.key if site.identities is not None else None,

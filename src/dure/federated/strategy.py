@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal, Self, get_args
 
 from torch import Tensor, nn
 
+from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Strategy, examples_for
 from dure.contracts.task import Task
 from dure.data import partition
@@ -36,15 +37,22 @@ from dure.federated.privacy.secure_aggregation.checks import (
     check_measuring,
     check_pacing,
     check_rule,
+    check_user,
 )
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.checks import (
+    check_budget,
+    check_user_level,
+    chosen_noise,
+)
 from dure.federated.server import sampling
 from dure.federated.server.by_client import FAILURES, names_over
 from dure.federated.server.pacing import Pacing, Rounds
-from dure.federated.server.sampling import Selection, Uniform, Weighted
+from dure.federated.server.sampling import Coins, Selection, Uniform, Weighted
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count
+from dure.privacy.accountant import check_delta
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
 from dure.tensors.flat import check_apart
@@ -80,6 +88,9 @@ class Federated(Strategy):
             data that come and go.
         privacy: what is kept from the server and from others: secure-aggregation, user-level:1:1.1,
             dp-sgd:1:1.1, or several with / between them; none by default.
+        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
+            privacy names no noise, the least noise that keeps to it for all rounds of the run.
+        delta: the probability that the epsilon does not hold; well below 1 / clients.
     """
 
     clients: int | None = 10
@@ -95,6 +106,8 @@ class Federated(Strategy):
     held_out_order: HeldOutOrder = "random"
     freeze_at: int | None = None
     privacy: Privacy = NOTHING
+    epsilon: float | None = None
+    delta: float = 1e-5
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -123,6 +136,9 @@ class Federated(Strategy):
         )
         # One protection, or several, stand for what they make together.
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        # Each client's own coin is what privacy of clients counts on; other selections are refused.
+        if self.privacy.user is not None and self.selection == Uniform():
+            object.__setattr__(self, "selection", Coins())
 
     # What an algorithm says
 
@@ -186,6 +202,28 @@ class Federated(Strategy):
     def work(self) -> LocalWork:
         return LocalWork(self.local_epochs, self.local_steps, self.batch_size)
 
+    def planned(self, task: Task, stop: Stop) -> Self:
+        user = self.privacy.user
+        if user is None or self.epsilon is None or user.noise:
+            return self
+        # Before the noise is looked for, which takes seconds.
+        self._check_privacy()
+        noise = chosen_noise(user, self, stop.rounds)
+        return replace(self, privacy=replace(self.privacy, user=replace(user, noise=noise)))
+
+    def _check_privacy(self) -> None:
+        """Raises ValueError where clients would not have what they are promised."""
+        check_delta(self.delta)
+        user = self.privacy.user
+        if user is not None:
+            secure = self.privacy.secure is not None
+            check_user_level(user, self, self.pacing(self.clients or 1).synchronous, secure)
+        elif self.epsilon is not None and self.privacy.example is None:
+            raise ValueError(
+                f"epsilon {self.epsilon} is a budget of differential privacy: give --privacy "
+                f"user-level, or dp-sgd"
+            )
+
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
         if not 0 < self.fraction <= 1:
@@ -230,6 +268,9 @@ class Federated(Strategy):
                 f"{self.clients} clients are more than the {examples} training examples"
             )
         self.optimizer()
+        self._check_privacy()
+        if self.privacy.user is not None:
+            check_budget(self.privacy.user, self)
         self.check_task(task)
         # A rule that needs more updates than a round has is refused before anything is computed.
         clients = self.count(task)
@@ -243,6 +284,7 @@ class Federated(Strategy):
     def _check_secure(self, secure: SecureAggregation, clients: int | None) -> None:
         """Raises ValueError where something needs single updates, or clients would say too much."""
         check_rule(secure, self.rule())
+        check_user(secure, self.privacy.user)
         check_measuring(secure, self.held_out, self.fine_tune)
         if isinstance(self.selection, Weighted):
             raise ValueError(
@@ -290,6 +332,11 @@ class Federated(Strategy):
             check_conditions(self.privacy.secure, conditions)
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
+        if conditions.keep_updates and self._divides(task, model):
+            raise ValueError(
+                f"keep_updates keeps whole updates to attack them, and clients of {self.name} send "
+                f"a part of the model: leave it out"
+            )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
 
@@ -299,10 +346,14 @@ class Federated(Strategy):
                 "freeze_at compares models on data that have just come, and none come here: give "
                 "an arrival, such as arriving:0.1:3600"
             )
-        if self.algorithm(start_of(task, model, self.count(task) or 1)).divides:
+        if self._divides(task, model):
             raise ValueError(
                 f"freeze_at keeps a whole model, and the server of {self.name} has a part of it"
             )
+
+    def _divides(self, task: Task, model: nn.Module) -> bool:
+        """Whether a part of the model belongs to each client."""
+        return self.algorithm(start_of(task, model, self.count(task) or 1)).divides
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """What evaluations measure, by name: on the test data, and what clients measure."""

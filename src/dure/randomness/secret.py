@@ -15,10 +15,14 @@ KEY = 32
 
 
 class Secret:
-    """Where keys come from. seed: of a simulation; None draws from the system."""
+    """Where keys come from.
 
-    def __init__(self, seed: int | None) -> None:
+    seed: of a simulation; None draws from the system. root: a key that all keys follow from.
+    """
+
+    def __init__(self, seed: int | None, root: bytes = b"") -> None:
         self._seed = seed
+        self._root = root
 
     @classmethod
     def system(cls) -> Secret:
@@ -30,14 +34,27 @@ class Secret:
         """A function of (seed, purpose, position)."""
         return cls(seed)
 
+    @classmethod
+    def shared(cls, root: bytes) -> Secret:
+        """A function of (root, purpose, position), for several processes of one owner.
+
+        root: a key of the system's that they told each other, for as long as they run, and that
+        none of them writes down.
+        """
+        return cls(None, root)
+
     @property
     def repeats(self) -> bool:
         """Whether the same question has the same answer again."""
-        return self._seed is not None
+        return self._seed is not None or bool(self._root)
 
     def key(self, purpose: str, *position: int) -> bytes:
         """32 bytes for one purpose and position, each of which is asked once."""
-        if self._seed is None:
+        if not self.repeats:
             return secrets.token_bytes(KEY)
-        text = ":".join([str(self._seed), purpose, *map(str, position)])
-        return hashlib.blake2b(text.encode(), digest_size=KEY, person=b"dure secret").digest()
+        text = ":".join(
+            ["" if self._seed is None else str(self._seed), purpose, *map(str, position)]
+        )
+        return hashlib.blake2b(
+            text.encode(), digest_size=KEY, key=self._root, person=b"dure secret"
+        ).digest()

@@ -38,10 +38,11 @@ class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults
     numbers: dict[str, float | None] | None = None
 
 
-class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation"):
+class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation", omit_defaults=True):
     """An evaluation: the metrics, and cumulative counters summed over all ranks or clients.
 
-    A metric that is not finite is None: JSON has no other word for it.
+    A metric that is not finite is None: JSON has no other word for it. numbers: what the strategy
+    says of all steps so far, by name; None where it says nothing.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation"):
     communication_seconds: float
     idle_seconds: float
     peak_memory: int
+    numbers: dict[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         self.metrics = finite(self.metrics)

@@ -283,6 +283,12 @@ def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
     return Leakage(defence, exposure, numbers(mapping(told.get("measured"))))
 
 
+def promises_of(summary: Mapping[str, Any]) -> list[Any]:
+    """What the run promises of differential privacy, a mapping each (`Promise.facts`)."""
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    return listing(facts.get("promises"))
+
+
 def _by_name(raw: object) -> dict[str, int]:
     """Counts by what was counted."""
     return {str(key): whole(value) for key, value in mapping(raw).items()}

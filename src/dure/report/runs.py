@@ -326,6 +326,38 @@ class Leakage:
 
 
 @dataclass(frozen=True)
+class Attacked:
+    """What an attack got of updates.
+
+    sum: how many of them it saw added up. change: what was done to them before. examples: of a sum,
+    in the mean. figures: name -> mean, and both ends of its interval. why: it could not be made.
+    picture: originals above what was rebuilt, as a data URI.
+    """
+
+    attack: str
+    sum: int
+    change: str
+    examples: float | None
+    figures: Mapping[str, Sequence[float]]
+    why: str | None
+    picture: str | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `dure audit` has found out about a run.
+
+    guess: how near a guess without updates comes. sums_only: whether the server had no single ones.
+    canaries: what they told; empty without.
+    """
+
+    rows: Sequence[Attacked]
+    guess: Mapping[str, float]
+    sums_only: bool
+    canaries: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Target:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
 
@@ -372,6 +404,9 @@ class Run:
     servers: Servers | None = None
     divided: Divided | None = None
     leakage: Leakage | None = None
+    promises: Sequence[Any] = ()
+    """Of differential privacy, as the run told them."""
+    audit: Audit | None = None
 
 
 @dataclass(frozen=True)

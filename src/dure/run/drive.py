@@ -242,6 +242,7 @@ class Driver:
             position.metrics,
             self.travelled,
         )
+        reached = reached or self.learner.exhausted()
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
         # A limit that all ranks know comes before one that only rank 0 has seen.
@@ -290,8 +291,10 @@ class Driver:
                 "seconds": position.seconds,
                 "loss": position.loss,
                 "metrics": dict(position.metrics),
+                "numbers": dict(position.numbers),
                 "bytes": self.travelled,
                 "evaluated": position.last_evaluation,
+                "numbers": dict(position.numbers),
                 "proofs": [tuple(proof) for proof in self.proofs],
             }
         )
@@ -318,6 +321,8 @@ class Driver:
         # Large batches, no gradients: more threads pay even where a step is small.
         with threads(self.all_threads):
             position.metrics = self.learner.evaluate()
+        numbers = finite(self.learner.numbers())
+        position.numbers = {**position.numbers, **numbers}
         position.last_evaluation = position.step
         workers = self._all_counters()
         total = sum_of_counters(workers)
@@ -334,6 +339,7 @@ class Driver:
             communication_seconds=total.communication_seconds,
             idle_seconds=total.idle_seconds,
             peak_memory=total.peak_memory,
+            numbers=numbers or None,
         )
         self.history.append(record)
         if self.folder is not None:

@@ -209,8 +209,18 @@ def _check_fields(kind: type[Any], names: Iterable[str]) -> None:
 
 def _typed(value: Any, hint: Any) -> Any:
     # What has a text form checks itself; msgspec checks that it is a text, and all the rest.
-    parse = TEXTS.get(hint)
-    return msgspec.convert(value, hint) if parse is None else parse(msgspec.convert(value, str))
+    parse = _reader(hint)
+    # None, where a field may be without.
+    if parse is None or (value is None and hint not in TEXTS):
+        return msgspec.convert(value, hint if parse is None else None)
+    return parse(msgspec.convert(value, str))
+
+
+def _reader(hint: Any) -> Callable[[str], Any] | None:
+    """What reads the text form of a field of this type; None where it has none."""
+    # Of DPSGD | None, too.
+    kinds = [one for one in (hint, *typing.get_args(hint)) if one in TEXTS]
+    return TEXTS[kinds[0]] if kinds else None
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -291,5 +301,7 @@ def _is_text(hint: Any) -> bool:
     # The words of a Literal, or the parts of a union such as str | None.
     inner = typing.get_args(hint)
     return (
-        hint is str or hint in TEXTS or any(word is str or isinstance(word, str) for word in inner)
+        hint is str
+        or _reader(hint) is not None
+        or any(word is str or isinstance(word, str) for word in inner)
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from dure.contracts.strategy import examples_for
@@ -61,6 +62,17 @@ def needs_two(model: nn.Module, examples: Batched) -> bool:
         for module, training in modes:
             module.training = training
     return bool(lone)
+
+
+def statistics(model: nn.Module, names: Sequence[str]) -> dict[int, bool]:
+    """Where in a list of buffers' names running statistics are, and whether each is a variance."""
+    kinds = {
+        f"{place}.{own}" if place else own: own == "running_var"
+        for place, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for own in ("running_mean", "running_var")
+    }
+    return {place: kinds[name] for place, name in enumerate(names) if name in kinds}
 
 
 def check_pieces(

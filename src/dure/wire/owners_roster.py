@@ -19,7 +19,7 @@ Signed are a line and a JSON array:
 A roster is made before a run exists. It names no run and is good for every run of so many clients,
 until it expires. The numbers of its members are those of the clients, 0 to n - 1, all of them: who
 is in a run and not on the roster is nobody. Which run takes which roster is pinned by clients
-(`Pinned`): within a run it does not change.
+(`Pinned`): within a run it does not change, but that its owner may renew it until a later day.
 
 Cost: 64 bytes of signature, about 120 bytes a client, one signature to check at a check-in.
 
@@ -178,7 +178,7 @@ def check_owner(roster: OwnersRoster, owner: str) -> None:
         raise RosterError(
             "other owner",
             f"the roster is signed by the owner {fingerprint(roster.owner)}, and not by the one "
-            f"that this site was given, {_shown(owner)}",
+            f"that was given, {_shown(owner)}",
         )
 
 
@@ -249,9 +249,10 @@ class Pinned:
         return cls(folder / f"owners-roster-{run}.json", run)
 
     def take(self, roster: OwnersRoster) -> None:
-        """Pins the first one. Raises as `check`, and RunFolderWriteError where it cannot be."""
+        """Pins the first one, and one that was renewed. Raises as `check`, and RunFolderWriteError
+        where it cannot be."""
         self.check(roster)
-        if not self._path.exists():
+        if not self._path.exists() or OwnersRoster.read(self._path) != roster:
             write_atomically(self._path, roster.to_json())
 
     def check(self, roster: OwnersRoster) -> None:
@@ -267,14 +268,12 @@ class Pinned:
 
 
 def changes(old: OwnersRoster, new: OwnersRoster) -> list[str]:
-    """In what two rosters differ, in words."""
+    """In what two rosters differ, in words, but for the day until which they are good."""
     found = []
     if old.owner != new.owner:
         found.append(f"{fingerprint(new.owner)} has signed it, and {fingerprint(old.owner)} before")
-    for field in ("federation", "expires"):
-        before, after = getattr(old, field), getattr(new, field)
-        if before != after:
-            found.append(f"{field} is {after}, and was {before}")
+    if old.federation != new.federation:
+        found.append(f"it is of the federation {new.federation!r}, and was of {old.federation!r}")
     return found + differences(old.members, new.members)
 
 

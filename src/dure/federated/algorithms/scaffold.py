@@ -100,7 +100,7 @@ class Controls(Algorithm):
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
         return 1.0, update.weight if self.by_examples else 1.0
 
-    def absorb(self, extra: list[Tensor], updates: int) -> None:
+    def absorb(self, extra: list[Tensor], updates: float) -> None:
         if extra:
             # The mean is over the updates that counted; times their number it is the sum, over N as
             # in the rule.

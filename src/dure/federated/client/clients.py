@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
-from dure.data.batches import batches_per_epoch
+from dure.data.batches import Batches, batches_per_epoch
 from dure.data.keys import said
 from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory, Own
@@ -69,6 +69,11 @@ The rest is what an engine before it had, in a run that goes on: its name, its `
 """
 
 
+Keep = Callable[[Order, Update, Sequence[Tensor]], None]
+"""Told of each update as it is sent: what was asked, the update, and the examples of each step, as
+indices of the task's training data."""
+
+
 @dataclass(frozen=True)
 class LocalWork:
     """How much a client trains in a round.
@@ -114,7 +119,8 @@ class Clients:
     time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
     operators may have. names: of the clients, where the data have some. holding: where updates stay
-    with their clients, which are in secure sums; None where they are sent.
+    with their clients, which are in secure sums; None where they are sent. keep: told of every
+    update that is sent; None where nobody wants to know.
     """
 
     def __init__(
@@ -134,9 +140,11 @@ class Clients:
         threads: int | None = None,
         names: Sequence[str] | None = None,
         holding: Holding | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self.names = names
         self.holding = holding
+        self._keep = keep
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
         self.algorithm = algorithm
@@ -243,7 +251,26 @@ class Clients:
         # attack all updates are needed at once, since liars may know the honest ones.
         plainly = orders and not ahead and not self._ready
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
-        return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
+        if self.attack is not None:
+            computed = iter(self._forged(list(computed), self.attack))
+        return computed if self._keep is None else self._kept(orders, computed, self._keep)
+
+    def _kept(
+        self, orders: Sequence[Order], sent: Iterator[Update], keep: Keep
+    ) -> Iterator[Update]:
+        for order, update in zip(orders, sent, strict=True):
+            if update.failure is None:
+                keep(order, update, self._steps(order))
+            yield update
+
+    def _steps(self, order: Order) -> list[Tensor]:
+        """The examples of each step of FedAvg's job, in the task's training data."""
+        one = order.assignment
+        own = self.indices(one.client, order.began)
+        count = len(own)
+        batches = Batches(count, self.local.batch_size, self.seed, one.client, self.local.needs_two)
+        first = one.turn * self._known_steps(count)
+        return [own[batches.at(first + step)] for step in range(order.work.steps)]
 
     def hold(self, update: Update, asked: Assignment) -> None:
         """The update stays with its client. asked: what it is the answer to."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
@@ -27,12 +28,19 @@ VAIN = 100
 Of nothing: every update was refused.
 """
 
+MOVES = (
+    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make"
+    " it a parameter, or one that stays"
+)
+"""Why an update is refused where clients have differential privacy."""
+
 
 class Result(NamedTuple):
     """What a new model was made of.
 
     loss: mean over what was counted in the samples, None of nothing. refused: by `fold`, ticket to
-    reason. wrong: the clients of these tickets, in their order.
+    reason. wrong: the clients of these tickets, in their order. cut: values that were beyond
+    the range of secure sums; None without any.
     """
 
     loss: float | None
@@ -41,6 +49,7 @@ class Result(NamedTuple):
     staleness: list[int]
     refused: dict[int, str]
     wrong: list[int]
+    cut: int | None = None
 
 
 class Folded(NamedTuple):
@@ -56,8 +65,9 @@ class Folded(NamedTuple):
 class Summed(NamedTuple):
     """The mean of some clients' updates, of which nobody knows the single ones.
 
-    tickets: of these updates. cut: values that were beyond the range. The rest is as
-    `GlobalModel.fold_mean` and `Result` have it.
+    tickets: of these updates. examples: the sum of their n_k. cut: values that were beyond the
+    range. clipped: with differential privacy of clients, the sum of what they have clipped, in
+    place of the mean. The rest is as `GlobalModel.fold_mean` and `Result` have it.
     """
 
     tickets: Sequence[int]
@@ -66,10 +76,12 @@ class Summed(NamedTuple):
     extra: Sequence[Tensor]
     rises: Sequence[Tensor]
     weight: float
+    examples: int
     samples: int
     counted: float
     loss: float
     cut: int
+    clipped: Sequence[Tensor] | None = None
 
 
 @dataclass
@@ -112,6 +124,8 @@ class Combining:
                 f"nobody waits for the update with ticket {update.ticket}, or it was folded already"
             )
         reason = update.failure if computed else self._unfit(update, asked, finite)
+        if reason is None and self.model.private is not None and self.model.moves_more(update):
+            reason = MOVES
         if reason is not None:
             self._refused[update.ticket] = reason
             self.model.refuse()
@@ -133,6 +147,9 @@ class Combining:
             staleness = self.model.number - asked.round
             self._folded.append(Folded(asked.client, 0, 0.0, 0.0, staleness))
         self._summed.append(summed)
+        if summed.clipped is not None:
+            self.model.fold_clipped(summed.clipped)
+            return
         self.model.fold_mean(
             summed.delta,
             summed.buffers,
@@ -169,7 +186,12 @@ class Combining:
             self._refused = dict.fromkeys(self.tickets, str(error))
             self._folded = []
             self.model.skip()
-        self.algorithm.absorb(extra, len(self._folded))
+        # How many came is not told where clients have differential privacy: extras then have the
+        # denominator of the weights.
+        private = self.model.private
+        if private is not None:
+            extra = list(map(_like, extra, self.algorithm.down()))
+        self.algorithm.absorb(extra, len(self._folded) if private is None else private.expected)
         result = self._result()
         # A round for which nobody was drawn (Poisson sampling) is neither: nothing was refused.
         if self._folded:
@@ -195,4 +217,13 @@ class Combining:
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,
             wrong=[self._clients[ticket] for ticket in self._refused],
+            cut=sum([one.cut for one in self._summed])
+            if self._summed and self.model.private is None
+            else None,
         )
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A released tensor, of real numbers in float64, as the algorithm's own is."""
+    whole = torch.view_as_complex(tensor) if other.is_complex() else tensor
+    return whole.to(other.dtype)

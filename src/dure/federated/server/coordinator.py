@@ -25,6 +25,10 @@ has to see to: it tells `expired` of a ticket without a round when the assignmen
 over, and `failed` of a ticket whose client begins afresh. Until its ticket was answered or has
 failed, also one that is not open any more, a client is asked nothing else.
 
+Where each client has a coin of its own (`Selection.tosses`), the place of nobody is given to
+another, and a round waits for all who were asked: so whether a client is in it depends on its coin,
+and on itself.
+
 Its pacing says when it asks whom and when it combines (`dure.federated.server.pacing`). `state` and
 `restore` at any point go on with the same bits.
 
@@ -93,10 +97,12 @@ class Coordinator:
     counts in an example, at the most. lasts: seconds that a round takes at the most where the
     pacing names no deadline, and a ticket where there are no rounds; None for no end. patient: it
     never gives up, but tells. tell: gets a sentence then, after 10, 100, ... attempts in vain and
-    after every `VAIN` models of nothing. present: who has checked in; None takes all for reachable.
-    wake: when it wants to be told that time has passed. tickets: how many were given out. open:
-    those of which no model has been made. busy: the ticket of each client at work. deadline: when
-    the round ends, inf where nothing ends it. began: whether a round is under way.
+    after every `VAIN` models of nothing. toss: gives the clients whose coins say that they are in a
+    round, by its number; called once a round, where the pacing tosses. present: who has checked in;
+    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
+    many were given out. open: those of which no model has been made. busy: the ticket of each
+    client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
+    is under way.
 
     Raises ValueError where `lasts` is no time.
     """
@@ -110,6 +116,7 @@ class Coordinator:
     lasts: float | None = None
     patient: bool = False
     tell: Callable[[str], None] = lambda sentence: None
+    toss: Callable[[int], Sequence[int]] | None = None
     present: set[int] | None = None
     wake: float = math.inf
     tickets: int = 0
@@ -132,6 +139,10 @@ class Coordinator:
     _answers: dict[int, int] = field(default_factory=dict)
     """Without rounds: how often each client has answered."""
     _order: Candidates | None = None
+    _chosen: list[int] = field(default_factory=list)
+    """Clients whose coins say that they are in this round, until they are asked."""
+    _nobody_until: float = -math.inf
+    """How long a round lasts for which somebody was chosen, and in which nobody answers."""
     _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
     """The models that may still be handed out, the newest last; empty where that is the model."""
 
@@ -150,6 +161,8 @@ class Coordinator:
         self.synchronous = pacing.synchronous
         self.oldest = pacing.oldest
         self._varies = pacing.varies
+        if pacing.tosses and self.toss is None:
+            raise ValueError("this pacing needs somebody who tosses coins")
         self._lasts = pacing.deadline
         if math.isinf(self._lasts) and self.lasts is not None:
             self._lasts = self.lasts
@@ -347,6 +360,10 @@ class Coordinator:
             self.wake = self.deadline
             self._probes = 0
         if not self.began:
+            # Nobody is there: coins would be tossed for nothing. Whoever comes is told of at once.
+            if self.pacing.tosses and self.present is not None and not self.present:
+                self.wake = now + RETRY
+                return []
             self._begin(now)
         return [*self._fill(now), *self._combine(now)]
 
@@ -428,6 +445,10 @@ class Coordinator:
         if self.synchronous:
             self.deadline = now + self._lasts
             self.wake = self.deadline
+            if self.pacing.tosses:
+                assert self.toss is not None
+                self._chosen = list(self.toss(self.model.number))
+                self._nobody_until = now + RETRY if self._chosen else now
         elif self.oldest is not None and not self._past:
             self._past = [(self.model.weights, self.model.buffers)]
 
@@ -435,6 +456,8 @@ class Coordinator:
         """Asks as many clients as the pacing wants at work."""
         if not self.began or self.updates.tickets:
             return []
+        if self.pacing.tosses:
+            return self._ask_chosen(now)
         # In a round `_asked` counts all who were asked and did not fail: those who have answered
         # keep their place.
         places = self.asks - self._asked
@@ -451,6 +474,18 @@ class Coordinator:
                 break
             actions.append(Assign(self._assign(client, sent, now)))
         return actions
+
+    def _ask_chosen(self, now: float) -> list[Action]:
+        """Asks those whose coins say so and who are there, once, at the beginning of the round."""
+        # Who comes later is not asked: how long the round lasts depends on others.
+        chosen, self._chosen = self._chosen, []
+        there = [
+            client
+            for client in chosen
+            if client not in self.busy and (self.present is None or client in self.present)
+        ]
+        sent = self._newest() if there else None
+        return [Assign(self._assign(client, sent, now)) for client in there if sent is not None]
 
     def _next(self) -> int | None:
         """The next client in order who is not busy and, where that is known, there."""
@@ -542,6 +577,8 @@ class Coordinator:
         """
         if not self.began or self.updates.tickets:
             return []
+        if self.pacing.tosses:
+            return self._combine_chosen(now)
         reported = self._reports
         needed = self.needs
         # Every open ticket has reported, so nothing more comes unless somebody else is asked.
@@ -559,6 +596,18 @@ class Coordinator:
         if over:
             return self._again(now)
         return self._wait(now, idle) if stuck else []
+
+    def _combine_chosen(self, now: float) -> list[Action]:
+        """`Combine` once all who were asked have answered or failed, or at the deadline."""
+        # Those who have fallen silent are waited for: else they would be in it or not as others
+        # are slow.
+        if self._reports < len(self.open) and now < self.deadline:
+            return []
+        # Where clients are away for hours, rounds of nobody are not to follow one another at once.
+        if not self._reports and now < min(self._nobody_until, self.deadline):
+            self.wake = min(self._nobody_until, self.deadline)
+            return []
+        return self._take(self._reports)
 
     def _take(self, most: int) -> list[Action]:
         """Combines what has been reported, at most so many, the earliest tickets first.
@@ -688,6 +737,8 @@ class Coordinator:
             "probes": self._probes,
             "asked": self._asked,
             "reports": self._reports,
+            "chosen": list(self._chosen),
+            "nobody_until": self._nobody_until,
             "sizes": list(self.sizes) if self._resized else None,
         }
 
@@ -711,7 +762,9 @@ class Coordinator:
         self._probes = state["probes"]
         self._asked = state["asked"]
         self._reports = state["reports"]
-        # Checkpoints of dure up to 0.1 have none.
+        # Checkpoints of dure up to 0.1 have none of these.
+        self._chosen = list(state.get("chosen", ()))
+        self._nobody_until = state.get("nobody_until", -math.inf)
         sizes = state.get("sizes")
         if sizes is not None:
             self._share(list(sizes))

@@ -7,11 +7,16 @@ Buffers: floating-point ones (batch-norm statistics) are aggregated with the wei
 change add nothing, so that a mask of -inf stays one, and one that was not finite takes the mean of
 the finite ones that it became. Integer ones (counters) take the largest value, complex ones stay as
 they are. Of weights, a complex number is two real ones.
+
+With differential privacy of clients (`dure.federated.server.private`) weights, statistics of batch
+norm and extras are gathered as one vector, and come back with noise. All other buffers stay as the
+server has them: a counter tells of a client's steps, a table that never moves would drown in noise,
+and a client whose other buffers move is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +27,7 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import Rows
 from dure.federated.engines.products import Deferred
+from dure.federated.server.private import Private
 from dure.federated.server.server_optimizer import ServerOptimizer, State
 from dure.protocol.messages import Update, nbytes
 from dure.randomness.turn import Turn
@@ -32,7 +38,8 @@ class GlobalModel:
     """The global model, and what updates are gathered for the next one.
 
     weights: those that are trained, one flat tensor a dtype. buffers: in the model's order. number:
-    of models made so far.
+    of models made so far. private: gathers updates in place of the rule, and adds noise.
+    statistics: where in the buffers those of batch norm are, and which of them are variances.
     """
 
     weights: list[Tensor]
@@ -40,6 +47,8 @@ class GlobalModel:
     aggregator: Aggregator = field(default_factory=Mean)
     optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
     number: int = 0
+    private: Private | None = None
+    statistics: Mapping[int, bool] = field(default_factory=dict)
     moments: State | None = None
     memory: list[Tensor] | None = None
     _folded: Any = None
@@ -77,6 +86,10 @@ class GlobalModel:
         if self._complex:
             parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
         moved: list[Tensor] = []
+        if self.private is not None:
+            moved = changes(self._released_of(update.buffers), self._released_of(self.buffers))
+            self.private.fold([*parts, *moved, *map(_real, update.extra)], update.examples)
+            return parts
         if self.buffers:
             moved = changes(update.buffers, self.buffers)
             self._count(update.buffers)
@@ -139,6 +152,11 @@ class GlobalModel:
                 self._extra = Mean().zero(extra)
             self._extra = Mean().fold(self._extra, extra, float(clients))
 
+    def fold_clipped(self, total: Sequence[Tensor]) -> None:
+        """Takes the sum of what clients with differential privacy have clipped themselves."""
+        assert self.private is not None
+        self.private.add(total)
+
     def refuse(self) -> None:
         """Takes note of an update that was sent and cannot be right."""
         self._refused += 1
@@ -151,7 +169,7 @@ class GlobalModel:
 
     def _defers(self, update: Update, scale: float, start: Sequence[Tensor] | None) -> bool:
         """Whether nothing is done with the update but to add it to a mean."""
-        alone = not (update.buffers or update.extra)
+        alone = not (update.buffers or update.extra) and self.private is None
         return alone and scale == 1 and start is None and self.aggregator.sums
 
     def _defer(self, delta: Deferred, weight: float) -> None:
@@ -200,8 +218,12 @@ class GlobalModel:
         extra: list[Tensor] = []
         # A cohort of which not all have come, as some were refused, is summed only here.
         self._sum_deferred()
-        if self._shares:
-            delta, moved = self._combined(Turn(seed, self.number))
+        if self._shares or self.private is not None:
+            if self.private is not None:
+                # Also of nobody: that nobody was there is not told.
+                delta, moved, extra = self._released(self.private.release(self.number))
+            else:
+                delta, moved = self._combined(Turn(seed, self.number))
             if self.moments is None:
                 self.moments = self.optimizer.start(self.weights)
             if self._complex:
@@ -220,15 +242,49 @@ class GlobalModel:
         self.skip()
         return extra
 
+    def _released_of(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Those of them that are released with noise."""
+        return [one for place, one in enumerate(buffers) if place in self.statistics]
+
+    def moves_more(self, update: Update) -> bool:
+        """Whether other floating-point buffers move than those that are released with noise."""
+        pairs = enumerate(zip(update.buffers, self.buffers, strict=True))
+        return any(
+            bool(changes([new], [old])[0].any())
+            for place, (new, old) in pairs
+            if place not in self.statistics and old.is_floating_point()
+        )
+
+    def contribution(self, extra: Sequence[Tensor]) -> list[Tensor]:
+        """What a client's contribution looks like: real tensors. extra: what it sends besides."""
+        return list(map(_real, [*self.weights, *self._released_of(self.buffers), *extra]))
+
+    def _released(
+        self, vector: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Weights, buffers' changes and extras of what was released, in their own types."""
+        floating = self._released_of(self.buffers)
+        weights = len(self.weights)
+        own = [_real(weight).dtype for weight in self.weights]
+        delta = [one.to(kind) for one, kind in zip(vector, own, strict=False)]
+        rest = vector[weights:]
+        moved = [one.to(like.dtype) for one, like in zip(rest, floating, strict=False)]
+        return delta, moved, list(rest[len(floating) :])
+
     def _moved_buffers(self, changes: Sequence[Tensor]) -> list[Tensor]:
         """The new buffers. changes: of the floating-point ones."""
         # Rules see floating-point buffers only, so both kinds are put back in the model's order.
         moved = iter(changes)
         counters = iter(self._counters)
         buffers = []
-        for buffer in self.buffers:
-            if buffer.is_floating_point():
-                buffers.append(_moved(buffer, next(moved)))
+        for place, buffer in enumerate(self.buffers):
+            if self.private is not None and place not in self.statistics:
+                buffers.append(buffer)
+            elif buffer.is_floating_point():
+                new = _moved(buffer, next(moved))
+                # Noise does not know that a variance is no less than 0.
+                positive = self.private is not None and self.statistics[place]
+                buffers.append(new.clamp(min=0) if positive else new)
             elif _counts(buffer):
                 buffers.append(next(counters))
             else:
@@ -250,6 +306,8 @@ class GlobalModel:
         self._shares = []
         self._deferred = []
         self._counters = []
+        if self.private is not None:
+            self.private.forget()
 
     def _combined(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
         """What the rule makes of the weights, and of the buffers' changes."""
@@ -293,6 +351,10 @@ def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
         for one, other in zip(new, old, strict=True)
         if other.is_floating_point()
     ]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _moved(buffer: Tensor, change: Tensor) -> Tensor:

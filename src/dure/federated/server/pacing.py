@@ -44,6 +44,14 @@ class Pacing:
         return False
 
     @property
+    def tosses(self) -> bool:
+        """Whether each client has a coin of its own; then `asked` and `needed` are of no account.
+
+        A round ends when all who were asked have answered or failed, or at its deadline.
+        """
+        return False
+
+    @property
     def deadline(self) -> float:
         """Seconds after which a round ends with those who have answered."""
         return math.inf
@@ -98,6 +106,10 @@ class Rounds(Pacing):
     @property
     def varies(self) -> bool:
         return self.selection.varies
+
+    @property
+    def tosses(self) -> bool:
+        return self.selection.tosses
 
     @property
     def deadline(self) -> float:

@@ -6,9 +6,15 @@ those who are there are chosen as if only they had been asked.
     uniform     m = max(C·K, 1) of K, without replacement
     weighted    m of K without replacement, each next one with probability ~ n_k
     poisson     each of K independently with probability C: m differs from round to round, and may
-                be 0
+                be 0; so many of those who are there are then asked
+    coins       each of K tosses a coin of its own, with probability C; who is not there, or fails,
+                is missing, and nobody comes in its place
 
 Sources: McMahan et al. 2017, algorithm 1 (uniform); Efraimidis, Spirakis 2006 (weighted).
+
+With coins no client is in a round with a larger probability than C, whoever else is away: what
+differential privacy of clients counts on. The others fill up a round, so that somebody is asked the
+more often the fewer are there.
 
 More than m may be asked (over-selection) and a round may end before all have answered (a deadline),
 as long as a minimum has: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design",
@@ -48,6 +54,8 @@ class Selection:
     name: ClassVar[str]
     varies: ClassVar[bool] = False
     """Whether rounds differ in how many answers they are to have."""
+    tosses: ClassVar[bool] = False
+    """Whether each client has a coin of its own, and nobody is asked in place of another."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.over < math.inf:
@@ -135,7 +143,34 @@ class Poisson(Selection):
         return clients
 
 
-SELECTIONS: dict[str, type[Selection]] = {kind.name: kind for kind in (Uniform, Weighted, Poisson)}
+@dataclass(frozen=True)
+class Coins(Selection):
+    """Every client tosses its own coin, and nobody comes in the place of one that is away.
+
+    A round ends when all who were asked have answered or failed, or at its deadline. deadline: by
+    which each client is late or not by itself. over and minimum are 1: how many others answer
+    changes nothing.
+    """
+
+    name: ClassVar[str] = "coins"
+    tosses: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.over != 1 or self.minimum != 1:
+            raise ValueError(
+                f"{self} asks more than are needed or begins rounds again, by which clients would "
+                f"be asked more often than their coins say: write coins, or coins:1:60 for a "
+                f"deadline of 60 s"
+            )
+
+    def most(self, clients: int, fraction: float) -> int:
+        return clients
+
+
+SELECTIONS: dict[str, type[Selection]] = {
+    kind.name: kind for kind in (Uniform, Weighted, Poisson, Coins)
+}
 """Every selection by the name its text form begins with."""
 
 

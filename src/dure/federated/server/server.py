@@ -26,21 +26,25 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.choice import NOTHING, Privacy
 from dure.federated.privacy.exposure import exposure
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregationPlus
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
+from dure.federated.server.private import Private
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
 from dure.machine.devices import home_of, to_cpu, to_device
 from dure.protocol.carrier import STEP, Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
+from dure.tasks.batch_norm import statistics
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import most_counted
@@ -73,7 +77,8 @@ class Server(Learner):
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
     privacy: what is protected. secure: what sums updates that nobody but their clients sees; None
-    where clients send them.
+    where clients send them. private: differential privacy of clients, where that is wanted. toss:
+    the coins of clients, where the pacing tosses.
     """
 
     unit = "round"
@@ -100,13 +105,18 @@ class Server(Learner):
         freeze_at: int | None = None,
         privacy: Privacy | None = None,
         secure: SecureRounds | None = None,
+        private: Private | None = None,
+        toss: Toss | None = None,
     ) -> None:
         self.task = task
         self.model = model
         self.test = test
         self.algorithm = algorithm
         self.carrier = carrier
-        self.privacy = privacy if privacy is not None else Privacy()
+        self.privacy = privacy if privacy is not None else NOTHING
+        # A few neighbours of each could all be the server's, whoever has signed who they are.
+        all_pairs = not isinstance(self.privacy.secure, SecureAggregationPlus)
+        self._signed = secure is not None and secure.roster is not None and all_pairs
         self.secure = secure
         self.group = group
         self.sample = sample
@@ -119,8 +129,16 @@ class Server(Learner):
         shared = algorithm.shared(self.flat.copy())
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
+        self.private = private
         self.coordinator = Coordinator(
-            model=GlobalModel(shared, buffers, rule, optimizer),
+            model=GlobalModel(
+                shared,
+                buffers,
+                rule,
+                optimizer,
+                private=private,
+                statistics=statistics(model, self.buffers.names),
+            ),
             pacing=pacing,
             algorithm=algorithm,
             sizes=sizes,
@@ -129,6 +147,7 @@ class Server(Learner):
             lasts=carrier.lasts,
             patient=carrier.patient,
             tell=warn,
+            toss=None if toss is None else self._tossing(toss),
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
@@ -144,6 +163,17 @@ class Server(Learner):
         self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
         """Weights and buffers of the model of round `freeze_at`, once there is one."""
         self._freeze()
+
+    def _tossing(self, toss: Toss) -> Toss:
+        """The coins, of which differential privacy is told before anybody is asked."""
+
+        def tossed(number: int) -> list[int]:
+            chosen = toss(number)
+            if self.private is not None:
+                self.private.asks(number, chosen)
+            return chosen
+
+        return tossed
 
     def flops_per_step(self) -> float:
         # A step of a client of mean size: clients with fewer examples than a batch make smaller
@@ -168,7 +198,7 @@ class Server(Learner):
         combine = self.carrier.carry(coordinator)
         if self.secure is None:
             self._fold(combine.tickets)
-        else:
+        elif combine.tickets:
             self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
@@ -233,7 +263,7 @@ class Server(Learner):
             coordinator.fold_sum(summed)
         if means and not len(self.task.train):
             # Nobody has said how many examples there are: as many as those in the sums have.
-            typical = sum(one.weight for one in means) / sum(len(one.tickets) for one in means)
+            typical = sum(one.examples for one in means) / sum(len(one.tickets) for one in means)
             self.examples = max(1, round(typical * len(coordinator.sizes)))
         for ticket, reason in sums["lost"].items():
             coordinator.lost(ticket, reason)
@@ -263,6 +293,8 @@ class Server(Learner):
 
     def close(self) -> None:
         """The run ends: warns of clients that were left out, and of last rounds without updates."""
+        if self.private is not None:
+            self.private.close()
         out = self.carrier.facts().get("out_of_transfers", ())
         if out:
             first = self.who(out[0][0])
@@ -315,7 +347,13 @@ class Server(Learner):
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+            # Of secure sums alone: values that were beyond the range.
+            **({} if result.cut is None else {"cut": float(result.cut)}),
+            **({} if self.private is None else self.private.numbers()),
         }
+
+    def exhausted(self) -> str | None:
+        return None if self.private is None else self.private.exhausted()
 
     # What the model is worth
 
@@ -402,6 +440,7 @@ class Server(Learner):
                 "log": self.log.state(),
                 "measured": self.said.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
+                "private": None if self.private is None else self.private.state(),
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -438,6 +477,8 @@ class Server(Learner):
         # Checkpoints of dure up to 0.1 do not have it.
         frozen = server.get("frozen")
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
+        if self.private is not None:
+            self.private.restore(server["private"])
         self.carrier.restore(state["carrier"])
         model = self.coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
@@ -452,12 +493,23 @@ class Server(Learner):
 
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
+        private = {} if self.private is None else self.private.facts()
         return {
             **self.carrier.facts(),
             **self.log.facts(),
             **self.said.facts(),
-            "exposure": [list(one) for one in exposure(self.privacy)],
+            **private,
+            **self._bits(),
+            "exposure": [list(one) for one in exposure(self.privacy, self._signed)],
         }
+
+    def _bits(self) -> dict[str, Any]:
+        """Where clients are elsewhere and something protects them: no run has these bits again."""
+        told = self.carrier.facts()
+        if "bits" not in told or self.privacy == NOTHING:
+            return {}
+        why = "what protects clients is drawn from the system, and never again"
+        return {"bits": "close", "differs": [*told.get("differs", ()), why]}
 
     def meters(self) -> Sequence[Meter]:
         return [self.meter, *self.counted]

@@ -23,6 +23,10 @@ Buffers such as batch-norm statistics are rank 0's, as in torch's DistributedDat
 that rank 0's forward has changed are broadcast after backward. Batch norm sees the rank's own part,
 or piece, of the batch.
 
+With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`): all ranks draw the same
+batch; each clips the gradients of its part of it, what travels is the sum of those, and all add the
+same noise to it. So N ranks walk the path of one worker here too.
+
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
@@ -33,9 +37,9 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +47,8 @@ from torch import Tensor, nn
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.tail import Field, Numbers, common_start, each, summed, times
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, World
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
@@ -53,7 +58,12 @@ from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
+from dure.privacy import example_level
+from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
+from dure.privacy.example_level import Budget, ExampleLevel, Wanted
+from dure.privacy.per_example.refused import check_layers
 from dure.randomness.seeds import derive
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 
 Precision = Literal["full", "bf16"]
@@ -76,6 +86,11 @@ class DataParallel(Strategy):
         accumulate: pieces in which a worker computes its part of a batch, one after another.
         clip_norm: the largest norm that a step's gradient may have; by default any.
         precision: full, or bf16: forward and backward under autocast, weights and sums as they are.
+        privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
+            example's gradient, and the noise multiplier; none by default.
+        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
+            privacy names no noise, the least noise that keeps to it for all steps of the run.
+        delta: the probability that the epsilon does not hold; well below 1 / examples.
     """
 
     batch_size: int | None = 64
@@ -86,16 +101,37 @@ class DataParallel(Strategy):
     accumulate: int = 1
     clip_norm: float | None = None
     precision: Precision = "full"
+    privacy: DPSGD | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
 
     name: ClassVar[str] = "data-parallel"
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
 
+    def __post_init__(self) -> None:
+        parse_fields(self, {"privacy": parse_dp_sgd})
+
     @property
     def label(self) -> str:
         way = self.compression if self.compression.compresses else self.all_reduce
-        return f"data parallel {way}"
+        return example_level.told(self._wanted, f"data parallel {way}")
+
+    @property
+    def deterministic(self) -> bool:
+        return self.privacy is None or self.privacy.draws == "seed"
+
+    @property
+    def _wanted(self) -> Wanted | None:
+        return example_level.wanted(self.privacy, self.epsilon, self.delta)
+
+    def planned(self, task: Task, stop: Stop) -> Self:
+        """Chooses the noise that an epsilon asks for."""
+        budget = Budget(self.epsilon, self.delta)
+        examples = len(task.train)
+        privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
+        return replace(self, privacy=privacy)
 
     def how(self, seed: int = 0) -> How:
         """How gradients are summed. Raises ValueError for what there is not."""
@@ -114,16 +150,42 @@ class DataParallel(Strategy):
         check_gradient(self.accumulate, self.clip_norm)
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
+        if self.privacy is not None:
+            self._check_private()
+
+    def _check_private(self) -> None:
+        if self.compression.compresses:
+            raise ValueError(
+                f"dp-sgd: the compression {self.compression} is done before noise is added, and "
+                f"what it does to a sum is not bounded: leave it out"
+            )
+        if self.precision != "full":
+            raise ValueError(
+                f"dp-sgd: with the precision {self.precision} norms have three digits, and do not "
+                f"bound what an example says: take full"
+            )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
         check_weights_stay(model, workers)
+        if self.privacy is not None:
+            check_layers(model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Tries how the gradients of single examples are clipped, where that is wanted."""
+        self.check_model(task, model, workers)
+        return None if self.privacy is None else example_level.proven(task, model)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for fields about messages in a world that has none."""
         # What is left at its default was not asked for, and may go unused.
         default = DataParallel()
+        if world.kind == "threads" and self.privacy is not None:
+            raise ValueError(
+                "dp-sgd: in threads the master has the loss of the whole batch, and no gradients "
+                "of single examples: choose Processes"
+            )
         for name in ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"):
             if world.kind == "threads" and getattr(self, name) != getattr(default, name):
                 raise ValueError(
@@ -168,7 +230,7 @@ class DataParallelLearner(SingleLearner):
     announces = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
-        super().__init__(task, place, seed, strategy.batch_size)
+        super().__init__(task, place, seed, strategy.batch_size, wanted=strategy._wanted)
         self.strategy = strategy
         # for models whose first weights do not follow from the seed alone, such as those read from
         # a file
@@ -221,6 +283,8 @@ class DataParallelLearner(SingleLearner):
         self.alike.passed()
         if any(heard["changed"]):
             self._take_buffers(heard["changed"])
+        if self.private is not None:
+            return self._noised(self.private, sum(heard["loss"]), indices, int(heard["wish"][0]))
         gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
         if self.strategy.clip_norm is not None:
@@ -235,6 +299,9 @@ class DataParallelLearner(SingleLearner):
         """
         inputs, targets = self.read(piece)
         started = time.perf_counter()
+        if self.private is not None:
+            self._clipped_backward(self.private, inputs, targets)
+            return
         share = self.losses.share(piece, batch)
         with self.autocast():
             loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
@@ -253,6 +320,33 @@ class DataParallelLearner(SingleLearner):
             self.reducer.finish()
         computed = self.reducer.computed if sums else time.perf_counter()
         meter.compute("backward", forwarded, computed, self.step + 1)
+
+    def _clipped_backward(self, private: ExampleLevel, inputs: Any, targets: Any) -> None:
+        """`backward`, with the sum of clipped gradients in place of the gradient."""
+        started = time.perf_counter()
+        sums, loss = private.clipped(inputs, targets)
+        self._loss += loss
+        sending = self.reducer.enabled
+        if sending:
+            self.reducer.begin()
+        # As if a loss had these gradients: they are accumulated, and leave, as ever.
+        torch.autograd.backward(private.parameters, sums)
+        if sending:
+            self.reducer.finish()
+        computed = self.reducer.computed if sending else time.perf_counter()
+        self.group.meter.compute("clipped", started, computed, self.step + 1)
+
+    def _noised(self, private: ExampleLevel, loss: float, indices: Tensor, wish: int) -> Progress:
+        """Leaves the noised gradient of the joint batch, whose losses add up to `loss`."""
+        none = private.nothing()
+        sums = [
+            zeros if parameter.grad is None else parameter.grad
+            for parameter, zeros in zip(private.parameters, none, strict=True)
+        ]
+        progress = self.noised(private, sums, loss, indices, wish)
+        if self.strategy.clip_norm is not None:
+            self._clip(self.strategy.clip_norm)
+        return progress
 
     def part(self) -> dict[str, Any]:
         """What compressors remember of what they have not sent."""

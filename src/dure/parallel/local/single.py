@@ -7,6 +7,8 @@ It is the baseline of all systems:
 Nothing travels. The worker computes on the CPU or on one GPU. Loaders may read batches ahead, so
 that all cores feed it (`dure.data.prefetch`); they change no bit of what it computes.
 
+With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`).
+
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
 
@@ -15,21 +17,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from dure.contracts.lr_schedule import Rates
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, examples_for
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
+from dure.privacy import example_level
+from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
+from dure.privacy.example_level import Budget, ExampleLevel, Wanted
+from dure.privacy.per_example.refused import check_layers
+from dure.privacy.poisson import PoissonBatches
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -56,20 +65,46 @@ class SingleWorker(Strategy):
         device: where it computes: cpu, cuda, or cuda:1.
         loaders: how many threads read batches ahead, or processes where the dataset has
             transforms; with 0 each batch is read when it is needed.
+        privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
+            example's gradient, and the noise multiplier; none by default.
+        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
+            privacy names no noise, the least noise that keeps to it for all steps of the run.
+        delta: the probability that the epsilon does not hold; well below 1 / examples.
     """
 
     batch_size: int | None = 64
     device: str = "cpu"
     loaders: int = 0
+    privacy: DPSGD | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
 
     name: ClassVar[str] = "single-worker"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        parse_fields(self, {"privacy": parse_dp_sgd})
+
     @property
     def computes_on(self) -> tuple[str, ...]:
         return (self.device,)
+
+    @property
+    def deterministic(self) -> bool:
+        return self.privacy is None or self.privacy.draws == "seed"
+
+    @property
+    def _wanted(self) -> Wanted | None:
+        return example_level.wanted(self.privacy, self.epsilon, self.delta)
+
+    def planned(self, task: Task, stop: Stop) -> Self:
+        """Chooses the noise that an epsilon asks for."""
+        budget = Budget(self.epsilon, self.delta)
+        examples = len(task.train)
+        privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
+        return replace(self, privacy=privacy)
 
     @property
     def label(self) -> str:
@@ -78,7 +113,7 @@ class SingleWorker(Strategy):
             label += f" on {self.device}"
         if self.loaders:
             label += f", {self.loaders} loader{'' if self.loaders == 1 else 's'}"
-        return label
+        return example_level.told(self._wanted, label)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
@@ -92,7 +127,14 @@ class SingleWorker(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on."""
+        if self.privacy is not None:
+            check_layers(model)
         check_pieces(task, model, self.batch_size, workers)
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Tries how the gradients of single examples are clipped, where that is wanted."""
+        self.check_model(task, model, workers)
+        return None if self.privacy is None else example_level.proven(task, model)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return SingleLearner(
@@ -102,6 +144,7 @@ class SingleWorker(Strategy):
             self.batch_size,
             device=device_of(self.device),
             loaders=self.loaders,
+            wanted=self._wanted,
         )
 
 
@@ -121,6 +164,7 @@ class SingleLearner(Learner):
         batch_size: int | None,
         device: torch.device | None = None,
         loaders: int = 0,
+        wanted: Wanted | None = None,
     ) -> None:
         self.group = place.group
         self.seed = seed
@@ -131,7 +175,20 @@ class SingleLearner(Learner):
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
-        self.batches = Batches(len(self.train_examples), batch_size, seed)
+        self.batches: Batches | PoissonBatches = Batches(len(self.train_examples), batch_size, seed)
+        self.private: ExampleLevel | None = None
+        if wanted is not None:
+            self.private = ExampleLevel(
+                wanted,
+                task,
+                self.model,
+                self.train_examples,
+                batch_size=batch_size,
+                seed=seed,
+                group=self.group,
+                folder=place.folder,
+            )
+            self.batches = self.private.batches
         self.units_per_epoch = self.batches.steps_per_epoch
         self.where = f"rank {self.group.rank}"
         self.step = 0
@@ -160,6 +217,8 @@ class SingleLearner(Learner):
     def advance(self, wish: int) -> Progress:
         """One step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
+        if self.private is not None:
+            self.private.begin()
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
         started = time.perf_counter()
@@ -179,6 +238,8 @@ class SingleLearner(Learner):
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
         """Leaves the mean gradient over the joint batch `indices` in the parameters."""
+        if self.private is not None:
+            return self._private_gradients(self.private, indices, wish)
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
@@ -193,6 +254,46 @@ class SingleLearner(Learner):
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
         return Progress(loss if found.counted else None, len(indices), wish)
+
+    def _private_gradients(self, private: ExampleLevel, indices: Tensor, wish: int) -> Progress:
+        sums, loss = private.nothing(), 0.0
+        if len(indices):
+            inputs, targets = self.read(indices)
+            started = time.perf_counter()
+            sums, loss = private.clipped(inputs, targets)
+            self.group.meter.compute("clipped", started, time.perf_counter(), self.step + 1)
+        return self.noised(private, sums, loss, indices, wish)
+
+    def noised(
+        self,
+        private: ExampleLevel,
+        sums: Sequence[Tensor],
+        loss: float,
+        indices: Tensor,
+        wish: int,
+    ) -> Progress:
+        """Leaves the noised gradient of a whole batch, whose losses add up to `loss`."""
+        if not math.isfinite(loss):
+            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
+        started = time.perf_counter()
+        private.gradients(sums, self.step)
+        self.group.meter.compute("noise", started, time.perf_counter(), self.step + 1)
+        mean = loss / len(indices) if len(indices) else None
+        # How many examples were in the batch is not told.
+        return Progress(mean, private.expected, wish)
+
+    def numbers(self) -> dict[str, float]:
+        return {} if self.private is None else {"epsilon": self.private.epsilon}
+
+    def exhausted(self) -> str | None:
+        return None if self.private is None else self.private.exhausted()
+
+    def facts(self) -> dict[str, Any] | None:
+        return None if self.private is None else {"privacy": self.private.facts()}
+
+    def saved(self) -> None:
+        if self.private is not None:
+            self.private.count.settle()
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
         """The inputs and targets of a batch, where the model is."""
@@ -221,6 +322,7 @@ class SingleLearner(Learner):
             "step": self.step,
             "optimizer": to_cpu(self.optimizer.state_dict()),
             "buffers": to_cpu(passing_buffers(self.model)),
+            **({} if self.private is None else {"privacy": self.private.state()}),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -228,6 +330,8 @@ class SingleLearner(Learner):
         load_passing_buffers(self.model, state["buffers"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         self.step = state["step"]
+        if self.private is not None:
+            self.private.restore(state["privacy"])
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter, *self.loaders]

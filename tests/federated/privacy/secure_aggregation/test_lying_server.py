@@ -449,6 +449,19 @@ def test_a_server_does_not_choose_the_neighbours() -> None:
         refused(members[number], SHARE, other, "others than the client's neighbours")
 
 
+def test_too_few_who_hold_a_client_s_shares_are_refused_whoever_else_is_there() -> None:
+    machine, members = at(MASK, n=20, degree=6, threshold=4)
+    shares = from_body(machine.ask()[10], Shares).shares
+    why = "3 of those who hold shares of client 10 have shared keys, and 4 have to"
+    refused(members[10], MASK, to_body(Shares(shares[:2])), why)
+    run_stage(machine, members)
+    everybody = from_body(machine.ask()[10], Unmask).survivors
+    gone = {one.client for one in shares[:4]}
+    few = tuple(one for one in everybody if one not in gone)
+    why = "3 of those who hold shares of client 10 have survived, and 4 have to"
+    refused(members[10], UNMASK, to_body(Unmask(few)), why)
+
+
 # What was said before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dure.federated.aggregate import Aggregator
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.pacing import Pacing
 from dure.fleet.conditions import Conditions
 
@@ -15,6 +16,22 @@ def check_rule(settings: SecureAggregation, rule: Aggregator) -> None:
             f"{rule} looks at single updates, and under {settings.name} the server has none: take "
             f"mean, or a rule of groups' means, such as bucketing:10/median or "
             f"geometric-median-of-means:5"
+        )
+
+
+def check_user(settings: SecureAggregation, user: UserLevel | None) -> None:
+    """Raises ValueError for noise that does not go together with sums."""
+    if user is None:
+        return
+    if user.where == "local":
+        raise ValueError(
+            f"user-level: where=local protects each update by itself, and {settings.name} sums "
+            f"them: take distributed, by which the sum has the noise of all, or server"
+        )
+    if user.clipping == "adaptive":
+        raise ValueError(
+            f"user-level: adaptive clipping counts short updates on the server, which under "
+            f"{settings.name} sees none: take flat or layers"
         )
 
 

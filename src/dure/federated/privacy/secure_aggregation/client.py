@@ -401,8 +401,8 @@ class Client:
 
     def _confirm(self, told: Survivors) -> Confirmed:
         self._check_survivors(told.clients)
-        if self._identity is None:
-            raise ProtocolError("the server wants a signature of a client that has no key")
+        # There is this stage only with a roster, and no roster without an identity.
+        assert self._identity is not None
         self._survivors = told.clients
         return Confirmed(self._identity.sign(survivors_text(self._digest, told.clients)))
 

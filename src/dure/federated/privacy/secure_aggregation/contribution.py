@@ -83,6 +83,8 @@ class Total(NamedTuple):
     clients: how many; weight: the sum of n_k; cut: values that were beyond the range. loss: mean
     over what was counted, `counted`. delta, buffers: the weighted means, of trained weights and of
     the changes of floating-point buffers. extra: the plain mean. rises: of counting buffers.
+    clipped: with differential privacy of clients, the sum of what they have clipped, in place of
+    all these.
     """
 
     clients: int
@@ -95,6 +97,7 @@ class Total(NamedTuple):
     buffers: list[Tensor]
     extra: list[Tensor]
     rises: list[Tensor]
+    clipped: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Groups
+from dure.federated.privacy.secure_aggregation.clipped_contribution import (
+    ClippedContribution,
+    Clipping,
+)
 from dure.federated.privacy.secure_aggregation.cohort import Context, bounds
 from dure.federated.privacy.secure_aggregation.contribution import Contribution, Shape, Total
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
@@ -51,21 +55,29 @@ def parted(rule: Aggregator) -> tuple[Groups, Aggregator]:
 
 @dataclass(frozen=True)
 class Sums:
-    """What server and clients know of the sums of a run. run: its id."""
+    """What server and clients know of the sums of a run.
+
+    run: its id. clipping: with differential privacy of clients, how they clip.
+    """
 
     settings: SecureAggregation
     run: str
+    clipping: Clipping | None = None
 
     def contribution(
         self, asked: Assignment, extras: Sequence[Tensor], members: int
-    ) -> Contribution:
+    ) -> Contribution | ClippedContribution:
         """How updates become vectors, in a sum of so many. extras: what theirs look like."""
+        if self.clipping is not None:
+            return ClippedContribution(self.clipping, members)
         quantisation = Quantisation(self.settings.range, members)
         return Contribution(Shape.of(asked, extras), quantisation, self.settings.most_examples)
 
     def text(self) -> str:
         """What a vector's numbers mean, so that nobody adds others to them."""
         settings = self.settings
+        if self.clipping is not None:
+            return str(self.clipping.settings)
         return f"range {settings.range!r}, weights to {settings.most_examples}"
 
 
@@ -76,7 +88,7 @@ def digest_of(asked: Assignment) -> str:
         for tensor in tensors:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+            digest.update(flat.view(torch.uint8).numpy().data)
         digest.update(b"|")
     return digest.hexdigest()
 
@@ -111,21 +123,26 @@ class SecureRounds:
         self, made: Mapping[str, Any], asked: Mapping[int, Assignment], extras: Sequence[Tensor]
     ) -> Iterator[Summed]:
         """What the rule gets: the mean of each group that has a sum."""
+        # A mean that is alone is the mean, to the bit, whatever its weight.
+        alone = len(made["sums"]) == 1
         for one in made["sums"]:
             tickets = list(one["tickets"])
             first = asked[tickets[0]]
             how = self.sums.contribution(first, extras, one["members"])
-            yield _summed(tickets, how.decode(one["sum"], len(tickets), first, extras))
+            total = how.decode(one["sum"], len(tickets), first, extras)
+            yield _summed(tickets, total, 1.0 if alone else float(total.weight))
 
 
-def _summed(tickets: list[int], total: Total) -> Summed:
+def _summed(tickets: list[int], total: Total, weight: float) -> Summed:
     return Summed(
         tickets=tickets,
         delta=total.delta,
         buffers=total.buffers,
         extra=total.extra,
         rises=total.rises,
-        weight=float(total.weight),
+        weight=weight,
+        examples=total.weight,
+        clipped=total.clipped,
         samples=total.samples,
         counted=total.counted,
         loss=total.loss,

@@ -120,7 +120,7 @@ class Access:
             self._refuse_stranger(401, error.kind, str(error), address)
         client = self._client(claim.client)
         if client is None:
-            self._check_may_come(path, address)
+            self._check_may_come(claim.client, path, address)
         else:
             self._check_welcome(client.number)
         self._check_signature(claim, method, path, address)
@@ -207,7 +207,7 @@ class Access:
         self._read_changes()
         return self._by_key.get(key)
 
-    def _check_may_come(self, path: str, address: str) -> None:
+    def _check_may_come(self, key: str, path: str, address: str) -> None:
         """Raises Refused unless an unknown client may ask this."""
         if self.mode != "open":
             self._refuse_stranger(403, "unknown client", _ENROL_FIRST, address)
@@ -217,6 +217,11 @@ class Access:
         if len(self._by_number) >= self.register.places:
             reason = f"all {self.register.places} clients of this run are enrolled"
             self._refuse_stranger(409, "full", reason, address)
+        if self._numbers is not None:
+            try:
+                _listed(self._numbers, key, None)
+            except EnrolError as error:
+                self._refuse_stranger(409, error.kind, str(error), address)
 
     def _check_welcome(self, client: int) -> None:
         away = self._conducts.away(client)

@@ -1,0 +1,119 @@
+"""User-level privacy of a run, made of what its strategy says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dure.federated.algorithm import Algorithm
+from dure.federated.privacy.user_level.checks import Rounds, relation_of
+from dure.federated.privacy.user_level.estimator import Estimator, roster
+from dure.federated.privacy.user_level.release import NoisedRounds
+from dure.federated.privacy.user_level.settings import UserLevel
+from dure.federated.server.tossing import Once
+from dure.privacy.ledger import Ledger
+from dure.privacy.promise import Promise
+from dure.randomness.secret import Secret
+from dure.tasks.batch_norm import statistics
+from dure.tensors.buffers import Buffers
+from dure.tensors.flat import FlatParameters
+
+
+def noised_rounds(
+    user: UserLevel,
+    strategy: Rounds,
+    *,
+    model: nn.Module,
+    algorithm: Algorithm,
+    sizes: Sequence[int],
+    keyed: bool,
+    once: Once,
+    secret: Secret,
+    folder: Path | None,
+) -> NoisedRounds:
+    """What gathers contributions and releases them with noise.
+
+    model: like the run's; it becomes this function's own. algorithm: the server's. sizes: examples
+    of each client, 0 where that is not known yet. keyed: whether a client is a key of the data.
+    once: the carrier's. folder: of the run.
+    """
+    local = user.where == "local"
+    # What comes is clipped and noised already: here it is only summed.
+    here = replace(user, clip=math.inf, noise=0.0, clipping="flat") if local else user
+    like, pieces = contribution(model, algorithm)
+    return NoisedRounds(
+        estimator=Estimator(here, roster(user, strategy.fraction, sizes), pieces, here.clip),
+        settings=user,
+        like=like,
+        promise=promise(user, strategy, keyed),
+        ledger=Ledger(strategy.delta, folder, secret.repeats, relation_of(user)),
+        budget=strategy.epsilon,
+        secret=secret,
+        once=once,
+    )
+
+
+def promise(user: UserLevel, strategy: Rounds, keyed: bool) -> Promise:
+    """What is promised, in words."""
+    unit = "client (all examples of one key)" if keyed else "client"
+    if user.where == "local":
+        return Promise(
+            unit=unit,
+            delta=strategy.delta,
+            relation="replace",
+            sampling="all",
+            against="the server, and whoever sees what the client sends",
+        )
+    return Promise(
+        unit=unit,
+        delta=strategy.delta,
+        sampling="all" if strategy.fraction == 1 else "coins",
+        differ="all that one client contributes there, or left out; who is enrolled is public",
+    )
+
+
+def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], list[list[int]]]:
+    """What a client's contribution looks like: its tensors, and the pieces of each.
+
+    The pieces are the parameters of the model, one after another, as per-layer clipping has them.
+    """
+    flat = FlatParameters(model)
+    shared = algorithm.shared(flat.copy())
+    buffers = Buffers(model)
+    moving = statistics(model, buffers.names)
+    statistic = [one for place, one in enumerate(buffers.of(model)) if place in moving]
+    extra = list(algorithm.down())
+    weights = _pieces(flat, algorithm)
+    like = [
+        torch.view_as_real(one) if one.is_complex() else one
+        for one in [*shared, *statistic, *extra]
+    ]
+    # What an algorithm sends besides is as its weights are, or one piece a tensor.
+    same = [one.numel() for one in extra] == [one.numel() for one in shared]
+    rest = weights if same else [[one.numel()] for one in extra]
+    found = [*weights, *([one.numel()] for one in statistic), *rest]
+    # A complex number is two real ones.
+    pieces = [
+        [count * (one.numel() // max(1, sum(of))) for count in of]
+        for one, of in zip(like, found, strict=True)
+    ]
+    return like, pieces
+
+
+def _pieces(flat: FlatParameters, algorithm: Algorithm) -> list[list[int]]:
+    """Elements of each parameter in each flat tensor of the shared weights."""
+    # Numbered weights, of which the algorithm leaves out what belongs to each client.
+    numbered = []
+    for buffer, group in zip(flat.buffers, flat.names, strict=True):
+        counts = torch.tensor([math.prod(shape) for _, shape in group])
+        which = torch.repeat_interleave(torch.arange(len(group)), counts).to(buffer.device)
+        numbered.append(which)
+    return [
+        torch.unique_consecutive(which, return_counts=True)[1].tolist()
+        for which in algorithm.shared(numbered)
+    ]

@@ -1,0 +1,109 @@
+"""What differential privacy of clients cannot do: refused by name, before any work."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Protocol
+
+from dure.federated.aggregate import Aggregator, Mean
+from dure.federated.privacy.user_level.settings import UserLevel
+from dure.federated.server.sampling import Coins, Selection
+from dure.privacy.accountant import Relation, Releases, epsilon, noise_for
+
+
+class Rounds(Protocol):
+    """What is asked of a strategy."""
+
+    name: ClassVar[str]
+
+    @property
+    def fraction(self) -> float: ...
+    @property
+    def selection(self) -> Selection: ...
+    @property
+    def epsilon(self) -> float | None: ...
+    @property
+    def delta(self) -> float: ...
+
+    def rule(self) -> Aggregator: ...
+
+
+def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secure: bool) -> None:
+    """Raises ValueError where clients would not have what they are promised.
+
+    synchronous: whether the strategy has rounds. secure: whether the server sees sums alone.
+    """
+    if not synchronous:
+        raise ValueError(
+            f"user-level privacy counts rounds, and {strategy.name} has none: take fed-avg, or "
+            f"another with rounds"
+        )
+    if not isinstance(strategy.selection, Coins):
+        raise ValueError(
+            f"user-level privacy counts on a coin of its own for each client, and the selection "
+            f"{strategy.selection} asks others in place of those who are away: leave it out, or "
+            f"write coins"
+        )
+    if strategy.rule() != Mean():
+        raise ValueError(
+            f"user-level privacy bounds what a client says in a mean, and the rule "
+            f"{strategy.rule()} is none: leave it out"
+        )
+    if user.where == "distributed" and not secure:
+        raise ValueError(
+            "user-level: where=distributed has little noise in each update, which only a sum hides:"
+            " write secure-aggregation/ before it, or leave it out for noise of the server"
+        )
+    _check_clipping(user)
+    if strategy.epsilon is not None and not 0 < strategy.epsilon < math.inf:
+        raise ValueError(f"epsilon is {strategy.epsilon}, but a budget is above 0 and finite")
+
+
+def check_budget(user: UserLevel, strategy: Rounds) -> None:
+    """Raises ValueError where not even one round keeps to the budget."""
+    if strategy.epsilon is not None:
+        told = epsilon([one_round(user, strategy)], strategy.delta, relation_of(user))
+        if told > strategy.epsilon:
+            raise ValueError(
+                f"one round alone tells an epsilon of {told:.4g}, and the budget is "
+                f"{strategy.epsilon}: take more noise than {user.noise}, or leave the noise out "
+                f"for the one that fits"
+            )
+
+
+def _check_clipping(user: UserLevel) -> None:
+    if math.isinf(user.clip) and (user.noise or user.clipping != "flat"):
+        raise ValueError(
+            "user-level: clip is inf, and noise and clipping follow a largest norm: give a clip, "
+            "such as 1"
+        )
+    if user.clipping == "adaptive" and user.where != "server":
+        raise ValueError(
+            f"user-level: adaptive clipping has the server count, and noise is {user.where}: take "
+            f"flat or layers"
+        )
+
+
+def relation_of(user: UserLevel) -> Relation:
+    """In what neighbouring data differ: what each client says by itself is one of all it could."""
+    return "replace" if user.where == "local" else "add-or-remove"
+
+
+def one_round(user: UserLevel, strategy: Rounds) -> Releases:
+    """What a round is for the accountant."""
+    return Releases(1.0 if user.where == "local" else strategy.fraction, user.noise)
+
+
+def chosen_noise(user: UserLevel, strategy: Rounds, rounds: int | None) -> float:
+    """The least noise with which so many rounds keep to the budget.
+
+    Raises ValueError where the rounds are not known.
+    """
+    assert strategy.epsilon is not None
+    if rounds is None:
+        raise ValueError(
+            f"epsilon {strategy.epsilon} chooses the noise for a number of rounds: give --rounds "
+            f"(Stop(rounds=...)), or a noise, such as user-level:{user.clip:g}:1.1"
+        )
+    rate = one_round(user, strategy).rate
+    return noise_for(strategy.epsilon, strategy.delta, rate, rounds, relation_of(user))

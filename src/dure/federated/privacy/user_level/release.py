@@ -1,0 +1,177 @@
+"""Rounds with differential privacy of clients, on the server: coins, contributions, noise, account.
+
+    round N:    coins of all clients                       `dure.federated.server.tossing`
+                contributions, clipped and summed          `estimator`
+                N is charged                               `dure.privacy.ledger`
+                the mean with noise                        once, and written down, then shown
+
+`once` is the carrier's: a server that goes on from an earlier state gets the same noised mean
+again, and no second noise is ever drawn for a round. Keys are drawn for one purpose and round each
+(`dure.randomness.secret`), in a deployment from the system.
+
+What is promised, and to whom, is in `dure.privacy.promise`. With `where=local` the noise is in what
+clients send already (`local`), and each release of a client is charged by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dure.federated.privacy.user_level.estimator import Estimator
+from dure.federated.privacy.user_level.settings import UserLevel
+from dure.federated.server.tossing import Once
+from dure.privacy.accountant import Releases, renyi_epsilon
+from dure.privacy.ledger import Ledger
+from dure.privacy.promise import Promise
+from dure.randomness.secret import Secret
+
+
+class NoisedRounds:
+    """User-level privacy at work on the server.
+
+    estimator: of the run. settings: the run's; with local noise the estimator has none. like: what
+    a contribution looks like. promise: in words. ledger: what is spent. budget: the largest
+    epsilon; None is no limit. secret: where keys come from. once: the carrier's.
+    """
+
+    def __init__(
+        self,
+        *,
+        estimator: Estimator,
+        settings: UserLevel,
+        like: Sequence[Tensor],
+        promise: Promise,
+        ledger: Ledger,
+        budget: float | None,
+        secret: Secret,
+        once: Once,
+    ) -> None:
+        self.estimator = estimator
+        self.settings = settings
+        self.local = settings.where == "local"
+        self.like = like
+        self.promise = promise
+        self.ledger = ledger
+        self.budget = budget
+        self.secret = secret
+        self.once = once
+        self._taken: Counter[int] = Counter()
+        """Local noise: how often each client was asked."""
+        self._next = 0
+        """The number of the next round."""
+
+    @property
+    def expected(self) -> float:
+        return self.estimator.roster.expected
+
+    # A round
+
+    def asks(self, number: int, clients: Sequence[int]) -> None:
+        if not self.local:
+            return
+        # What clients say themselves is seen one by one: it is paid for as of the one that was
+        # asked most often.
+        before = max(self._taken.values(), default=0)
+        self._taken.update(clients)
+        if max(self._taken.values(), default=0) > before:
+            self.ledger.charge(number + 1, self._one())
+
+    def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
+        self.estimator.fold(contribution, examples)
+
+    def add(self, total: Sequence[Tensor]) -> None:
+        self.estimator.add(total, 1.0)
+
+    def forget(self) -> None:
+        self.estimator.forget()
+
+    def release(self, number: int) -> list[Tensor]:
+        def make() -> dict[str, Any]:
+            if not self.local:
+                self.ledger.charge(number + 1, self._one())
+            key = self.secret.key("noise", number)
+            count_key = self.secret.key("noise of the count", number)
+            mean = self.estimator.noised(self.like, key, count_key)
+            return {"mean": mean, "bound": self.estimator.bound}
+
+        made = self.once(f"model {number}", make)
+        # Not drawn again where it was made before.
+        self.estimator.bound = made["bound"]
+        self.estimator.forget()
+        self._next = number + 1
+        mean: list[Tensor] = made["mean"]
+        return mean
+
+    def _one(self) -> Releases:
+        """What a round is, for the accountant."""
+        return Releases(1.0 if self.local else self.estimator.roster.rate, self.settings.noise)
+
+    # The account
+
+    def exhausted(self) -> str | None:
+        if self.budget is None or self.ledger.paid(self._next + 1):
+            return None
+        return "epsilon" if self.ledger.epsilon(self._one()) > self.budget else None
+
+    def numbers(self) -> dict[str, float]:
+        told = {"epsilon": self.ledger.epsilon()}
+        if self.estimator.adaptive:
+            told["clip"] = self.estimator.bound
+        return told
+
+    def facts(self) -> dict[str, Any]:
+        epsilon = self.ledger.epsilon()
+        settings = self.settings
+        roster = self.estimator.roster
+        return {
+            "promises": [
+                {
+                    **self.promise.facts(_finite(epsilon)),
+                    "epsilon_renyi": _finite(renyi_epsilon(self.ledger.spent, self.ledger.delta))
+                    if self.ledger.relation == "add-or-remove"
+                    else None,
+                    "budget": self.budget,
+                    "where": settings.where,
+                    "noise": settings.noise,
+                    "clip": _finite(
+                        self.estimator.bound if self.estimator.adaptive else settings.clip
+                    ),
+                    "clipping": settings.clipping,
+                    "rate": roster.rate,
+                    "roster": roster.clients,
+                    "weight": roster.weight,
+                }
+            ]
+        }
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "ledger": self.ledger.state(),
+            "bound": self.estimator.bound,
+            "taken": dict(sorted(self._taken.items())),
+            "next": self._next,
+            "weight": self.estimator.roster.weight,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.ledger.restore(state["ledger"])
+        self.estimator.bound = state["bound"]
+        self._taken = Counter(state["taken"])
+        self._next = state["next"]
+        # As at the beginning of the run: clients may have other sizes by now.
+        self.estimator.roster = self.estimator.roster._replace(weight=state["weight"])
+
+    def close(self) -> None:
+        self.ledger.close()
+
+
+def _finite(number: float) -> float | None:
+    """None for infinity, which JSON has not."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,137 @@
+"""What of a privacy budget is spent: a line before each noised release, and none is taken back.
+
+    charge(7, rate 0.1, noise 1.2)      first this line is on the disk,
+                                        then the noise of round 7 is drawn, then it is seen
+
+So a process that dies in between has paid for something that nobody saw, and never the other way
+round. Lines are only added. A run that goes on from an older checkpoint finds its ledger ahead and
+goes on from there. Where noise is drawn from the run's seed (a simulation) the same round has the
+same noise again, which tells nothing new and costs nothing; where it comes from the system, a round
+that is done again is paid for again.
+
+The file has one JSON object a line: {"number": 7, "rate": 0.1, "noise": 1.2, "times": 1}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dure.errors import RunFolderError, warn
+from dure.privacy.accountant import Relation, Releases, epsilon
+from dure.record.disk import Lines, sync_folder
+
+FILE = "privacy.jsonl"
+"""Its name in a run folder."""
+
+
+class Entry(NamedTuple):
+    """What was charged for a round or step."""
+
+    number: int
+    releases: Releases
+
+
+class Ledger:
+    """What was charged so far.
+
+    delta: with which epsilon is said. folder: of the run, where it is written down; None keeps it
+    in memory. repeats: whether the noise of a round is the same when it is drawn again. Raises
+    RunFolderError for a file that is no ledger.
+    """
+
+    def __init__(
+        self,
+        delta: float,
+        folder: Path | None = None,
+        repeats: bool = False,
+        relation: Relation = "add-or-remove",
+        unit: str = "round",
+    ) -> None:
+        self.delta = delta
+        self.repeats = repeats
+        self.relation: Relation = relation
+        self.unit = unit
+        self.entries: list[Entry] = []
+        self._charged: set[int] = set()
+        self._lines: Lines | None = None
+        if folder is not None:
+            path = folder / FILE
+            self._lines = Lines(path)
+            sync_folder(folder)
+            self._take(_read(path))
+
+    def charge(self, number: int, *releases: Releases) -> None:
+        """Pays for a round, before its noise is drawn: on the disk when this returns."""
+        if number in self._charged:
+            if self.repeats:
+                return
+            warn(
+                f"{self.unit} {number} was paid for already, and its noise is drawn anew, as of an "
+                f"older copy of the run: it is paid for again"
+            )
+        self._add([Entry(number, one) for one in releases])
+
+    @property
+    def spent(self) -> list[Releases]:
+        """All that was charged, counted by kind."""
+        counted: dict[tuple[float, float], int] = {}
+        for _, (rate, noise, times) in self.entries:
+            counted[rate, noise] = counted.get((rate, noise), 0) + times
+        return [Releases(rate, noise, times) for (rate, noise), times in counted.items()]
+
+    def epsilon(self, *more: Releases) -> float:
+        """What all that was charged tells of anybody; `more`: as if these were charged too."""
+        return epsilon([*self.spent, *more], self.delta, self.relation)
+
+    def paid(self, number: int) -> bool:
+        """Whether this round costs nothing any more."""
+        return self.repeats and number in self._charged
+
+    def state(self) -> list[list[Any]]:
+        """What was charged, as a tree for checkpoints."""
+        return [[one.number, *one.releases] for one in self.entries]
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        """Goes on from the larger of what is here and what the checkpoint says."""
+        written = [Entry(number, Releases(*rest)) for number, *rest in state]
+        # The file is ahead of each checkpoint, unless somebody has removed it.
+        self._add(written[len(self.entries) :])
+
+    def close(self) -> None:
+        """Nothing more is charged."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _add(self, entries: Sequence[Entry]) -> None:
+        if self._lines is not None and entries:
+            text = "".join(_written(one) + "\n" for one in entries)
+            self._lines.add(text.encode())
+            self._lines.sync()
+        self._take(entries)
+
+    def _take(self, entries: Sequence[Entry]) -> None:
+        self.entries += entries
+        self._charged.update([one.number for one in entries])
+
+
+def _written(entry: Entry) -> str:
+    return json.dumps({"number": entry.number, **entry.releases._asdict()})
+
+
+def _read(path: Path) -> list[Entry]:
+    found = []
+    for place, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            one = json.loads(line)
+            releases = Releases(float(one["rate"]), float(one["noise"]), int(one["times"]))
+            found.append(Entry(int(one["number"]), releases))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                f"{path}, line {place}, is no line of a privacy ledger: what was spent is not "
+                f"known, and the run cannot go on; take the file from a backup"
+            ) from error
+    return found

@@ -1,0 +1,130 @@
+"""Norms of single examples' gradients without these gradients: one forward and one backward pass.
+
+    forward     keeps the input of every layer that has weights
+    backward    gives the gradient of every such layer's output, and none of weights
+    norms       of each example, from these two (`dure.privacy.per_example.layers`)
+    sum         of the clipped gradients, from the same two, with each example's factor
+
+Cost: a step of SGD, and the norms. Source: see `layers`; Bu et al. 2023 for the one backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dure.privacy.per_example.layers import NAMES, RULES, Part
+from dure.privacy.per_example.losses import Each
+from dure.privacy.per_example.way import (
+    CannotClipError,
+    Clipped,
+    Way,
+    count,
+    factors,
+    norms_of,
+    trained,
+)
+
+
+class _Call(NamedTuple):
+    """A layer was called. version: of the input's memory, so that a change of it shows.
+
+    edge: where the gradient of the output arrives, also if the output is changed in place later.
+    """
+
+    layer: nn.Module
+    given: Tensor
+    version: int
+    edge: GradientEdge
+
+
+class Ghost(Way):
+    """Norms from what every layer keeps anyway.
+
+    Raises CannotClipError for a model with trained parameters in layers of other kinds.
+    """
+
+    name = "ghost norms"
+
+    def __init__(self, model: nn.Module, each: Each) -> None:
+        self.model = model
+        self.each = each
+        self.parameters = trained(model)
+        self.layers = _layers(model)
+
+    def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
+        examples = count(targets)
+        with self._listening(examples) as calls:
+            losses = self.each(self.model(inputs), targets)
+        parts = self._parts(losses, calls)
+        squares = [part.squares() for part in parts.values()]
+        norms = norms_of(squares) if squares else losses.detach().double() * 0
+        each = factors(norms, clip).to(losses.dtype)
+        sums = [
+            parts[parameter].total(each.to(parameter.dtype))
+            if parameter in parts
+            else torch.zeros_like(parameter)
+            for parameter in self.parameters
+        ]
+        return Clipped(sums, norms, losses.detach())
+
+    @contextmanager
+    def _listening(self, examples: int) -> Iterator[list[_Call]]:
+        """Inside, calls of layers are noted."""
+        calls: list[_Call] = []
+
+        def note(layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            if len(given) != 1 or not isinstance(given[0], Tensor):
+                raise CannotClipError("a layer is called with other arguments than its input")
+            if len(given[0]) != examples or len(output) != examples:
+                raise CannotClipError("a layer is called with a first dimension of other things")
+            inputs = given[0].detach()
+            calls.append(_Call(layer, inputs, inputs._version, get_gradient_edge(output)))
+
+        hooks = [layer.register_forward_hook(note) for layer in self.layers]
+        try:
+            yield calls
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[Tensor, Part]:
+        """What every parameter gets; none for those that took no part in a loss."""
+        if not losses.requires_grad or not calls:
+            return {}
+        with torch.enable_grad():
+            outgoing = torch.autograd.grad(
+                losses.sum(), [call.edge for call in calls], allow_unused=True
+            )
+        parts: dict[Tensor, Part] = {}
+        for call, gradient in zip(calls, outgoing, strict=True):
+            if gradient is None:
+                continue
+            if call.given._version != call.version:
+                raise CannotClipError("the input of a layer is changed in place after its use")
+            for parameter, part in RULES[type(call.layer)](call.layer, call.given, gradient):
+                if parameter.requires_grad:
+                    known = parts.get(parameter)
+                    parts[parameter] = part if known is None else known.with_more(part)
+        return parts
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers whose weights are trained. Raises CannotClipError where one is of another kind."""
+    found = []
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not any(parameter.requires_grad for parameter in own.values()):
+            continue
+        if type(module) not in RULES or not set(own) <= set(NAMES):
+            raise CannotClipError(f"{type(module).__name__} is no layer whose norms are known")
+        found.append(module)
+    return found

@@ -1,0 +1,366 @@
+"""What an example's gradient of a layer's weights is, as a product that need not be formed.
+
+A layer with input a_i and gradient of its output e_i, both of example i, gives
+
+    linear       Σ_t e_it ⊗ a_it           its norm² is Σ_ts (a_it·a_is)(e_it·e_is); with a single
+                                           position t, ‖a_i‖² ‖e_i‖²
+    convolution  the same, where a_it is the patch of the input below position t, for each group
+    embedding    e_it, added up in the row of its index
+    norms        Σ_t e_it ∘ â_it           â is what was normalised; held, since it is small
+    biases       Σ_t e_it                  held
+
+With T positions, m inputs and n outputs the norm² takes T²(m + n) operations in the form of the
+products between positions (Gram), and T·m·n where the example's gradient is formed. The cheaper one
+is taken; gradients are formed of a few examples at a time, and kept for the sum only if those of
+the batch have at most `HELD` elements.
+
+The sum over examples, each times its factor f_i, is then that of an ordinary backward pass with
+f_i·e_i in place of e_i: no second pass through the model is needed (book-keeping).
+
+Sources: I. Goodfellow, "Efficient Per-Example Gradient Computations", 2015; X. Li et al., "Large
+Language Models Can Be Strong Differentially Private Learners", ICLR 2022; Z. Bu, J. Mao, S. Xu,
+"Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",
+NeurIPS 2022; Z. Bu et al., "Differentially Private Optimization on Large Model at Small Cost", ICML
+2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dure.privacy.per_example.way import CannotClipError
+
+HELD = 1 << 24
+"""Elements of the gradients of a batch that a layer keeps: 64 MiB in float32."""
+
+AT_ONCE = 1 << 20
+"""Elements that are formed at once: they, and what is made of them, fit the cache."""
+
+
+class Part(Protocol):
+    """What the examples of a batch add to the gradient of one parameter."""
+
+    def squares(self) -> Tensor:
+        """The squared norm of each example's, shape (b,)."""
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Their sum, each times its factor. factors: shape (b,), in the dtype of the weights."""
+
+    def with_more(self, other: Part) -> Part:
+        """This and what the same parameter has got in another call of its layer."""
+
+
+class Held:
+    """The gradients themselves, shape (b, ...)."""
+
+    def __init__(self, each: Tensor) -> None:
+        self.each = each
+
+    def squares(self) -> Tensor:
+        return _squares(self.each.flatten(1))
+
+    def total(self, factors: Tensor) -> Tensor:
+        return (factors @ self.each.flatten(1)).view(self.each.shape[1:])
+
+    def with_more(self, other: Part) -> Part:
+        if not isinstance(other, Held):
+            raise _shared()
+        return Held(self.each + other.each)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The squared norm of each row."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.square_()
+
+
+class Products:
+    """Of a linear layer: sums over positions of outgoing ⊗ given.
+
+    given: shape (b, T, m). outgoing: gradients of the outputs, shape (b, T, n).
+    """
+
+    def __init__(self, given: Tensor, outgoing: Tensor) -> None:
+        self.given = given
+        self.outgoing = outgoing
+
+    def squares(self) -> Tensor:
+        _, positions, m = self.given.shape
+        n = self.outgoing.shape[2]
+        if positions == 1:
+            return _squares(self.given[:, 0]).mul_(_squares(self.outgoing[:, 0]))
+        gram = positions * (m + n) <= m * n
+        return _in_pieces(self._gram if gram else self._formed, self.given, self.outgoing)
+
+    @staticmethod
+    def _gram(given: Tensor, outgoing: Tensor) -> Tensor:
+        between = torch.bmm(given, given.mT)
+        return between.mul_(torch.bmm(outgoing, outgoing.mT)).sum((1, 2))
+
+    @staticmethod
+    def _formed(given: Tensor, outgoing: Tensor) -> Tensor:
+        return torch.bmm(outgoing.mT, given).square_().sum((1, 2))
+
+    def total(self, factors: Tensor) -> Tensor:
+        scaled = self.outgoing * factors[:, None, None]
+        return scaled.flatten(0, 1).mT @ self.given.flatten(0, 1)
+
+    def with_more(self, other: Part) -> Part:
+        if not isinstance(other, Products):
+            raise _shared()
+        given = torch.cat([self.given, other.given], 1)
+        return Products(given, torch.cat([self.outgoing, other.outgoing], 1))
+
+
+def _in_pieces(squares: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> Tensor:
+    """Squares of some examples after others, so that what is formed for them stays small."""
+    given, outgoing = whole
+    _, positions, m = given.shape
+    formed = max(positions**2, m * outgoing.shape[2])
+    size = max(1, AT_ONCE // max(1, formed))
+    pieces = [slice(at, at + size) for at in range(0, len(given), size)]
+    return torch.cat([squares(given[piece], outgoing[piece]) for piece in pieces])
+
+
+class Rows:
+    """Of an embedding: outgoing gradients, each added up in the row of its index.
+
+    indices: int64 of shape (b, T). outgoing: shape (b, T, n). rows: of the table. padding: the row
+    that is not trained.
+    """
+
+    def __init__(self, indices: Tensor, outgoing: Tensor, rows: int, padding: int | None) -> None:
+        counted = indices != padding if padding is not None else torch.ones_like(indices).bool()
+        self.examples = len(indices)
+        example = torch.arange(len(indices), device=indices.device)[:, None].expand_as(indices)
+        self.example = example[counted]
+        self.indices = indices[counted]
+        self.outgoing = outgoing[counted]
+        self.rows = rows
+
+    def squares(self) -> Tensor:
+        # Positions of one example with the same index share a row.
+        rows, where = torch.unique(self.example * self.rows + self.indices, return_inverse=True)
+        sums = self.outgoing.new_zeros(len(rows), self.outgoing.shape[1])
+        sums.index_add_(0, where, self.outgoing)
+        squares = self.outgoing.new_zeros(self.examples)
+        return squares.index_add_(0, rows // self.rows, sums.square().sum(1))
+
+    def total(self, factors: Tensor) -> Tensor:
+        total = self.outgoing.new_zeros(self.rows, self.outgoing.shape[1])
+        return total.index_add_(0, self.indices, self.outgoing * factors[self.example, None])
+
+    def with_more(self, other: Part) -> Part:
+        raise _shared()
+
+
+class Patches:
+    """Of a convolution: for each group, sums over positions of outgoing ⊗ patch of the input.
+
+    given: the padded input, shape (b, channels, ...). outgoing: shape (b, channels, ...).
+    """
+
+    def __init__(self, layer: _Convolution, given: Tensor, outgoing: Tensor) -> None:
+        self.layer = layer
+        self.given = given
+        self.outgoing = outgoing.reshape(len(outgoing), layer.groups, -1, _positions(outgoing))
+        self.held: Tensor | None = None
+        m = layer.weight[0].numel()
+        n = layer.weight.shape[0] // layer.groups
+        self._by_gram = self.outgoing.shape[3] * (m + n) <= m * n
+
+    def squares(self) -> Tensor:
+        weight = self.layer.weight
+        if self._by_gram:
+            return torch.cat([self._gram(piece) for piece in self._pieces()])
+        if len(self.given) * weight.numel() > HELD:
+            return torch.cat([_squares(self._formed(piece)) for piece in self._pieces()])
+        self.held = self.given.new_empty(len(self.given), weight.numel())
+        for piece in self._pieces():
+            self.held[piece] = self._formed(piece)
+        return _squares(self.held)
+
+    def _pieces(self) -> Iterator[slice]:
+        """Examples that are looked at together, a few at a time."""
+        largest = max(
+            self.layer.weight[0].numel() * self.layer.groups * self.outgoing.shape[3],
+            self.layer.weight.numel(),
+            self.outgoing.shape[3] ** 2 * self.layer.groups if self._by_gram else 0,
+        )
+        size = max(1, AT_ONCE // largest)
+        return (slice(at, at + size) for at in range(0, len(self.given), size))
+
+    def _gram(self, piece: slice) -> Tensor:
+        patches = self._patches(piece)
+        outgoing = self.outgoing[piece].flatten(0, 1)
+        between = torch.bmm(patches.mT, patches).mul_(torch.bmm(outgoing.mT, outgoing))
+        return between.sum((1, 2)).reshape(-1, self.layer.groups).sum(1)
+
+    def _formed(self, piece: slice) -> Tensor:
+        """The gradients of some examples, shape (examples, elements of the weight)."""
+        outgoing = self.outgoing[piece]
+        each = torch.bmm(outgoing.flatten(0, 1), self._patches(piece).mT)
+        return each.reshape(len(outgoing), -1)
+
+    def _patches(self, piece: slice) -> Tensor:
+        """The input below each position, shape (examples · groups, m, positions)."""
+        given = self.given[piece]
+        stride = given.stride()
+        dims = len(self.layer.kernel_size)
+        view = given.as_strided(
+            (*given.shape[:2], *self.layer.kernel_size, *self.layer.positions(given)),
+            (
+                *stride[:2],
+                *(stride[2 + dim] * self.layer.dilation[dim] for dim in range(dims)),
+                *(stride[2 + dim] * self.layer.stride[dim] for dim in range(dims)),
+            ),
+            given.storage_offset(),
+        )
+        return view.reshape(len(given) * self.layer.groups, -1, self.outgoing.shape[3])
+
+    def total(self, factors: Tensor) -> Tensor:
+        weight = self.layer.weight
+        if self.held is not None:
+            return (factors @ self.held).view(weight.shape)
+        total = torch.zeros_like(weight)
+        for piece in self._pieces():
+            total.view(-1).add_(factors[piece] @ self._formed(piece))
+        return total
+
+    def with_more(self, other: Part) -> Part:
+        raise _shared()
+
+
+class _Convolution:
+    """The settings of a convolution, as numbers for every dimension."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight.detach()
+        self.groups: int = module.groups
+        self.kernel_size: tuple[int, ...] = module.kernel_size
+        self.dilation: tuple[int, ...] = module.dilation
+        self.stride: tuple[int, ...] = module.stride
+
+    def positions(self, padded: Tensor) -> list[int]:
+        """The sizes of the output."""
+        each = zip(padded.shape[2:], self.kernel_size, self.dilation, self.stride, strict=True)
+        return [
+            (size - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, dilation, stride in each
+        ]
+
+
+def _positions(outgoing: Tensor) -> int:
+    return math.prod(outgoing.shape[2:])
+
+
+def _shared() -> CannotClipError:
+    return CannotClipError("a parameter is used in more than one place")
+
+
+Found = list[tuple[Tensor, Part]]
+Rule = Callable[[Any, Tensor, Tensor], Found]
+"""(the layer, its input, the gradient of its output) to what its parameters get."""
+
+
+def _linear(module: nn.Linear, given: Tensor, outgoing: Tensor) -> Found:
+    given = given.reshape(len(given), -1, given.shape[-1])
+    outgoing = outgoing.reshape(len(outgoing), -1, outgoing.shape[-1])
+    found: Found = [(module.weight, Products(given, outgoing))]
+    if module.bias is not None:
+        # Of one position there is nothing to add up.
+        added = outgoing[:, 0] if outgoing.shape[1] == 1 else outgoing.sum(1)
+        found.append((module.bias, Held(added)))
+    return found
+
+
+def _convolution(module: Any, given: Tensor, outgoing: Tensor) -> Found:
+    if given.ndim != 2 + len(module.kernel_size):
+        raise CannotClipError("a convolution is called with one example without a batch")
+    found: Found = []
+    if module.weight.requires_grad:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        padded = F.pad(given, module._reversed_padding_repeated_twice, mode=mode)
+        found.append((module.weight, Patches(_Convolution(module), padded.contiguous(), outgoing)))
+    if module.bias is not None:
+        found.append((module.bias, Held(outgoing.flatten(2).sum(2))))
+    return found
+
+
+def _embedding(module: nn.Embedding, given: Tensor, outgoing: Tensor) -> Found:
+    indices = given.reshape(len(given), -1).long()
+    outgoing = outgoing.reshape(*indices.shape, -1)
+    part = Rows(indices, outgoing, module.num_embeddings, module.padding_idx)
+    return [(module.weight, part)]
+
+
+def _layer_norm(module: nn.LayerNorm, given: Tensor, outgoing: Tensor) -> Found:
+    shape = module.normalized_shape
+    if given.ndim <= len(shape):
+        raise CannotClipError("a layer norm is called with one example without a batch")
+    normalised = F.layer_norm(given, shape, eps=module.eps)
+    return _affine(module, normalised, outgoing, lambda each: _last(each, len(shape)))
+
+
+def _rms_norm(module: nn.RMSNorm, given: Tensor, outgoing: Tensor) -> Found:
+    shape = module.normalized_shape
+    if given.ndim <= len(shape):
+        raise CannotClipError("a norm is called with one example without a batch")
+    normalised = F.rms_norm(given, shape, eps=module.eps)
+    return _affine(module, normalised, outgoing, lambda each: _last(each, len(shape)))
+
+
+def _group_norm(module: nn.GroupNorm, given: Tensor, outgoing: Tensor) -> Found:
+    normalised = F.group_norm(given, module.num_groups, eps=module.eps)
+    return _affine(module, normalised, outgoing, _channels)
+
+
+def _instance_norm(module: Any, given: Tensor, outgoing: Tensor) -> Found:
+    normalised = F.instance_norm(given, eps=module.eps)
+    return _affine(module, normalised, outgoing, _channels)
+
+
+def _affine(
+    module: Any, normalised: Tensor, outgoing: Tensor, added: Callable[[Tensor], Tensor]
+) -> Found:
+    """added: sums over positions, and leaves (b, shape of the weight)."""
+    found: Found = [(module.weight, Held(added(outgoing * normalised)))]
+    if getattr(module, "bias", None) is not None:
+        found.append((module.bias, Held(added(outgoing))))
+    return found
+
+
+def _last(each: Tensor, dims: int) -> Tensor:
+    """Sums over all dimensions but the first and the last ones."""
+    between = each.ndim - 1 - dims
+    return each.flatten(1, between).sum(1) if between else each
+
+
+def _channels(each: Tensor) -> Tensor:
+    """Sums over all dimensions but the first two."""
+    return each.reshape(*each.shape[:2], -1).sum(2)
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GroupNorm: _group_norm,
+    nn.InstanceNorm1d: _instance_norm,
+    nn.InstanceNorm2d: _instance_norm,
+    nn.InstanceNorm3d: _instance_norm,
+}
+"""What is known of layers. Of these very classes: a subclass may compute anything."""
+
+NAMES: Sequence[str] = ("weight", "bias")
+"""The parameters of all of them."""

@@ -1,0 +1,53 @@
+"""One example after another: a forward and a backward pass for each.
+
+Slow, and right for every model and loss: what the other ways are compared with. Memory: that of one
+example, and of one gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.privacy.per_example.losses import Each
+from dure.privacy.per_example.way import Clipped, Way, count, cut, factors, norms_of, trained
+
+
+class Looped(Way):
+    """One example after another."""
+
+    name = "one example after another"
+
+    def __init__(self, model: nn.Module, each: Each) -> None:
+        self.model = model
+        self.each = each
+        self.parameters = trained(model)
+
+    def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
+        sums = [torch.zeros_like(parameter) for parameter in self.parameters]
+        norms: list[Tensor] = []
+        losses: list[Tensor] = []
+        for at in range(count(targets)):
+            loss, gradients = self._gradients(cut(inputs, at, at + 1), cut(targets, at, at + 1))
+            norm = norms_of([each.square().sum() for each in gradients])
+            factor = factors(norm, clip)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.add_(gradient * factor.to(gradient.dtype))
+            norms.append(norm)
+            losses.append(loss)
+        return Clipped(sums, torch.stack(norms), torch.stack(losses))
+
+    def _gradients(self, inputs: Any, targets: Any) -> tuple[Tensor, list[Tensor]]:
+        loss = self.each(self.model(inputs), targets).sum()
+        if not loss.requires_grad:
+            return loss, [torch.zeros_like(parameter) for parameter in self.parameters]
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        gradients = [
+            torch.zeros_like(parameter)
+            if gradient is None
+            else (gradient.to_dense() if gradient.is_sparse else gradient)
+            for parameter, gradient in zip(self.parameters, found, strict=True)
+        ]
+        return loss.detach(), gradients
