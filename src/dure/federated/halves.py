@@ -33,7 +33,8 @@ from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.choice import NOTHING, Privacy
+from dure.federated.privacy.exposure import exposure
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
@@ -195,7 +196,9 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
-        privacy=strategy.privacy,
+        exposure=exposure(strategy.privacy, place.identities is not None),
+        # What protects clients elsewhere is the system's, and is not drawn again.
+        repeats=place.network is None or strategy.privacy == NOTHING,
         secure=secure,
         private=_private(strategy, task, model, place, carrier, secret, seed),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
@@ -426,7 +429,7 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
-        holding=_holding(strategy, task, model, algorithm, seed, site),
+        holding=_holding(strategy, task, model, algorithm, list(map(len, own)), seed, site),
     )
 
 
@@ -443,8 +446,25 @@ def _clipping(
     return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
 
 
+def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
+    """Warns where clients weigh less in a sum than their examples would."""
+    larger = [size for size in sizes if size > settings.most_examples]
+    if larger:
+        warn(
+            f"{settings.name}: {len(larger)} of {len(sizes)} clients have more than "
+            f"{settings.most_examples} examples (up to {max(larger)}), and count as if they had "
+            f"so many: give a larger most_examples to weigh them by all"
+        )
+
+
 def _holding(
-    strategy: Says, task: Task, model: nn.Module, algorithm: Algorithm, seed: int, site: Site | None
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    sizes: Sequence[int],
+    seed: int,
+    site: Site | None,
 ) -> Holding | None:
     """What holds updates, where they stay with their clients."""
     settings = strategy.privacy.secure
@@ -453,6 +473,8 @@ def _holding(
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import Sums
 
+    if strategy.privacy.user is None:
+        _tell_large(settings, sizes)
     clipping = _clipping(strategy.privacy, task, model, algorithm)
     if site is None:
         sums = Sums(settings, SIMULATED, clipping)
