@@ -125,6 +125,21 @@ def test_a_federation_without_noise_gives_its_canaries_away() -> None:
     assert found["epsilon_at_least"] > 1
 
 
+@pytest.mark.parametrize("noise", [0.5, 2.0])
+def test_canaries_stay_below_the_accountant_and_find_some_of_what_it_says(noise: float) -> None:
+    task = dure.load_task("digits", model="logistic")
+    strategy = dure.FedAvg(
+        clients=120,
+        fraction=0.5,
+        selection="coins",
+        privacy=f"user-level:1:{noise}",  # type: ignore[arg-type]
+    )
+    stop = dure.Stop(rounds=6)
+    promised = dure.train(task, strategy, dure.Simulated(), stop).summary["numbers"]["epsilon"]
+    found = canary_epsilon(task, strategy, dure.Simulated(), stop, 100)
+    assert 0 < found["epsilon_at_least"] < promised
+
+
 @pytest.mark.parametrize(
     ("world", "count", "match"),
     [
