@@ -67,7 +67,8 @@ class Sums:
     ) -> Contribution | ClippedContribution:
         """How updates become vectors, in a sum of so many. extras: what theirs look like."""
         if self.clipping is not None:
-            return ClippedContribution(self.clipping, members)
+            fewest = bounds(self.settings, members).fewest
+            return ClippedContribution(self.clipping, members, fewest, f"{self.run} {asked.round}")
         quantisation = Quantisation(self.settings.range, members)
         return Contribution(Shape.of(asked, extras), quantisation, self.settings.most_examples)
 
