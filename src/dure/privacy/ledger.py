@@ -88,6 +88,10 @@ class Ledger:
         """What all that was charged tells of anybody; `more`: as if these were charged too."""
         return self._told([*self.spent, *more])
 
+    def has(self, number: int) -> bool:
+        """Whether this round was ever charged."""
+        return number in self._charged
+
     def paid(self, number: int) -> bool:
         """Whether this round costs nothing any more."""
         return self.repeats and number in self._charged

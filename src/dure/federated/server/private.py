@@ -11,8 +11,12 @@ from torch import Tensor
 class Private(Protocol):
     """It gathers a round's contributions in place of the rule, and releases them with noise.
 
-    expected: q·W, by which sums were divided.
+    expected: q·W, by which sums were divided. repeats: whether coins and noise follow from a seed.
     """
+
+    @property
+    def repeats(self) -> bool:
+        """As above."""
 
     @property
     def expected(self) -> float:

@@ -149,8 +149,10 @@ class Server(Learner):
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
         self.meter.name = "server"
-        self.counted = _meters(len(sizes), names)
-        self.log = Log(liars)
+        # Of a simulation everybody may know who took part: its seed says so.
+        open = private is None or private.repeats
+        self.counted = _meters(len(sizes), names, together=not open)
+        self.log = Log(liars, names=open)
         self.names = names
         self._told_refused = False
         self._told_vain = False
@@ -536,9 +538,9 @@ class Server(Learner):
         return [self.meter, *self.counted]
 
 
-def _meters(clients: int, names: Sequence[str] | None) -> list[Meter]:
-    if clients <= MOST_METERS:
+def _meters(clients: int, names: Sequence[str] | None, together: bool) -> list[Meter]:
+    if clients <= MOST_METERS and not together:
         return [Meter(said(client, names)) for client in range(clients)]
-    together = Meter(f"{clients} clients")
-    together.stands_for = clients
-    return [together]
+    one = Meter(f"{clients} clients")
+    one.stands_for = clients
+    return [one]

@@ -71,6 +71,10 @@ class NoisedRounds:
     def expected(self) -> float:
         return self.estimator.roster.expected
 
+    @property
+    def repeats(self) -> bool:
+        return self.secret.repeats
+
     # A round
 
     def asks(self, number: int, clients: Sequence[int]) -> None:
@@ -82,10 +86,16 @@ class NoisedRounds:
         # asked most often. What they add to a sum is paid for before anybody adds it.
         if where == "distributed" or (where == "local" and most > before):
             self.once(f"paid {number}", lambda: self._pay(number))
+            self._note(number)
 
     def _pay(self, number: int) -> dict[str, Any]:
         self.ledger.charge(number + 1, self._one())
         return {}
+
+    def _note(self, number: int) -> None:
+        """A round that was made before was paid for before, by whoever goes through it again."""
+        if not self.ledger.has(number + 1):
+            self.ledger.charge(number + 1, self._one())
 
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
         self.estimator.fold(contribution, examples)
@@ -106,6 +116,8 @@ class NoisedRounds:
             return {"mean": mean, "bound": self.estimator.bound}
 
         made = self.once(f"model {number}", make)
+        if self.settings.where == "server":
+            self._note(number)
         # Not drawn again where it was made before.
         self.estimator.bound = made["bound"]
         self.estimator.forget()
