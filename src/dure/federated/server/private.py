@@ -1,8 +1,11 @@
-"""What a server asks of differential privacy of clients (`dure.federated.privacy.user_level`)."""
+"""What a server asks of differential privacy of clients, and of their examples.
+
+`dure.federated.privacy` has both: `user_level`, and `example_level`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -47,3 +50,22 @@ class Private(Protocol):
 
     def close(self) -> None:
         """The run has ended."""
+
+
+class ToldOfExamples(Protocol):
+    """The account of what clients tell of their examples, which they protect themselves."""
+
+    def asked(self, clients: Iterable[int]) -> None:
+        """Each of these has trained once more."""
+
+    def numbers(self) -> dict[str, float]:
+        """What the history tells, such as the epsilon of the client that has told most."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is promised, for the report."""
+
+    def state(self) -> Any:
+        """What it needs to go on, as a tree for checkpoints."""
+
+    def restore(self, state: Any) -> None:
+        """The inverse of `state`."""

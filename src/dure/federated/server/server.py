@@ -26,14 +26,13 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.example_level import ExampleAccount
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.private import Private
+from dure.federated.server.private import Private, ToldOfExamples
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
@@ -98,7 +97,7 @@ class Server(Learner):
         names: Sequence[str] | None = None,
         freeze_at: int | None = None,
         private: Private | None = None,
-        examples: ExampleAccount | None = None,
+        examples: ToldOfExamples | None = None,
         toss: Toss | None = None,
     ) -> None:
         self.task = task
