@@ -151,7 +151,7 @@ def test_commands_on_a_page_name_what_there_is(
             listed = capsys.readouterr().out
             assert "--seed" in listed, shlex.join(command)
             assert [flag for flag in flags if flag not in listed] == [], shlex.join(command)
-        elif command[0] in ("bench", "certificates", "clients"):
+        elif command[0] in ("bench", "certificates", "clients", "roster"):
             with contextlib.suppress(SystemExit):
                 main([*command[:2], "--help"])
             listed = capsys.readouterr().out

@@ -53,6 +53,14 @@ if TYPE_CHECKING:
     from dure.federated.algorithms.fed_sgd import FedSGD as FedSGD
     from dure.federated.algorithms.per_fed_avg import PerFedAvg as PerFedAvg
     from dure.federated.algorithms.scaffold import Scaffold as Scaffold
+    from dure.federated.privacy.choice import Privacy as Privacy
+    from dure.federated.privacy.secure_aggregation.settings import (
+        SecureAggregation as SecureAggregation,
+    )
+    from dure.federated.privacy.secure_aggregation.settings import (
+        SecureAggregationPlus as SecureAggregationPlus,
+    )
+    from dure.federated.privacy.user_level.settings import UserLevel as UserLevel
     from dure.parallel.data.strategy import DataParallel as DataParallel
     from dure.parallel.local.hogwild import Hogwild as Hogwild
     from dure.parallel.local.layers_per_core import LayersPerCore as LayersPerCore
@@ -62,6 +70,7 @@ if TYPE_CHECKING:
     from dure.parallel.mesh.strategy import Parallel as Parallel
     from dure.parallel.mesh.tensor_parallel import TensorParallel as TensorParallel
     from dure.parallel.zero.strategy import ZeRO as ZeRO
+    from dure.privacy.dp_sgd import DPSGD as DPSGD
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
     from dure.report import write_report as write_report
@@ -112,6 +121,11 @@ _WHERE = {
     "LabelShards": "dure.data.partition",
     "NaturalKey": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
+    "Privacy": "dure.federated.privacy.choice",
+    "SecureAggregation": "dure.federated.privacy.secure_aggregation.settings",
+    "SecureAggregationPlus": "dure.federated.privacy.secure_aggregation.settings",
+    "UserLevel": "dure.federated.privacy.user_level.settings",
+    "DPSGD": "dure.privacy.dp_sgd",
     "Mesh": "dure.parallel.mesh.mesh",
     "Run": "dure.record.run",
     "load_run": "dure.record.run",

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dure.wire.boxes import BoxKey
+from dure.wire.members import RosterError, fingerprint
 from dure.wire.requests import MOST_BODY
 from dure.wire.roster import (
     Pinned,
     Roster,
-    RosterError,
     _signed,
     changes,
     check,
     check_known,
-    fingerprint,
     read_identities,
 )
 from dure.wire.signatures import Key

@@ -1,25 +1,192 @@
-"""`dure audit FILE`: whether the log of what left a client's machine is as it was written."""
+"""`dure audit`: the log of what left a client's machine, or what the updates of a run give away.
+
+dure audit FILE    whether the log is as it was written
+dure audit RUN     attacks on the recorded updates of a simulation
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-USAGE = "dure audit FILE"
+from dure.cli.flags import names_before_flags, parse_flags
+from dure.report.words import printable
+
+if TYPE_CHECKING:
+    from dure.federated.privacy.attacks.examine import Row
+
+USAGE = "dure audit FILE|RUN"
+
+PROGRESS_SECONDS = 2.0
+"""Between two lines of progress."""
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """How the updates of a run are attacked.
+
+    Args:
+        sums: how many updates are added up before they are attacked, as secure aggregation does.
+        noise: noise multipliers with which each attack is made again, after clipping; 0 is none.
+        compression: with which each attack is made again, such as none, int8, top-k:0.01.
+        attacks: which of labels, first layer, dlg, geiping and membership.
+        groups: sums of each size that are attacked.
+        most: examples of a sum that are rebuilt, at the most.
+        iterations: of the inversions.
+        canaries: clients in whose places canaries are, in one more training; 0 trains nothing.
+        delta: of their bound on epsilon; by default that of the run's promise, or 1e-5.
+        seed: of where attacks begin.
+        task: the task, path/to/file.py:name, where the run was not begun here.
+        strategy: the class of the strategy, path/to/file.py:Name, likewise.
+        json: print audit.json on standard output, and no table.
+    """
+
+    sums: tuple[int, ...] = (1, 8)
+    noise: tuple[float, ...] = (0.0,)
+    compression: tuple[str, ...] = ("none",)
+    attacks: tuple[str, ...] = ()
+    groups: int = 4
+    most: int = 100
+    iterations: int = 400
+    canaries: int = 0
+    delta: float | None = None
+    seed: int = 0
+    task: str | None = None
+    strategy: str | None = None
+    json: bool = False
 
 
 def main(given: list[str]) -> int:
-    """Says how long the log is; raises AuditError with the first line that does not fit."""
-    if given in (["--help"], ["-h"]):
-        print(f"{USAGE}: whether it is as it was written; it lies in the client's --state")
-        return 0
-    if len(given) != 1 or given[0].startswith("-"):
-        raise ValueError(f"{USAGE}: name the log of a client")
+    """Raises AuditError for a log that is not as it was written, and what `run.audit` raises."""
+    names, flags = names_before_flags(given)
+    asks = flags in (["--help"], ["-h"])
+    if len(names) != 1 and not asks:
+        raise ValueError(f"{USAGE}: name the log of a client, or the folder of a run")
+    about = "Check the log of a client; or attack the recorded updates of a simulation."
+    if names and not Path(names[0]).is_dir() and not flags:
+        return _log(names[0])
+    how: AuditOptions = parse_flags(USAGE, {"how": AuditOptions}, flags, about)["how"]
+    if not Path(names[0]).is_dir():
+        raise ValueError(f"{names[0]} is no run folder; the log of a client takes no options")
+    return _run(names[0], how)
+
+
+def _log(name: str) -> int:
     # Not before it is needed: this imports torch.
     from dure.worlds.network.client.audit import verify
 
-    chain = verify(Path(given[0]))
+    chain = verify(Path(name))
     print(
-        f"{given[0]}: {chain.lines} {'line' if chain.lines == 1 else 'lines'}, each as it was "
+        f"{name}: {chain.lines} {'line' if chain.lines == 1 else 'lines'}, each as it was "
         f"written; the last has the digest {chain.digest}"
     )
     return 0
+
+
+def _run(name: str, how: AuditOptions) -> int:
+    from dure.collectives.compression import parse
+    from dure.federated.privacy.attacks.changes import Change
+    from dure.federated.privacy.attacks.examine import ATTACKS, Examination
+    from dure.run.audit import audit
+
+    changes = [Change(compression=parse(text)) for text in how.compression]
+    changes += [Change(noise=noise) for noise in how.noise if noise]
+    examination = Examination(
+        sums=how.sums,
+        changes=list(dict.fromkeys(changes)),
+        groups=how.groups,
+        most=how.most,
+        iterations=how.iterations,
+        attacks=how.attacks or ATTACKS,
+        seed=how.seed,
+    )
+    found = audit(
+        name,
+        examination,
+        canaries=how.canaries,
+        delta=how.delta,
+        task=how.task,
+        strategy=how.strategy,
+        say=_Progress(),
+    )
+    if how.json:
+        print(json.dumps(found.content))
+        return 0
+    _show(found.rows, found.content)
+    print(f"{name}/audit.json has it all; dure report {name} shows the pictures", file=sys.stderr)
+    return 0
+
+
+class _Progress:
+    """Says on standard error how far it is, every few seconds."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        if time.monotonic() - self._said < PROGRESS_SECONDS:
+            return
+        self._said = time.monotonic()
+        print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
+
+
+def _show(rows: Sequence[Row], content: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("attack", "of", "update", "examples", "got"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        of = "1 update" if row.sum == 1 else f"{row.sum} updates"
+        got = f"not made: {row.why}" if row.why else ", ".join(_figures(row))
+        examples = f"{row.examples:.4g}" if row.groups else "–"
+        cells = (row.attack, of, row.change, examples, got)
+        table.add_row(*(escape(printable(cell)) for cell in cells))
+    console = Console()
+    # A file or a pipe has no width; rich would take 80 columns and wrap the table.
+    (console if console.is_terminal else Console(width=160)).print(table)
+    for line in _lines(content):
+        print(line)
+
+
+def _figures(row: Row) -> list[str]:
+    """ "PSNR 31.2 [28.9, 33.1] dB", ..."""
+    said = []
+    for name, figure in row.figures.items():
+        bounds = "" if figure.low == figure.high else f" [{figure.low:.3g}, {figure.high:.3g}]"
+        words = {"psnr": "PSNR", "ssim": "SSIM", "mse": "MSE", "auc": "AUC"}
+        said.append(f"{words.get(name, name.replace('_', ' '))} {figure.value:.3g}{bounds}")
+    return said
+
+
+def _lines(content: Mapping[str, Any]) -> list[str]:
+    lines = []
+    guess = content["guess"]
+    if guess:
+        lines.append(
+            f"without any update, the mean of public examples has PSNR {guess['psnr']:.3g}"
+        )
+    if content["sums_only"]:
+        lines.append(
+            "the server of this run had sums alone: what is said of 1 update is kept from it"
+        )
+    canaries = content.get("canaries")
+    if canaries:
+        lines.append(
+            f"canaries: {canaries['right']} of {canaries['guessed']} guesses right, so epsilon is "
+            f"at least {canaries['epsilon_at_least']:.3g} (delta {canaries['delta']:g}, 95 %)"
+        )
+    promised = content.get("promised")
+    if promised:
+        lines.append(
+            f"the accountant promises epsilon at most {promised['epsilon']:.3g} (delta "
+            f"{promised['delta']:g})"
+        )
+    return lines

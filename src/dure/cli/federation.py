@@ -108,6 +108,8 @@ class FederationView:
             return ""
         if now["doing"] == "measuring":
             return f"clients that measure the model of round {now['round'] - 1}"
+        if now["doing"] == "adding up":
+            return f"clients that add up the updates of round {now['round']}"
         # Whoever is missing may come back until the deadline.
         awaited = [*now["at_work"], *now["missing"]]
         if not awaited:

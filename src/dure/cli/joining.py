@@ -85,10 +85,10 @@ class Joining:
         self._said = text.partition(";")[0]
 
 
-_LASTING = ("checked in", "failed", "over", "refused")
+_LASTING = ("checked in", "failed", "left", "over", "refused", "trust")
 """What stays to be read on a terminal."""
 
-_ON_THE_WAY = ("fetching", "training", "sending", "sent", "measuring")
+_ON_THE_WAY = ("fetching", "training", "sending", "sent", "ready", "answering", "measuring")
 """What the line of a round says after it."""
 
 
@@ -122,7 +122,7 @@ class Picture:
             case "settled":
                 self.outcomes[bool(about["kept"])] += 1
                 self.last = in_words(what, about)
-            case "sent" | "not wanted" | "checked in":
+            case "sent" | "ready" | "not wanted" | "checked in":
                 self.doing = "waiting for what is next"
                 if what == "not wanted":
                     self.last = in_words(what, about)
@@ -178,6 +178,8 @@ def _in_words(what: str, about: About) -> str:
             return f"the head is kept in {about['path']}"
         case "roster":
             return f"the roster of {about['clients']} clients is {about['is']}"
+        case "trust":
+            return str(about["in"])
         case "fetching":
             return f"round {_round(about)}: fetching {_size(about)}"
         case "sending":
@@ -189,6 +191,8 @@ def _in_words(what: str, about: About) -> str:
             return "the update counts" if about["kept"] else f"the update: {about['reason']}"
         case "failed":
             return f"round {_round(about)}: {about['error']}"
+        case "left":
+            return f"left the secure sum: {about['why']}"
         case "over":
             return str(about["why"])
         case _:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import audit, certificates, clients, network, served, verify
+from dure.cli import audit, certificates, clients, network, roster, served, verify
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -52,12 +52,14 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure replay RUN                    make a recorded federation's models again, to the same bits
   dure backup RUN TO                 copy a run folder, also while it is served
   dure audit FILE                    check the log of what has left a client
+  dure audit RUN                     what a simulation's updates give away, by attacks on them
   dure verify RUN|MODEL              check a model's signature, and say where it comes from
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
   dure certificates init|server      files for TLS, signed by an authority of your own
   dure clients invite|list|... RUN   who may take part in a run over a network
+  dure roster key|sign|show|owner    all clients' public keys, signed by a federation's owner
   dure --version
 
 Tasks
@@ -174,6 +176,7 @@ def _dispatch(given: list[str]) -> int:
         "bench": _bench,
         "certificates": certificates.main,
         "clients": clients.main,
+        "roster": roster.main,
     }
     if not given or given[0] in ("--help", "-h", "help"):
         print(usage(), end="")

@@ -75,6 +75,11 @@ def serve(given: list[str]) -> int:
         raise ValueError("dure serve TASK SYSTEM [options]: name a task and a federated system")
     reference, system = names
     check_names(reference, [system])
+    if value_of("--keep-updates", flags) is not None:
+        raise ValueError(
+            "--keep-updates writes what clients send beside the examples it was made of: it is for "
+            "simulations (dure train), and no server does it"
+        )
     from dure.run.registry import strategy_class
     from dure.run.train import train
     from dure.tasks.builtin import load_task
@@ -96,6 +101,8 @@ def serve(given: list[str]) -> int:
     how: TrainOptions = asked["how"]
     world: Network = asked["world"]
     local: bool = asked["where"].local
+    if local and world.roster is not None:
+        raise ValueError("--local starts clients with new keys, which no roster has: leave it out")
     if local and value_of("--port", flags) is None:
         world = replace(world, port=0)
     if local:

@@ -122,13 +122,15 @@ def show_run(
 def _say_facts(folder: Path) -> None:
     """A line on what a run told of itself.
 
-    A pipeline tells its stages and bubble, a federation what came of its clients.
+    A pipeline tells its stages and bubble, a federation what came of its clients and what it
+    promises them.
     """
-    from dure.report import federated, pipeline
+    from dure.report import federated, pipeline, privacy
     from dure.report.read import read_run
 
     run = read_run(folder)
-    for line in filter(None, (pipeline.in_a_line(run), federated.in_a_line(run))):
+    told = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
+    for line in filter(None, told):
         print(line, file=sys.stderr)
 
 

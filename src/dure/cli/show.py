@@ -55,6 +55,9 @@ def facts(event: dict[str, Any]) -> str:
         for name, value in event["metrics"].items()
         if name != "test_loss" and not is_spread(name)
     )
+    epsilon = event.get("numbers", {}).get("epsilon")
+    if epsilon is not None:
+        parts.append(f"epsilon {epsilon:.4g}")
     if event["seconds"] > 0:
         parts.append(f"{event['samples'] / event['seconds']:,.0f} samples/s")
     return " · ".join(parts)
@@ -181,6 +184,11 @@ def _number(name: str, summary: dict[str, Any]) -> float | None:
     return cast("float | None", summary.get(name))
 
 
+def _epsilon(summary: dict[str, Any]) -> float | None:
+    """What the run tells of anybody, where it has differential privacy."""
+    return cast("float | None", (summary.get("numbers") or {}).get("epsilon"))
+
+
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
     """Steps or rounds until the target; None where it was not reached, or not this run's."""
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
@@ -211,6 +219,8 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
         )
         for name in metrics
     ]
+    if any(_epsilon(summary) is not None for summary in summaries):
+        result.append(("epsilon", _epsilon, lambda v: f"{v:.4g}", True))
     result += [
         ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
         ("time", lambda s: s["seconds"], duration, True),
@@ -275,7 +285,7 @@ def _least(shown: Sequence[Column]) -> int:
     metrics = [
         place
         for place, name in enumerate(names)
-        if name not in ("epochs", "time") and name[:5] != "until"
+        if name not in ("epsilon", "epochs", "time") and name[:5] != "until"
     ]
     of_clients = [place for place in metrics if not names[place].startswith("test ")]
     return (of_clients or metrics[1:] or [len(names) - 1])[-1]

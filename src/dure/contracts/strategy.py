@@ -224,6 +224,8 @@ class Place:
     folder: of the run, where this process writes it. config: what config.json says was asked.
     report_seconds: between two reports of steps at the least: nobody reads faster. signs: whose key
         signs the model at the end; None where nobody does.
+    identities: the clients' public keys, by number, which the owner of the federation has signed;
+        None where there is no such roster.
     outlives: says that the program goes on when other ranks than the first die, so that the world
         does not end it for that.
     deadline: seconds that ranks wait for one that is silent.
@@ -248,6 +250,7 @@ class Place:
     config: Mapping[str, Any] = field(default_factory=dict)
     report_seconds: float = 0.1
     signs: Sign | None = None
+    identities: Mapping[int, str] | None = None
     outlives: Callable[[], None] = lambda: None
     deadline: float = 60.0
 

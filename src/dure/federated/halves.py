@@ -9,9 +9,10 @@ process under a virtual clock, as they are; over a network, where each half is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,18 @@ from dure.data.partition.natural_key import strangers
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm, Start, start_of
-from dure.federated.client.clients import Clients, LocalWork, Make
+from dure.federated.client.clients import Clients, Keep, LocalWork, Make
 from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.noised import Noised
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.attacks.recording import UPDATES, Keeper
+from dure.federated.privacy.choice import NOTHING, Privacy
 from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
-from dure.federated.privacy.user_level.build import noised_rounds
+from dure.federated.privacy.exposure import exposure
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.private import Private
 from dure.federated.server.sampling import Selection
@@ -47,13 +51,39 @@ from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
-from dure.tasks.batch_norm import needs_two
+from dure.tasks.batch_norm import needs_two, statistics
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
+
+if TYPE_CHECKING:
+    # They need the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.federated.privacy.user_level.local import LocalNoise
+    from dure.wire.signatures import Key
+
+SIMULATED = "simulation"
+"""The name under which clients of a simulation sum."""
+
+
+class Site(NamedTuple):
+    """What a client on a machine of its own knows of the run, for sums of updates.
+
+    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
+    identities: public keys of all clients, by number, where their owner has signed them.
+    smallest_cohort: the fewest clients of a sum in which it takes part.
+    """
+
+    run: str
+    refuses: Callable[[str], None]
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
 
 
 class Says(Protocol):
@@ -107,12 +137,21 @@ def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
     # The clients first: the carrier asks them who they are as soon as the server begins.
     model = place.model(task, seed)
     task = task.on(home_of(model))
-    clients = clients_half(strategy, task, model, place.conditions, seed)
+    keep = _keep(place.conditions, place.folder, strategy.batch_size)
+    clients = clients_half(strategy, task, model, place.conditions, seed, keep)
     place.ending.callback(clients.close)
     carrier = place.carrier(clients, seed)
     server = server_half(strategy, task, model, place, carrier, seed)
     place.ending.callback(server.close)
     return server
+
+
+def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -> Keep | None:
+    """What keeps updates in the run folder; None where none are kept."""
+    if not conditions.keep_updates:
+        return None
+    assert folder is not None, "a run that keeps updates has a folder"
+    return Keeper(folder / UPDATES, conditions.keep_updates, batch_size)
 
 
 # The server
@@ -128,6 +167,13 @@ def server_half(
     train, test = examples_for(model, task)
     sample = test or train
     clients = len(carrier.join().sizes)
+    rule = strategy.rule()
+    secure = None
+    if strategy.privacy.secure is not None:
+        clipping = _clipping(
+            strategy.privacy, task, model, strategy.algorithm(start_of(task, model, clients))
+        )
+        secure, rule = _secure(strategy.privacy.secure, rule, clipping, place, seed)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
@@ -141,7 +187,7 @@ def server_half(
         model=model,
         test=test,
         algorithm=strategy.algorithm(start_of(task, model, clients)),
-        rule=strategy.rule(),
+        rule=rule,
         optimizer=strategy.optimizer(),
         pacing=pacing,
         carrier=carrier,
@@ -153,6 +199,10 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
+        exposure=exposure(strategy.privacy, place.identities is not None),
+        # What protects clients elsewhere is the system's, and is not drawn again.
+        repeats=place.network is None or strategy.privacy == NOTHING,
+        secure=secure,
         private=_private(strategy, task, model, place, carrier, secret, seed),
         examples=_account(strategy, carrier.join().sizes, place.network is None),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
@@ -199,6 +249,23 @@ def _private(
     )
 
 
+def _secure(
+    settings: SecureAggregation,
+    rule: Aggregator,
+    clipping: Clipping | None,
+    place: Place,
+    seed: int,
+) -> tuple[SecureRounds, Aggregator]:
+    """(what sums a round's updates, the rule for the sums' means)."""
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
+
+    here = place.network is None
+    run = SIMULATED if here else str(place.config.get("run", ""))
+    groups, of_means = parted(rule)
+    secret = Secret.simulated(seed) if here else Secret.system()
+    return SecureRounds(Sums(settings, run, clipping), groups, secret, place.identities), of_means
+
+
 def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
@@ -208,6 +275,11 @@ def _serving(
     clients = strategy.count(task)
     if clients is None:
         raise ValueError("clients is not given: a server has to know how many there may be")
+    if strategy.privacy.secure is not None and strategy.privacy.example is not None:
+        raise ValueError(
+            "the account of dp-sgd needs to know how many examples each client has, and under "
+            "secure aggregation over a network nobody is told: leave one of them out"
+        )
     federation = Federation(
         clients=clients,
         seed=seed,
@@ -216,10 +288,12 @@ def _serving(
         frozen=frozen_of(model),
         threads=_threads(strategy, task, model, clients),
         samples=strategy.work().most_samples,
+        holds=strategy.privacy.secure is not None,
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
-    server.examples = max(1, sum(carrier.join().sizes))
+    if strategy.privacy.secure is None:
+        server.examples = max(1, sum(carrier.join().sizes))
     place.ending.callback(server.close)
     return server
 
@@ -256,11 +330,16 @@ def _names(
 
 
 def clients_half(
-    strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    conditions: Conditions,
+    seed: int,
+    keep: Keep | None = None,
 ) -> Clients:
     """All clients of the federation, with the examples that the partition gives them.
 
-    model: the run's, which stays as it is.
+    model: the run's, which stays as it is. keep: told of every update that is sent.
     """
     parts = strategy.divide(task, seed)
     names = strategy.names(task)
@@ -269,7 +348,8 @@ def clients_half(
         _tell_strangers(task, names)
         tests = strategy.test_parts(task)
     has = _Has(parts, tests, names)
-    return _clients(strategy, task, model, conditions, seed, has, Secret.simulated(seed))
+    secret = Secret.simulated(seed)
+    return _clients(strategy, task, model, conditions, seed, has, secret, keep=keep)
 
 
 def one_client(
@@ -281,11 +361,13 @@ def one_client(
     client: int,
     clients: int,
     divides: bool,
+    site: Site,
 ) -> Clients:
     """One client of so many, on a machine of its own.
 
-    divides: whether its examples are those that the partition gives it; else all of the task's
-    are its own. Raises ValueError for noise that others could draw again.
+    site: what it knows of the run and of the others. divides: whether its examples are those that
+    the partition gives it; else all of the task's are its own. Raises ValueError for noise that
+    others could draw again.
     """
     check_own_noise(strategy.privacy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
@@ -296,7 +378,8 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has, Secret.system())
+    secret = Secret.system()
+    return _clients(strategy, task, model, conditions, seed, has, secret, site=site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -323,8 +406,14 @@ def _clients(
     seed: int,
     has: _Has,
     secret: Secret,
+    site: Site | None = None,
+    keep: Keep | None = None,
 ) -> Clients:
-    """The half of clients that have this. secret: where their own noise comes from."""
+    """The half of clients that have this.
+
+    secret: where their keys, their own noise and rounding come from. site: of a client that is
+    alone here.
+    """
     one_more = _models(task, model, seed)
     examples, test = examples_for(model, task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
@@ -346,10 +435,14 @@ def _clients(
         # it).
         examples, own = poisoned(examples, own, lying(0), attack)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
-    # Where nobody looks at single updates, an engine need not form them. Liars forge them, and
-    # `answer` may read them.
-    # Clipping looks at each.
-    looks = algorithm.answers or attack is not None or strategy.privacy.user is not None
+    # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
+    # may read them, clipping looks at each, and those that are kept are written.
+    looks = (
+        algorithm.answers
+        or attack is not None
+        or strategy.privacy.user is not None
+        or keep is not None
+    )
     sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
     example = strategy.privacy.example
@@ -372,6 +465,85 @@ def _clients(
         # All that torch has, before a run has fewer for the steps of one client.
         threads=torch.get_num_threads(),
         names=has.names,
+        keep=keep,
+        holding=_holding(strategy, task, model, algorithm, list(map(len, own)), secret, site),
+        protect=_local_noise(strategy.privacy, task, model, algorithm, secret),
+    )
+
+
+def _local_noise(
+    privacy: Privacy,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    secret: Secret,
+) -> LocalNoise | None:
+    """What adds noise to updates before they are sent, where each client does so for itself."""
+    user = privacy.user
+    if user is None or user.where != "local":
+        return None
+    from dure.federated.privacy.user_level.local import LocalNoise
+
+    copy = another(model, task, 0)
+    _, pieces = contribution(copy, algorithm)
+    places = list(statistics(copy, Buffers(copy).names))
+    return LocalNoise(user, pieces, places, secret)
+
+
+def _clipping(
+    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+) -> Clipping | None:
+    """How clients clip, where they have differential privacy, and only their sum is seen."""
+    if privacy.user is None:
+        return None
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+
+    copy = another(model, task, 0)
+    like, pieces = contribution(copy, algorithm)
+    return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
+
+
+def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
+    """Warns where clients weigh less in a sum than their examples would."""
+    larger = [size for size in sizes if size > settings.most_examples]
+    if larger:
+        warn(
+            f"{settings.name}: {len(larger)} of {len(sizes)} clients have more than "
+            f"{settings.most_examples} examples (up to {max(larger)}), and count as if they had "
+            f"so many: give a larger most_examples to weigh them by all"
+        )
+
+
+def _holding(
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    sizes: Sequence[int],
+    secret: Secret,
+    site: Site | None,
+) -> Holding | None:
+    """What holds updates, where they stay with their clients."""
+    settings = strategy.privacy.secure
+    if settings is None:
+        return None
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import Sums
+
+    if strategy.privacy.user is None:
+        _tell_large(settings, sizes)
+    clipping = _clipping(strategy.privacy, task, model, algorithm)
+    if site is None:
+        sums = Sums(settings, SIMULATED, clipping)
+        return Holding(sums, algorithm, secret)
+    return Holding(
+        Sums(settings, site.run, clipping),
+        algorithm,
+        secret,
+        identity=site.key if site.identities is not None else None,
+        roster=site.identities,
+        minimum=site.smallest_cohort,
+        refuses=lambda client, reason: site.refuses(reason),
     )
 
 

@@ -31,8 +31,17 @@ from dure.federated.client.poisoning import check_poison
 from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine
 from dure.federated.engines.noised import check_noised
-from dure.federated.privacy.choice import Privacy, privacy_of
+from dure.federated.privacy.choice import NOTHING, Privacy, privacy_of
 from dure.federated.privacy.example_level import check_example_level
+from dure.federated.privacy.secure_aggregation.checks import (
+    check_conditions,
+    check_groups,
+    check_measuring,
+    check_pacing,
+    check_rule,
+    check_user,
+)
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.checks import (
     check_budget,
     check_user_level,
@@ -41,7 +50,7 @@ from dure.federated.privacy.user_level.checks import (
 from dure.federated.server import sampling
 from dure.federated.server.by_client import FAILURES, names_over
 from dure.federated.server.pacing import Pacing, Rounds
-from dure.federated.server.sampling import Coins, Selection, Uniform
+from dure.federated.server.sampling import Coins, Selection, Uniform, Weighted
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count
@@ -100,7 +109,7 @@ class Federated(Strategy):
     fine_tune: int = 0
     held_out_order: HeldOutOrder = "random"
     freeze_at: int | None = None
-    privacy: Privacy = field(default_factory=Privacy)
+    privacy: Privacy = NOTHING
     epsilon: float | None = None
     delta: float = 1e-5
 
@@ -208,7 +217,7 @@ class Federated(Strategy):
             return self
         # Before the noise is looked for, which takes seconds.
         self._check_privacy()
-        noise = chosen_noise(user, self, stop.rounds)
+        noise = chosen_noise(user, self, stop.rounds, self.count(task) or 1)
         return replace(self, privacy=replace(self.privacy, user=replace(user, noise=noise)))
 
     def _check_privacy(self) -> None:
@@ -276,7 +285,7 @@ class Federated(Strategy):
         self.optimizer()
         self._check_privacy()
         if self.privacy.user is not None:
-            check_budget(self.privacy.user, self)
+            check_budget(self.privacy.user, self, self.count(task) or 1)
         self.check_task(task)
         # A rule that needs more updates than a round has is refused before anything is computed.
         clients = self.count(task)
@@ -284,6 +293,22 @@ class Federated(Strategy):
             pacing = self.pacing(clients)
             self.rule().check(pacing.updates(clients))
             pacing.check(clients)
+        if self.privacy.secure is not None:
+            self._check_secure(self.privacy.secure, clients)
+
+    def _check_secure(self, secure: SecureAggregation, clients: int | None) -> None:
+        """Raises ValueError where something needs single updates, or clients would say too much."""
+        check_rule(secure, self.rule())
+        check_user(secure, self.privacy.user)
+        check_measuring(secure, self.held_out, self.fine_tune)
+        if isinstance(self.selection, Weighted):
+            raise ValueError(
+                f"the selection weighted needs to know how many examples each client has, which "
+                f"under {secure.name} nobody is told: take uniform"
+            )
+        if clients is not None:
+            check_pacing(secure, self.pacing(clients), self.name)
+            check_groups(secure, self.rule(), self.pacing(clients), clients)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a batch that is too small for the model, or shared memory."""
@@ -328,6 +353,8 @@ class Federated(Strategy):
                 "server_examples_per_second is of the server of split learning, which has a part "
                 "of the model: leave it out"
             )
+        if self.privacy.secure is not None:
+            check_conditions(self.privacy.secure, conditions)
         if self.privacy.example is not None and not conditions.arrival.still:
             raise ValueError(
                 f"dp-sgd: with the arrival {conditions.arrival} clients have other examples at "
@@ -335,6 +362,11 @@ class Federated(Strategy):
             )
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
+        if conditions.keep_updates and self._divides(task, model):
+            raise ValueError(
+                f"keep_updates keeps whole updates to attack them, and clients of {self.name} send "
+                f"a part of the model: leave it out"
+            )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
 
@@ -344,10 +376,14 @@ class Federated(Strategy):
                 "freeze_at compares models on data that have just come, and none come here: give "
                 "an arrival, such as arriving:0.1:3600"
             )
-        if self.algorithm(start_of(task, model, self.count(task) or 1)).divides:
+        if self._divides(task, model):
             raise ValueError(
                 f"freeze_at keeps a whole model, and the server of {self.name} has a part of it"
             )
+
+    def _divides(self, task: Task, model: nn.Module) -> bool:
+        """Whether a part of the model belongs to each client."""
+        return self.algorithm(start_of(task, model, self.count(task) or 1)).divides
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """What evaluations measure, by name: on the test data, and what clients measure."""
@@ -374,7 +410,8 @@ class Federated(Strategy):
 
     def test_parts(self, task: Task) -> list[Tensor] | None:
         """The test examples of each client; None where none is anybody's."""
-        if task.test is None:
+        # What each says of its own examples would travel bare.
+        if task.test is None or self.privacy.secure is not None:
             return None
         parts = self.partition.divide_test(self.clients, task.train.keys, task.test.keys)
         return parts if parts is not None and any(map(len, parts)) else None

@@ -48,6 +48,8 @@ class Conditions:
             train; inf is no time at all.
         transfer_budget: bytes that each client may receive and send in the run, such as 100MB; one
             that has used them up is not asked any more.
+        keep_updates: rounds of which every update is kept in the run folder, with the examples
+            that it was made from, for dure audit; 0 keeps none.
     """
 
     devices: Devices = field(default_factory=Equal)
@@ -62,6 +64,7 @@ class Conditions:
     server_mbit: float = math.inf
     server_examples_per_second: float = math.inf
     transfer_budget: int | str | None = None
+    keep_updates: int = 0
 
     def __post_init__(self) -> None:
         parse_fields(
@@ -93,6 +96,10 @@ class Conditions:
         budget = self.transfer_budget
         if not (budget is None or (isinstance(budget, int) and budget > 0)):
             raise ValueError(f"transfer_budget is {budget}, but it is a number of bytes above 0")
+        if self.keep_updates < 0:
+            raise ValueError(
+                f"keep_updates is {self.keep_updates}, but it counts rounds: 0 or more"
+            )
         if not self.server_mbit > 0:
             raise ValueError(f"server_mbit is {self.server_mbit}, but a link has a speed above 0")
         speed = self.server_examples_per_second

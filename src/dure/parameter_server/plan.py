@@ -311,7 +311,8 @@ def check_under(conditions: Conditions) -> None:
             "server_examples_per_second is of the server of split learning, which has a part of "
             "the model: leave it out"
         )
-    for name in ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget"):
+    without = ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget")
+    for name in (*without, "keep_updates"):
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
                 f"{name.replace('_', ' ')} is about clients, and a parameter server has workers: "

@@ -53,6 +53,10 @@ class Coordinator(Protocol):
     wake: float
     synchronous: bool
 
+    @property
+    def combining(self) -> list[int]:
+        """The tickets of the last `Combine`, until a model was made of them."""
+
     def arrive(self, client: int, examples: int | None = None) -> None:
         """A client is there, of so many examples; nobody is asked yet."""
 
@@ -131,6 +135,9 @@ class Clients(Protocol):
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
         """The updates of `orders`, in their order. ahead: others that will be asked for soon."""
 
+    def hold(self, update: Update, asked: Assignment) -> None:
+        """An update stays with its client, which answers steps of a protocol about it."""
+
     def answer(self, say: Say) -> Answer | None:
         """What a client answers to a step of a protocol; None where it is not in it any more."""
 
@@ -184,6 +191,9 @@ class Carrier(Protocol):
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
         """The updates of these tickets, one after another."""
 
+    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+        """The updates of these tickets are combined, and stay with their clients (`exchange`)."""
+
     def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
         """Says these to their clients, and gives what they answer, as it comes.
 
@@ -234,10 +244,15 @@ class Carrier(Protocol):
         """The inverse of `state`."""
 
 
+STEP = "step"
+"""The outcome of a flight that is a step of a protocol."""
+
+
 class Flight(NamedTuple):
     """What became of an assignment.
 
-    outcome: "accepted" (its update arrived in time), "late", or why it failed. down, up: bytes that
+    outcome: "accepted" (its update arrived in time), "late", or why it failed; STEP is no
+    assignment, but a step of a protocol on one that was accepted. down, up: bytes that
     travelled. Seconds of transfers and of computing are the device's.
     """
 

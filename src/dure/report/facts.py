@@ -99,7 +99,13 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
         bits=text_of(facts.get("bits")),
         differs=_texts(facts.get("differs")),
         refused=_by_number(facts.get("refused_clients")),
+        exposure=rows(facts.get("exposure"), _exposure),
     )
+
+
+def _exposure(raw: Sequence[Any]) -> tuple[str, str]:
+    who, what = raw
+    return str(who), str(what)
 
 
 def _presence(raw: Sequence[Any]) -> Presence:
@@ -275,6 +281,12 @@ def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
         return None
     defence = text_of(told.get("defence")) or "none"
     return Leakage(defence, exposure, numbers(mapping(told.get("measured"))))
+
+
+def promises_of(summary: Mapping[str, Any]) -> Sequence[Any]:
+    """What the run promises of differential privacy, a mapping each (`Promise.facts`)."""
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    return listing(facts.get("promises"))
 
 
 def _by_name(raw: object) -> dict[str, int]:

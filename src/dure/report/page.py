@@ -9,10 +9,13 @@ from typing import Any
 from dure.record.disk import told, write_atomically
 from dure.report import charts
 from dure.report.document import document, plotly_source, section, source
+from dure.report.exposure import exposures
 from dure.report.federated import fairness, federations
 from dure.report.federated_figures import figures
 from dure.report.parts import bar, legend, percents, swatch
 from dure.report.pipeline import pipelines
+from dure.report.privacy import figures as figures_of_privacy
+from dure.report.privacy import promises
 from dure.report.ranks import holdings
 from dure.report.read import read_runs
 from dure.report.repeat import command, plain, settings
@@ -23,6 +26,7 @@ from dure.report.split import divided_models
 from dure.report.split_figures import figures as figures_of_split
 from dure.report.split_leaks import leaks
 from dure.report.table import table
+from dure.report.update_leaks import update_leaks
 from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
 
@@ -60,6 +64,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     partitions = charts.partitions(runs.runs)
     # What there is nothing of has no figure, and then no place in the page either.
     drawn = figures(runs.runs) | figures_of_servers(runs.runs) | figures_of_split(runs.runs)
+    drawn |= figures_of_privacy(runs.runs)
     data = {
         "runs": [{"label": run.label, **charts.style(i)} for i, run in enumerate(runs.runs)],
         "curves": curves,
@@ -78,7 +83,10 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         parameter_servers(runs.runs, drawn),
         divided_models(runs.runs, drawn),
         leaks(runs.runs, drawn),
+        promises(runs.runs, drawn),
+        update_leaks(runs.runs),
         federations(runs.runs, drawn),
+        exposures(runs.runs),
         fairness(runs.runs, drawn),
         _partitions(partitions),
         _footer(runs.runs),

@@ -18,8 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.report.facts import divided_of, federation_of, leakage_of, ranks_of, servers_of
+from dure.report.facts import (
+    divided_of,
+    federation_of,
+    leakage_of,
+    promises_of,
+    ranks_of,
+    servers_of,
+)
 from dure.report.runs import Line, Partition, Result, Run, Runs, Span, Target, Trace, Worker
+from dure.report.update_leaks import audit_of
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
 from dure.report.words import higher_is_better
 
@@ -88,6 +96,8 @@ def read_run(folder: Path) -> Run:
         servers=servers_of(summary),
         divided=divided_of(summary),
         leakage=leakage_of(summary),
+        promises=promises_of(summary),
+        audit=audit_of(folder, _object(folder / "audit.json", notes)),
     )
 
 

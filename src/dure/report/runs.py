@@ -192,7 +192,7 @@ class Federation:
     why: it was this engine. refusals: reason -> updates that the server left out.
     Of clients on a network: there: who was there when. cohort: who they are. bits: "same" or
         "close" to those of a simulation, and differs: by what close. refused: client -> its updates
-        that the server left out.
+        that the server left out. exposure: who could learn what, in words.
     """
 
     engine: str | None
@@ -212,6 +212,7 @@ class Federation:
     bits: str | None = None
     differs: Sequence[str] = ()
     refused: Mapping[int, int] = field(default_factory=dict)
+    exposure: Sequence[tuple[str, str]] = ()
 
     def name_of(self, client: int) -> str | None:
         """What a client on a network calls itself."""
@@ -325,6 +326,39 @@ class Leakage:
 
 
 @dataclass(frozen=True)
+class Attacked:
+    """What an attack got of updates.
+
+    sum: how many of them it saw added up. change: what was done to them before. examples: of a sum,
+    in the mean. figures: name -> mean, and both ends of its interval. why: it could not be made.
+    picture: originals above what was rebuilt, as a data URI.
+    """
+
+    attack: str
+    sum: int
+    change: str
+    examples: float | None
+    figures: Mapping[str, Sequence[float]]
+    why: str | None
+    picture: str | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `dure audit` has found out about a run.
+
+    guess: how near a guess without updates comes. sums_only: whether the server had no single ones.
+    canaries: what they told; promised: epsilon and delta by the accountant; both may be empty.
+    """
+
+    rows: Sequence[Attacked]
+    guess: Mapping[str, float]
+    sums_only: bool
+    canaries: Mapping[str, float]
+    promised: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Target:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
 
@@ -371,6 +405,9 @@ class Run:
     servers: Servers | None = None
     divided: Divided | None = None
     leakage: Leakage | None = None
+    promises: Sequence[Any] = ()
+    """Of differential privacy, as the run told them."""
+    audit: Audit | None = None
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def _copy(source: Path, target: Path) -> None:
     for name in _DATABASES:
         if (source / name).exists():
             _copy_database(source / name, target / name)
-    _copy_tree(source / "updates", target / "updates")
+    for folder in ("updates", "once"):
+        _copy_tree(source / folder, target / folder)
     for file in source.iterdir():
         if file.name.startswith(_DATABASES) or file.name in _LEFT:
             continue

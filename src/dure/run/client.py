@@ -24,7 +24,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.run.site import Reach, opened, path_of
+from dure.errors import PolicyError
+from dure.run.site import Reach, opened, path_of, privacy_of
 from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
@@ -34,11 +35,12 @@ class Client:
     """One client of the federation at `url`: iterating over it gives what there is to train.
 
     examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
-    certificate, approve, give_up: as in `dure.join`. What policy.toml in `state` says holds here
-    too, but for how long the loop trains, which is its own business.
+    certificate, approve, give_up, owner: as in `dure.join`. What policy.toml in `state` says holds
+    here too, but for how long the loop trains, which is its own business.
 
     Raises dure.errors.DureError for a server that does not take this client, or a run that the
-    site does not take part in.
+    site does not take part in: one that asks clients to mask, clip or noise what they send too,
+    which is `dure.join`'s to do.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Client:
         certificate: str | Path | None = None,
         approve: bool = False,
         give_up: float | None = 24.0,
+        owner: str = "",
     ) -> None:
         if examples < 1:
             raise ValueError(f"examples is {examples}, but a client trains on at least one")
@@ -64,16 +67,18 @@ class Client:
         self._stop = threading.Event()
         self._ending = ExitStack()
         files = path_of(authority), path_of(certificate)
-        reach = Reach(name, path_of(state), part, token, *files, give_up)
+        reach = Reach(name, path_of(state), part, token, *files, give_up, owner=owner)
         self._name = name
         try:
             self._site = self._ending.enter_context(opened(url, reach, self._stop))
             self.session = self._site.session
             self._site.policy.hold()
             # First a look: whoever declines takes nobody's place.
-            self._site.agree(self._look(), approve)
+            welcome = self._look()
+            _check_protects_nothing(welcome)
+            self._site.agree(welcome, approve)
             self.welcome = self._check_in()
-            self.session.belongs(self.welcome, self._name)
+            self._site.enter(self.welcome)
         except BaseException:
             self._ending.close()
             raise
@@ -140,6 +145,17 @@ class Client:
                 raise
             return None
         return Work(self, train, tensors, wanted)
+
+
+def _check_protects_nothing(welcome: Welcome) -> None:
+    """Raises PolicyError for a run whose clients have to protect what they send."""
+    privacy = privacy_of(welcome)
+    by_clients = privacy.user is not None and privacy.user.where != "server"
+    if welcome.holds or privacy.secure or privacy.example or by_clients:
+        raise PolicyError(
+            f"the run asks its clients for {privacy}, and a training loop of its own would send "
+            f"bare updates: take part with dure join"
+        )
 
 
 class Work:

@@ -111,7 +111,6 @@ class Driver:
         self.leads = place.group.rank == 0
         # None on all ranks but rank 0, whether or not the run has a folder.
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
-        self.examples = learner.examples or len(job.task.train)
         self.all_threads = torch.get_num_threads()
         self.position = Position()
         self.history = History()
@@ -214,6 +213,11 @@ class Driver:
         if stop.seconds is not None and spent >= stop.seconds:
             return STOP
         return STOP if stop.bytes is not None and self._travelled() >= stop.bytes else 0
+
+    @property
+    def examples(self) -> int:
+        """Of an epoch; of a federation whose clients do not say, as far as sums have told."""
+        return self.learner.examples or len(self.job.task.train) or 1
 
     @property
     def evaluate_every(self) -> int:

@@ -48,22 +48,23 @@ def join(
     approve: bool = False,
     give_up: float | None = 24.0,
     identities: str | Path | None = None,
+    owner: str = "",
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
     """Takes part in the federation that the server at `url` serves, until its run is over.
 
     task: what is learned, with this site's own examples. name, state, part, token, authority,
-    certificate, give_up, identities: as `dure.run.site.Reach` says. approve: agrees to the run that
-    is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of what
-    happens, such as ("training", {"round": 3}).
+    certificate, give_up, identities, owner: as `dure.run.site.Reach` says. approve: agrees to the
+    run that is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of
+    what happens, such as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
     client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
     task that cannot be trained.
     """
     files = path_of(authority), path_of(certificate)
-    reach = Reach(name, path_of(state), part, token, *files, give_up, path_of(identities))
+    reach = Reach(name, path_of(state), part, token, *files, give_up, path_of(identities), owner)
     # First of all: a task that will not do spends no token.
     training = Training(task, name, part)
     with opened(
@@ -73,13 +74,18 @@ def join(
         tell=lambda text: on_progress("waiting", {"why": text}),
         moved=lambda count: on_progress("moved", {"bytes": count}),
     ) as site:
-        session, kept, policy = site
+        session, kept, policy = site.session, site.kept, site.policy
         training.share_errors = policy.share_errors
         policy.hold()
         # First a look: whoever declines takes nobody's place.
         site.agree(session.check_in(training.look()), approve)
         welcome = session.check_in(training.enter())
-        session.belongs(welcome, name)
+        training.identities = site.enter(welcome)
+        training.key = session.key
+        training.smallest_cohort = policy.smallest_cohort
+        training.refuses = lambda reason: on_progress("left", {"why": reason})
+        if trust := site.trust(welcome):
+            on_progress("trust", {"in": trust})
         strategy = decode_strategy(welcome.strategy)
         if isinstance(strategy, Split | VerticalSplit):
             takes = party_site.take_part if isinstance(strategy, VerticalSplit) else take_part
@@ -92,7 +98,7 @@ def join(
                 name=name,
                 part=part,
                 share_errors=policy.share_errors,
-                identities=reach.identities,
+                known=site.known(training.identities),
                 event=on_progress,
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
@@ -118,13 +124,17 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     """
     training = Training(task, reach.name, reach.part)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
-    with opened(url, reach, threading.Event(), audits=False) as (session, kept, policy):
+    with opened(url, reach, threading.Event(), audits=False) as site:
+        session, kept = site.session, site.kept
         welcome = session.check_in(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"
         who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
         yield f"identity: {who}, of {welcome.clients}"
-        yield f"policy: {'; '.join(policy.check(welcome)) or 'this run is allowed'}"
+        reasons = site.reasons(welcome)
+        yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
+        if not reasons and (trust := site.trust(welcome)):
+            yield f"trust: {trust}"
         strategy = decode_strategy(welcome.strategy)
         if isinstance(strategy, Split):
             yield from check_part(task, strategy, welcome, reach.part)
@@ -139,6 +149,9 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         with left_out():
             seconds = training.one_step()
         yield f"training: one step took {seconds:.3f} s on {training.examples:,} examples"
+        if training.holds:
+            yield f"would be sent: {sent:,} bytes an update, in a sum with those of others alone"
+            return
         metrics = ", and metrics on held-out data" if training.held_out else ""
         yield (
             f"would be sent: {sent:,} bytes an update, with the number of examples, samples and "

@@ -1,14 +1,15 @@
 """What a site brings along to talk with a server: its folder, its policy, its log, its identity.
 
 `dure.join` and `dure.Client` both begin here: the folder is locked, the policy read, the session
-opened, and the token of an invitation handed in where the site is new.
+opened, and the token of an invitation handed in where the site is new. What is served is compared
+with what the site allows, and with the roster of the federation's owner where the site knows one.
 """
 
 from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,11 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dure.errors import PolicyError
+from dure.federated.privacy.choice import Privacy, parse_privacy
+from dure.federated.privacy.secure_aggregation.trust import semi_honest
+from dure.wire import owners_roster
+from dure.wire.members import RosterError, is_said, key_said
+from dure.wire.owners_roster import OwnersRoster, Pinned
 from dure.wire.requests import Welcome
+from dure.wire.roster import read_identities
+from dure.wire.signatures import Key
 from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import ClientState
+from dure.worlds.network.client.state import KEY, ClientState
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class Reach:
         give_up: hours for which a server that is not reached is tried; None tries on without end.
         identities: in split learning, a file of lines NUMBER FINGERPRINT, got from the other
             clients themselves: the head is handed to nobody else.
+        owner: public key or fingerprint of the federation's owner, got from there: takes part only
+            where that owner has signed a roster with this client on it (dure roster).
     """
 
     name: str = ""
@@ -49,6 +59,7 @@ class Reach:
     certificate: Path | None = None
     give_up: float | None = 24.0
     identities: Path | None = None
+    owner: str = ""
 
     @property
     def give_up_seconds(self) -> float | None:
@@ -71,6 +82,9 @@ class Site(NamedTuple):
     session: Session
     kept: ClientState
     policy: Policy
+    reach: Reach
+    owner: str
+    """Whose signature the roster has to have; empty where the site does not know."""
 
     def agree(self, welcome: Welcome, approve: bool) -> None:
         """Raises PolicyError where the site does not take part in what is served.
@@ -79,7 +93,7 @@ class Site(NamedTuple):
         """
         if approve:
             self.kept.approve(welcome.run)
-        reasons = self.policy.check(welcome)
+        reasons = self.reasons(welcome)
         if self.policy.asks and not self.kept.approved(welcome.run):
             system = welcome.strategy.get("name")
             reasons.append(
@@ -88,6 +102,70 @@ class Site(NamedTuple):
             )
         if reasons:
             raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
+
+    def reasons(self, welcome: Welcome) -> list[str]:
+        """Why the site does not take part in what is served; empty where it does."""
+        secure = privacy_of(welcome).secure
+        reasons = self.policy.check(welcome, sums=None if secure is None else secure.minimum)
+        try:
+            self._roster(welcome)
+        except RosterError as error:
+            reasons.append(str(error))
+        return reasons
+
+    def enter(self, welcome: Welcome) -> Mapping[int, str] | None:
+        """The site is a client of the run from now on. The public keys of all clients, by number,
+        where their owner has signed them; None where the site knows no owner.
+
+        Raises StateError where the folder is another client's, and PolicyError for a roster that is
+        not the one with which the run was begun here.
+        """
+        try:
+            roster = self._roster(welcome)
+            self.session.belongs(welcome, self.reach.name)
+            if roster is None:
+                return None
+            self._pinned(welcome).take(roster)
+        except RosterError as error:
+            raise PolicyError(f"this site does not take part: {error}") from error
+        return roster.identities
+
+    def known(self, identities: Mapping[int, str] | None) -> Mapping[int, str] | None:
+        """The others, for what is handed from client to client: public keys or fingerprints.
+
+        identities: of a roster. Raises ValueError for a list of identities that is none.
+        """
+        if identities is None and self.reach.identities is not None:
+            return read_identities(self.reach.identities)
+        return identities
+
+    def trust(self, welcome: Welcome) -> str:
+        """What the site knows of who the clients are, and has to believe; empty for nothing."""
+        roster = self._roster(welcome)
+        said = [] if roster is None else [f"roster {roster}"]
+        secure = privacy_of(welcome).secure
+        if secure is not None:
+            said.append(semi_honest(secure, roster is not None))
+        return "; ".join(filter(None, said))
+
+    def _roster(self, welcome: Welcome) -> OwnersRoster | None:
+        """The roster, checked; None where the site knows no owner. Raises RosterError."""
+        if not self.owner:
+            return None
+        if not welcome.roster:
+            raise RosterError("no roster", "the server has no roster, which --owner asks for")
+        roster = OwnersRoster.from_json(welcome.roster.encode())
+        owners_roster.check_owner(roster, self.owner)
+        owners_roster.check_date(roster)
+        owners_roster.check_count(roster, welcome.clients)
+        # Who only looks has no number yet.
+        number = welcome.client if welcome.client >= 0 else None
+        owners_roster.check_own(roster, self.session.key.public, number)
+        self._pinned(welcome).check(roster)
+        return roster
+
+    def _pinned(self, welcome: Welcome) -> Pinned:
+        return Pinned.of_client(self.kept.folder, welcome.run)
 
     def closed(self) -> float:
         """Seconds until the site works again; 0 while it does."""
@@ -112,6 +190,7 @@ def opened(
     folder = reach.state
     _ = reach.give_up_seconds
     policy = Policy() if folder is None else Policy.beside(folder)
+    owner = _owner(reach, policy)
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
         audit = None
@@ -132,7 +211,51 @@ def opened(
         ending.callback(session.close)
         if reach.token and kept.about is None:
             session.enrol(reach.token, reach.name, reach.part)
-        yield Site(session, kept, policy)
+        yield Site(session, kept, policy, reach, owner)
+
+
+def _owner(reach: Reach, policy: Policy) -> str:
+    """Who has to have signed the roster, by what was typed or by policy.toml."""
+    try:
+        typed = key_said(reach.owner) if reach.owner else ""
+    except ValueError as error:
+        raise ValueError(f"owner: {error}") from error
+    if typed and policy.owner and not _same(typed, policy.owner):
+        raise PolicyError("policy.toml names another owner than --owner: leave one of them out")
+    owner = typed or policy.owner
+    if owner and reach.identities is not None:
+        raise ValueError(
+            "the owner's roster says who the other clients are: leave --identities or --owner out"
+        )
+    return owner
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two texts, each a key or a fingerprint, are of one key."""
+    return one == other or any(
+        len(key) == 64 and is_said(key, said) for key, said in ((one, other), (other, one))
+    )
+
+
+def privacy_of(welcome: Welcome) -> Privacy:
+    """What the run protects. Raises PolicyError for what this dure does not know."""
+    written = welcome.strategy.get("privacy", "none")
+    try:
+        return parse_privacy(str(written))
+    except ValueError as error:
+        raise PolicyError(f"the run's privacy is not known here: {error}") from error
+
+
+def own_key(folder: Path) -> Key:
+    """The key of a client's folder, also while the client is at work there.
+
+    It is made, with the folder, where there is none yet. Raises StateError for a folder that can be
+    no client's, and ValueError and RunFolderWriteError as `Key.kept_in`.
+    """
+    if (folder / KEY).exists():
+        return Key.kept_in(folder / KEY)
+    with ClientState(folder) as state:
+        return Key.kept_in(state.key)
 
 
 def context_for(url: str, reach: Reach) -> ssl.SSLContext | None:

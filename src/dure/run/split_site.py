@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,7 +44,7 @@ from dure.tasks.parts import HeadTask, ModelParts
 from dure.wire import requests
 from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
-from dure.wire.roster import Pinned, read_identities
+from dure.wire.roster import Pinned
 from dure.wire.tensors import digest_of
 from dure.worlds.network.client.channel import OverError
 from dure.worlds.network.client.failure import what_is_told
@@ -66,15 +65,15 @@ def take_part(
     name: str,
     part: int | None,
     share_errors: bool,
-    identities: Path | None,
+    known: Mapping[int, str] | None,
     event: Progress,
     make: Callable[..., Any] | None = None,
 ) -> str:
     """Trains until the run is over; why it is. Raises as `dure.join` does.
 
-    make: makes the site, as `_site` does.
+    known: the other clients, by number: public keys or fingerprints, where the site has them. make:
+    makes the site, as `_site` does.
     """
-    known = None if identities is None else read_identities(identities)
     site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event)
     with threads(welcome.machine.threads), left_out(), memory_kept():
         while True:

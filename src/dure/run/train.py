@@ -80,8 +80,8 @@ def train(
         computes. False trusts them.
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
         seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
-        step of the metrics, and proofs: what was tried before the first step, as pairs of words and
-        seconds.
+        step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
+        before the first step, as pairs of words and seconds.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
     use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps
@@ -324,7 +324,15 @@ def _note(
 
 
 def run_job(job: Job, world: World, on_progress: Progress) -> Run:
-    """Does a prepared job; its folder, if it has one, exists already."""
+    """Does a prepared job; its folder, if it has one, exists already.
+
+    Raises ValueError for a simulation that is to keep updates, and has no folder for them.
+    """
+    keeps = world.conditions is not None and world.conditions.keep_updates
+    if keeps and job.folder is None:
+        raise ValueError(
+            "keep_updates writes into the run folder, and there is none: say with out where it is"
+        )
     # `prepare` made it, in this process.
     assert job.fresh is not None
     # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).

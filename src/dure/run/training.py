@@ -19,11 +19,19 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
-from dure.federated.halves import layout, one_client
+from dure.federated.halves import Site, layout, one_client
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import home_of, to_cpu, to_device
-from dure.protocol.messages import Assignment, Measure, Settled, Update, nbytes
+from dure.protocol.messages import (
+    Answer,
+    Assignment,
+    Measure,
+    Say,
+    Settled,
+    Update,
+    nbytes,
+)
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.flat import FlatParameters, trained_of
@@ -41,6 +49,7 @@ from dure.wire.requests import (
     Trains,
     Welcome,
 )
+from dure.wire.signatures import Key
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.loop import Answered
 from dure.worlds.network.client.session import NotWantedError, Session
@@ -53,7 +62,10 @@ ENGINE: EngineName = "loop"
 class Training:
     """A task of dure's, trained as one client of a federated strategy.
 
-    part: the simulated client whose examples it takes; None: all of the task's are its own.
+    part: the simulated client whose examples it takes; None: all of the task's are its own. key:
+    the client's identity. identities: public keys of all clients, by number, where their owner has
+    signed them. smallest_cohort: the fewest clients of a secure sum, as the site has it. refuses:
+    hears why the client takes no part in a sum.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -66,6 +78,11 @@ class Training:
     examples: int = 0
     held_out: int = 0
     threads: int = 1
+    holds: bool = False
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
+    refuses: Callable[[str], None] = lambda reason: None
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +117,8 @@ class Training:
         # Who only looks has no number yet.
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
         self.threads = welcome.machine.threads
+        # Also where the server does not say so of its run: it is what its strategy promises.
+        self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
         self.device = home_of(self.model)
         self.clients: Clients = one_client(
@@ -111,6 +130,13 @@ class Training:
             self.client,
             welcome.clients,
             divides=self.part is not None,
+            site=Site(
+                welcome.run,
+                self.refuses,
+                self.key,
+                self.identities,
+                self.smallest_cohort,
+            ),
         )
         self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self.examples = self.clients.sizes[self.client]
@@ -160,21 +186,13 @@ class Training:
                 raise NotWantedError
 
         self.clients.look = look
-        weights, buffers, extra = self.layout.apart(to_device(dict(tensors), self.device))
-        assignment = Assignment(
-            ticket=train.ticket,
-            client=self.client,
-            round=train.round,
-            turn=train.turn,
-            weights=weights,
-            buffers=buffers,
-            nbytes=nbytes(weights) + nbytes(buffers) + nbytes(extra),
-            extra=extra,
-        )
+        assignment = self._assignment(train, tensors)
         started = time.perf_counter()
         update = self.clients.receive(assignment)
         assert isinstance(update, Update)
         seconds = time.perf_counter() - started
+        if update.failure is None and (train.holds or self.holds):
+            self.clients.hold(update, assignment)
         named: dict[str, Tensor] = {}
         if update.failure is None:
             named = to_cpu(self.layout.named(update.delta, update.buffers, update.extra))
@@ -190,6 +208,45 @@ class Training:
             seconds=seconds,
         )
         return Answered(reserve, named, to_cpu(self.clients.keeps(train.ticket)))
+
+    def _assignment(self, train: Train, tensors: Mapping[str, Tensor]) -> Assignment:
+        """What came, as the message of a simulation."""
+        weights, buffers, extra = self.layout.apart(to_device(dict(tensors), self.device))
+        return Assignment(
+            ticket=train.ticket,
+            client=self.client,
+            round=train.round,
+            turn=train.turn,
+            weights=weights,
+            buffers=buffers,
+            nbytes=nbytes(weights) + nbytes(buffers) + nbytes(extra),
+            extra=extra,
+        )
+
+    def hold(
+        self,
+        train: Train,
+        tensors: Mapping[str, Tensor],
+        reserve: Reserve,
+        update: Mapping[str, Tensor],
+    ) -> None:
+        delta, buffers, extra = self.layout.apart(to_device(dict(update), self.device))
+        held = Update(
+            ticket=train.ticket,
+            client=self.client,
+            round=train.round,
+            examples=reserve.examples,
+            samples=reserve.samples,
+            loss=reserve.loss,
+            delta=delta,
+            buffers=buffers,
+            extra=extra,
+            counted=reserve.counted,
+        )
+        self.clients.hold(held, self._assignment(train, tensors))
+
+    def answer(self, say: Say) -> Answer | None:
+        return self.clients.answer(say)
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
         weights, buffers, _ = self.layout.apart(to_device(dict(tensors), self.device))

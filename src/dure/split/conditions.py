@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from dure.fleet.conditions import Conditions
 
-_WITHOUT = ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget")
+_WITHOUT = (
+    "availability",
+    "arrival",
+    "drop_out",
+    "attack",
+    "engine",
+    "transfer_budget",
+    "keep_updates",
+)
 
 
 def check_conditions(conditions: Conditions, known: Sequence[str] = ()) -> None:

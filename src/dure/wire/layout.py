@@ -66,7 +66,7 @@ class Federation(NamedTuple):
 
     clients: how many numbers there are. trains: what a site has to train. frozen: the weights that
     are not trained. threads: with how many a client is to compute. samples: how many a client with
-    so many examples processes in a round, at the most.
+    so many examples processes in a round, at the most. holds: updates stay with their clients.
     """
 
     clients: int
@@ -76,6 +76,7 @@ class Federation(NamedTuple):
     frozen: Mapping[str, Tensor] = {}
     threads: int = 1
     samples: Callable[[int], int] = _without_end
+    holds: bool = False
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:

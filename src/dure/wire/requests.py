@@ -9,6 +9,12 @@
     PATCH /v1/uploads/UPLOAD  bytes -> Reserved     a part, from an offset on; complete at the end
     POST  /v1/failures        Failed                there will be no update, since my code raised
     POST  /v1/measured        MeasuredThis          how good a model is on what I hold out
+    POST  /v1/ready           Holds                 my update is ready, and stays with me
+    POST  /v1/answers         AnswerTo              what I say to a step of a protocol
+
+The last two are of runs whose updates stay with their clients (secure aggregation): there an update
+is neither reserved nor sent. What `Word.say` asks is answered by `AnswerTo`; tensors that belong to
+an answer are sent before, as an update is elsewhere.
 
 Clients ask and the server answers; whatever the server has to say waits for a `next`. Every request
 may be sent again: the answer is the same, and nothing happens twice. Nothing here is code, and
@@ -21,11 +27,15 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-VERSION = 1
-"""Of this list. A server answers clients of its own version and of the one before."""
+VERSION = 2
+"""Of this list. A server answers clients of its own version and of the one before. Since 2 updates
+may stay with their clients."""
 
 MOST_BODY = 1 << 20
 """Bytes of a JSON body, at most; tensors travel elsewhere."""
+
+MOST_SAID = 700 << 10
+"""Bytes of what is said in a step of a protocol, at most: in base64 it fits into a body."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -95,7 +105,10 @@ class Welcome(Said, frozen=True):
 
     client: its number, below `clients`. strategy: as run folders have it. heartbeat: seconds after
     which a silent connection is taken for lost. patience: seconds that a `next` may wait. differs:
-    in what the client's machine computes differently, in words.
+    in what the client's machine computes differently, in words. roster: of the clients, as its
+    owner has signed it (`wire.owners_roster`), in JSON; empty where there is none. holds: updates
+    stay with their clients, which then say of themselves neither how many examples they have nor
+    anything else.
     """
 
     version: int
@@ -109,6 +122,8 @@ class Welcome(Said, frozen=True):
     heartbeat: float
     patience: float
     differs: list[str] = []
+    holds: bool = False
+    roster: str = ""
 
 
 class Outcome(Said, frozen=True):
@@ -121,7 +136,7 @@ class Outcome(Said, frozen=True):
 
 class Train(Said, frozen=True):
     """An assignment. tensors: the digest of weights, buffers and extras. left: seconds until the
-    deadline; None without."""
+    deadline; None without. holds: the update stays with the client."""
 
     ticket: int
     round: int
@@ -129,6 +144,21 @@ class Train(Said, frozen=True):
     tensors: str
     bytes: int
     left: float | None = None
+    holds: bool = False
+
+
+class SayThis(Said, frozen=True):
+    """A step of a protocol on an update that stays with its client.
+
+    asking: names this question, and its answer says so too: a server that was started again asks
+    anew. body: the protocol's own message. wants: (dtype, shape) of the tensors of the answer.
+    """
+
+    ticket: int
+    stage: int
+    asking: str
+    body: bytes
+    wants: list[tuple[str, list[int]]] = []
 
 
 class MeasureThis(Said, frozen=True):
@@ -142,12 +172,14 @@ class MeasureThis(Said, frozen=True):
 class Word(Said, frozen=True):
     """What a client is told: outcomes first, then something to do.
 
-    over: the run has ended, for this reason. final: its last model, for whoever keeps the newest.
+    say: a step of a protocol, which comes before other work. over: the run has ended, for this
+    reason. final: its last model, for whoever keeps the newest.
     """
 
     outcomes: list[Outcome] = []
     train: Train | None = None
     measure: MeasureThis | None = None
+    say: SayThis | None = None
     over: str | None = None
     final: MeasureThis | None = None
 
@@ -173,7 +205,8 @@ class Watched(Said, frozen=True):
 class Reserve(Said, frozen=True):
     """An update is to be sent: all of it but its tensors.
 
-    bytes, digest: of the stream of tensors. seconds: that the training took.
+    bytes, digest: of the stream of tensors. seconds: that the training took. asking: these are the
+    tensors of the answer to that question, and not an update; then nothing else is said here.
     """
 
     ticket: Count
@@ -186,6 +219,7 @@ class Reserve(Said, frozen=True):
     failure: str | None = None
     seconds: float = 0.0
     metrics: dict[str, float] = {}
+    asking: str = ""
 
 
 class Reserved(Said, frozen=True):
@@ -220,6 +254,26 @@ class MeasuredThis(Said, frozen=True):
     examples: dict[str, Count] = {}
     sums: dict[str, list[float | None]] = {}
     forms: dict[str, str] = {}
+    failure: str = ""
+
+
+class Holds(Said, frozen=True):
+    """The update of a ticket is there, and stays with its client. Nothing else is said of it."""
+
+    ticket: Count
+
+
+class AnswerTo(Said, frozen=True):
+    """The answer to a step of a protocol; `SayThis` has its fields.
+
+    body: None where the client is not in the protocol any more. failure: the kind of the error,
+    where its code does not go on with it.
+    """
+
+    ticket: Count
+    stage: Count
+    asking: str
+    body: bytes | None = None
     failure: str = ""
 
 

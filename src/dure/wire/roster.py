@@ -27,35 +27,27 @@ Source: the first use of a key is trusted and then pinned, as in SSH (RFC 4251, 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from dure.record.disk import write_atomically
-from dure.wire.boxes import Member, PublicKey, Run, Signature, check_name, check_run
+from dure.wire.boxes import Member, PublicKey, Run, Signature, check_run
+from dure.wire.members import (
+    RosterError,
+    check_apart,
+    differences,
+    fingerprint,
+    grouped,
+    is_said,
+    key_said,
+    lines_of,
+    read_body,
+)
 from dure.wire.requests import MOST_BODY
 from dure.wire.signatures import Key, is_signed
-
-_KEY = re.compile("[0-9a-f]{64}|[0-9a-f]{32}")
-_MOST_LIST = 1 << 20
-"""Bytes of a list of identities."""
-
-
-class RosterError(ValueError):
-    """A roster is not what it says, or not the one that was pinned. kind: in two words."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
-
-
-def fingerprint(public: str) -> str:
-    """A public key in short, to be read out: 32 digits of its SHA-256, in groups of four."""
-    return _grouped(bytes.fromhex(public), 32)
 
 
 class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,15 +83,7 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> Roster:
         """The inverse of `to_json`, of bytes from anybody; not checked yet. Raises RosterError."""
-        if len(body) > MOST_BODY:
-            reason = f"the roster has {len(body)} bytes, and may have {MOST_BODY}"
-            raise RosterError("no roster", reason)
-        try:
-            return msgspec.json.decode(body, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            # The text may quote what came, which may be anything.
-            said = ascii(str(error))[1:-1]
-            raise RosterError("no roster", f"what came is no roster: {said}") from error
+        return read_body(body, cls, MOST_BODY)
 
     def member(self, number: int) -> Member:
         """Raises RosterError where there is none."""
@@ -115,7 +99,7 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Twice as many as of a key: whoever may choose two rosters finds two whose first digits agree
         with the square root of the work that another key for given digits takes.
         """
-        return _grouped(_signed(self.run, self.server, self.members), 64)
+        return grouped(_signed(self.run, self.server, self.members), 64)
 
 
 def check(roster: Roster, server_key: str) -> None:
@@ -132,7 +116,7 @@ def check(roster: Roster, server_key: str) -> None:
     signed = _signed(roster.run, roster.server, roster.members)
     if not is_signed(server_key, signed, bytes.fromhex(roster.signature)):
         raise RosterError("not signed", "the roster is not signed by its server, or was changed")
-    _check_apart(roster.members)
+    check_apart(roster.members, "name", "identity", "box")
     for member in roster.members:
         if not member.is_true(roster.run):
             reason = f"{member} has not signed the box key that the roster has for it in this run"
@@ -149,7 +133,7 @@ def check_known(roster: Roster, known: Mapping[int, str]) -> None:
         if said is None:
             reason = f"{member} is in the roster, and not on your list of identities"
             raise RosterError("unknown client", reason)
-        if said not in (member.identity, _plain(fingerprint(member.identity))):
+        if not is_said(member.identity, said):
             reason = (
                 f"{member} has the fingerprint {fingerprint(member.identity)} in the roster, "
                 "and another one on your list of identities"
@@ -164,24 +148,13 @@ def read_identities(path: Path) -> dict[int, str]:
     within a fingerprint do not count, nor do lines that are empty or begin with #. Raises
     ValueError for anything else.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_LIST + 1).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the list of identities {path}: {error}") from error
-    if len(text) > _MOST_LIST:
-        raise ValueError(f"the list of identities {path} is too long")
+    form = "NUMBER FINGERPRINT"
     found: dict[int, str] = {}
-    for at, line in enumerate(text.splitlines(), start=1):
-        words = line.split(maxsplit=1)
-        if not words or words[0].startswith("#"):
-            continue
-        key = _plain(words[1]) if len(words) == 2 else ""
-        if not re.fullmatch("[0-9]{1,9}", words[0]) or _KEY.fullmatch(key) is None:
-            raise ValueError(f"{path}, line {at}: a line is NUMBER FINGERPRINT")
-        if int(words[0]) in found:
-            raise ValueError(f"{path}, line {at}: client {int(words[0])} is there twice")
-        found[int(words[0])] = key
+    for line in lines_of(path, "list of identities", form):
+        try:
+            found[line.number] = key_said(line.rest)
+        except ValueError:
+            raise ValueError(f"{line.place}: a line is {form}") from None
     return found
 
 
@@ -261,49 +234,7 @@ def changes(old: Roster, new: Roster) -> list[str]:
         found.append(
             f"the server signs as {fingerprint(new.server)}, and was {fingerprint(old.server)}"
         )
-    before = {member.number: member for member in old.members}
-    after = {member.number: member for member in new.members}
-    for number in sorted(before.keys() | after.keys()):
-        found += _changed(before.get(number), after.get(number))
-    return found
-
-
-def _changed(old: Member | None, new: Member | None) -> list[str]:
-    if new is None:
-        return [f"{old} is no longer there"]
-    if old is None:
-        return [f"{new} was not there"]
-    found = []
-    if new.identity != old.identity:
-        found.append(
-            f"{old} has the identity {fingerprint(new.identity)}, and had "
-            f"{fingerprint(old.identity)}"
-        )
-    if new.box != old.box:
-        found.append(f"{old} has another box key")
-    if new.name != old.name:
-        found.append(f"{old} is called {new.name} now")
-    return found
-
-
-def _check_apart(members: tuple[Member, ...]) -> None:
-    """Raises RosterError unless the clients are in order and differ in everything."""
-    numbers = [member.number for member in members]
-    if numbers != sorted(set(numbers)):
-        raise RosterError("no roster", "the clients of the roster are not in order, each once")
-    for member in members:
-        try:
-            check_name(member.name)
-        except ValueError as error:
-            reason = f"the name of client {member.number} is none: {error}"
-            raise RosterError("no roster", reason) from error
-    for what in ("name", "identity", "box"):
-        owners: dict[str, Member] = {}
-        for member in members:
-            other = owners.setdefault(getattr(member, what), member)
-            if other is not member:
-                reason = f"clients {other.number} and {member.number} have the same {what}"
-                raise RosterError("no roster", reason)
+    return found + differences(old.members, new.members, {"box": "has another box key"})
 
 
 def _check_own(roster: Roster, own: Member) -> None:
@@ -317,12 +248,3 @@ def _signed(run: str, server: str, members: Iterable[Member]) -> bytes:
     listed = [[one.number, one.name, one.identity, one.box, one.signature] for one in members]
     # As JSON, so that no two different rosters have the same bytes.
     return b"dure roster 1\n" + json.dumps([run, server, listed]).encode("ascii")
-
-
-def _grouped(content: bytes, count: int) -> str:
-    digits = hashlib.sha256(content).hexdigest()
-    return " ".join(digits[at : at + 4] for at in range(0, count, 4))
-
-
-def _plain(text: str) -> str:
-    return re.sub("[ \t:]", "", text).lower()

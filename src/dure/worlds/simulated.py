@@ -30,6 +30,7 @@ from dure.errors import TooFewClientsError
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import (
+    STEP,
     Action,
     Clients,
     Combine,
@@ -49,6 +50,7 @@ from dure.protocol.messages import (
     Say,
     Settled,
     Update,
+    nbytes,
 )
 from dure.randomness.seeds import derive
 from dure.worlds.here import refuse_under_torchrun, run_here
@@ -59,6 +61,9 @@ DROPPED = "dropped out"
 LEFT = "went offline"
 AWAY = "offline"
 SPENT = "its transfers are used up"
+
+STEPS = 4
+"""Steps of a protocol over which the chance of dropping out is spread."""
 
 MOST_TRIPS = 10_000
 """How many times on the way and at work are remembered, as clients are asked the same again."""
@@ -202,12 +207,41 @@ class Simulation:
                 orders.append(Order(coordinator.assignment(ticket), flight.began, flight.work))
         return orders
 
+    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+        """The clients compute their updates, and keep them."""
+        for update in self.updates(coordinator, tickets):
+            self.clients.hold(update, coordinator.assignment(update.ticket))
+
     def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
-        """Clients answer at once; who drops out is drawn for every step anew."""
+        """Clients answer, unless they have left or drop out; the step lasts until the last one has.
+
+        As likely as a client drops out of an assignment it drops out of the steps that follow.
+        """
+        began = self.now
         for say in says:
+            if self._is_lost(say):
+                continue
             answer = self.clients.answer(say)
-            if answer is not None:
-                yield answer
+            if answer is None:
+                continue
+            down = len(say.body)
+            up = len(answer.body) + nbytes(answer.tensors)
+            seconds = sum(self._seconds(say.client, 0, down, up))
+            ended = began + seconds
+            self.now = max(self.now, ended)
+            self.flown.append(Flight(say.client, -1, began, ended, STEP, down, up, seconds, 0.0))
+            yield answer
+
+    def _is_lost(self, say: Say) -> bool:
+        """Whether a client is away at a step of a protocol, or drops out there."""
+        known = self.conditions
+        there = known.availability
+        if not there.always and there.next(say.client, self.now, self.seed) > self.now:
+            return True
+        if not known.drop_out:
+            return False
+        drawn = derive(self.seed, f"drop out of step {say.stage}", say.ticket) / 2**63
+        return drawn < known.drop_out / STEPS
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Made again after a resume: in a simulation that gives the same bits."""

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 import dure
 from dure.split.in_turn import SplitLearning
-from dure.split.leakage.reconstruction import Decoder, Rebuilt, rebuild, shadow_head, ssim
+from dure.split.leakage.reconstruction import Decoder, Rebuilt, rebuild, shadow_head
 from dure.tasks.models import TwoNN
+from dure.tasks.pictures import ssim
 from dure.worlds.simulated import Simulated
 
 ATTACKER = Decoder(steps=250)

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from dure.wire.requests import Machine, Train, Trains
+from dure.wire.requests import Machine, SayThis, Train, Trains
 from dure.wire.signatures import NONCE, Key, Signer, digest_of
 from dure.wire.tensors import digest_of as digest_of_tensors
 from dure.wire.tensors import forms_of, pieces
@@ -40,6 +40,7 @@ from dure.worlds.network.updates import Updates
 
 PLACES = 4
 TICKET = 7
+ASKING = "asked"
 SECONDS = 10.0
 
 TENSORS = {"0.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4)}
@@ -106,9 +107,12 @@ class Target:
         self.ending.close()
 
     def assign(self) -> None:
-        """The client is to train."""
+        """The client is to train, and to answer a step of a protocol on an earlier update."""
         train = Train(TICKET, 3, 3, DIGEST, len(STREAM))
         self.desk.assign(0, train, None, forms_of(TENSORS))
+        self.desk.ask(0, SayThis(TICKET - 1, 2, ASKING, b"hello"), {})
+        while not self.desk.answers.empty():
+            self.desk.answers.get()
 
     def state(self) -> dict[str, Any]:
         """Everything that a request could change, once no other is under way."""
@@ -120,6 +124,7 @@ class Target:
             number: (
                 *(seat.name, seat.examples, seat.held_out, seat.here, seat.missing),
                 *(seat.train, dict(seat.outcomes), seat.measure, list(seat.sent)),
+                *(seat.say, seat.lies, seat.answered),
             )
             for number, seat in sorted(self.desk.seats.items())
         }
@@ -128,6 +133,7 @@ class Target:
         return {
             "desk": desk,
             "journal": self.journal.last,
+            "answers": self.desk.answers.qsize(),
             "files": whole,
             "clients": self.register.clients(),
             "reserved": dict(self.app.uploads.reserved),
@@ -258,6 +264,7 @@ _VALID: dict[str, tuple[str, str, dict[str, Any]]] = {
             "failure": None,
             "seconds": 0.1,
             "metrics": {"a": 1.0},
+            "asking": "",
         },
     ),
     "failures": (
@@ -269,6 +276,12 @@ _VALID: dict[str, tuple[str, str, dict[str, Any]]] = {
         "POST",
         "/v1/measured",
         {"round": 3, "values": {"a": 1.0}, "examples": {"a": 5}, "sums": {"a": [1.0]}, "forms": {}},
+    ),
+    "ready": ("POST", "/v1/ready", {"ticket": TICKET}),
+    "answers": (
+        "POST",
+        "/v1/answers",
+        {"ticket": TICKET - 1, "stage": 2, "asking": ASKING, "body": "aGVsbG8=", "failure": ""},
     ),
     "enrol": (
         "POST",

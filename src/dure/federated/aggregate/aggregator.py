@@ -18,7 +18,7 @@ most max(f - b, 0) are broken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,9 @@ from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
 from dure.settings import write
+
+Groups = Callable[[int, Turn], list[list[int]]]
+"""(updates, turn) -> the places of each group's, all of them once."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,18 @@ class Aggregator:
         """Raises ValueError if `updates` a round are too few for what the aggregator promises."""
         if updates < 1:
             raise ValueError(f"{self} needs at least 1 update a round, not {updates}")
+
+    def of_groups(self) -> tuple[Groups, Aggregator] | None:
+        """How the rule is followed where only means of groups are seen, as under secure
+        aggregation: the groups, and the rule for their means. None where it needs single updates.
+        """
+        return None
+
+    def smallest_group(self, updates: int) -> int:
+        """The fewest updates of one of `of_groups`, of so many."""
+        parted = self.of_groups()
+        # How large groups are does not depend on who is in them.
+        return updates if parted is None else min(map(len, parted[0](updates, Turn(0, 0))))
 
     def __str__(self) -> str:
         """The text that `parse` reads: the name and the settings.

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.federated.aggregate.aggregator import Aggregator, Collects
+from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.rows import Rows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
 from dure.randomness.turn import Turn
@@ -54,6 +54,9 @@ class Bucketing(Collects):
         """The rows of each bucket of this turn."""
         order = torch.randperm(updates, generator=turn.generator("buckets"))
         return [bucket.tolist() for bucket in torch.split(order, self.s)]
+
+    def of_groups(self) -> tuple[Groups, Aggregator]:
+        return self.buckets, self.inner
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from dure.federated.aggregate import weiszfeld
-from dure.federated.aggregate.aggregator import Collects
+from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
+from dure.federated.aggregate.geometric_median import GeometricMedian
 from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
 
@@ -53,6 +54,9 @@ class GeometricMedianOfMeans(Collects):
         """The rows of each group of this turn; a group each if the updates are fewer than k."""
         order = torch.randperm(updates, generator=turn.generator("groups"))
         return [group.tolist() for group in order.tensor_split(min(self.k, updates))]
+
+    def of_groups(self) -> tuple[Groups, Aggregator]:
+        return self.groups, GeometricMedian()
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None

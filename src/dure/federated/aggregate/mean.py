@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
-from dure.federated.aggregate.aggregator import Folds
+from dure.federated.aggregate.aggregator import Aggregator, Folds, Groups
 from dure.tensors.apart import add_multiple
 
 
@@ -76,6 +76,9 @@ class Mean(Folds):
 
     name: ClassVar[str] = "mean"
     sums: ClassVar[bool] = True
+
+    def of_groups(self) -> tuple[Groups, Aggregator]:
+        return lambda updates, turn: [list(range(updates))], self
 
     def zero(self, like: Sequence[Tensor]) -> Folded:
         return zero(like)

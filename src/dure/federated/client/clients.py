@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
-from dure.data.batches import batches_per_epoch
+from dure.data.batches import Batches, batches_per_epoch
 from dure.data.keys import said
 from dure.data.partition import Parts
 from dure.federated.algorithm import Algorithm, Memory, Own
@@ -29,6 +29,7 @@ from dure.federated.engines.job import Engine, Job, Trained
 from dure.fleet.attacks import Attack
 from dure.protocol.carrier import Order, Work
 from dure.protocol.messages import (
+    Answer,
     Ask,
     Assignment,
     Failure,
@@ -38,10 +39,15 @@ from dure.protocol.messages import (
     Measured,
     Message,
     Refuse,
+    Say,
     Settled,
     Update,
 )
 from dure.tensors.finite import all_finite
+
+if TYPE_CHECKING:
+    # It needs the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
 
 SHOWN = 64
 """Assignments that are shown to the choice of an engine, at most."""
@@ -61,6 +67,11 @@ Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
 The rest is what an engine before it had, in a run that goes on: its name, its `chunk` and its
 `threads`.
 """
+
+
+Keep = Callable[[Order, Update, Sequence[Tensor]], None]
+"""Told of each update as it is sent: what was asked, the update, and the examples of each step, as
+indices of the task's training data."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,10 @@ class Clients:
     that computes. personal: what they have held out. present: which of n examples they have at a
     time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
-    operators may have. names: of the clients, where the data have some.
+    operators may have. names: of the clients, where the data have some. holding: where updates stay
+    with their clients, which are in secure sums; None where they are sent. keep: told of every
+    update that is sent; None where nobody wants to know. protect: what is done to an update before
+    it is sent, given what was asked.
     """
 
     def __init__(
@@ -126,8 +140,14 @@ class Clients:
         lr_schedule: LRSchedule | None = None,
         threads: int | None = None,
         names: Sequence[str] | None = None,
+        holding: Holding | None = None,
+        keep: Keep | None = None,
+        protect: Callable[[Update, Assignment], Update] | None = None,
     ) -> None:
         self.names = names
+        self.holding = holding
+        self._keep = keep
+        self._protect = protect
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
         self.algorithm = algorithm
@@ -179,6 +199,8 @@ class Clients:
                     raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
                 order = Order(message, now, self.work(message, now))
                 return next(self.train([order], []))
+            case Say():
+                return self.answer(message)
             case Measure():
                 return self.measure(message)
             case Ask():
@@ -205,7 +227,8 @@ class Clients:
         # Without data that come and go the sizes are known; otherwise the examples of this time are
         # counted.
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
-        return self._known_work(examples, assignment.nbytes, most)
+        up = assignment.nbytes if self.holding is None else 0
+        return self._known_work(examples, up, most)
 
     def _work(self, examples: int, up: int, most: float | None) -> Work:
         passes = self.algorithm.passes
@@ -231,7 +254,35 @@ class Clients:
         # attack all updates are needed at once, since liars may know the honest ones.
         plainly = orders and not ahead and not self._ready
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
-        return computed if self.attack is None else iter(self._forged(list(computed), self.attack))
+        if self.attack is not None:
+            computed = iter(self._forged(list(computed), self.attack))
+        return computed if self._keep is None else self._kept(orders, computed, self._keep)
+
+    def _kept(
+        self, orders: Sequence[Order], sent: Iterator[Update], keep: Keep
+    ) -> Iterator[Update]:
+        for order, update in zip(orders, sent, strict=True):
+            if update.failure is None:
+                keep(order, update, self._steps(order))
+            yield update
+
+    def _steps(self, order: Order) -> list[Tensor]:
+        """The examples of each step of FedAvg's job, in the task's training data."""
+        one = order.assignment
+        own = self.indices(one.client, order.began)
+        count = len(own)
+        batches = Batches(count, self.local.batch_size, self.seed, one.client, self.local.needs_two)
+        first = one.turn * self._known_steps(count)
+        return [own[batches.at(first + step)] for step in range(order.work.steps)]
+
+    def hold(self, update: Update, asked: Assignment) -> None:
+        """The update stays with its client. asked: what it is the answer to."""
+        assert self.holding is not None
+        self.holding.hold(update, asked)
+
+    def answer(self, say: Say) -> Answer | None:
+        """What a client answers to a step of a secure sum; None where it takes no part in it."""
+        return None if self.holding is None else self.holding.answer(say)
 
     def keeps(self, ticket: int) -> Memory | None:
         """What the client of an update keeps if that counts; None where that is nothing new."""
@@ -246,6 +297,8 @@ class Clients:
                 self.memories[client] = memory
         for ticket in settled.dropped:
             self._pending.pop(ticket, None)
+        if self.holding is not None:
+            self.holding.let_go([*settled.kept, *settled.dropped])
 
     def measure(self, measure: Measure) -> Measured:
         """The model, and their own, on what they do not train on; nothing where that is nothing.
@@ -466,7 +519,7 @@ class Clients:
         self._pending[asked.ticket] = (asked.client, memory)
         # The first job is the one for the global model; others are not reported.
         first = trained[0]
-        return Update(
+        update = Update(
             ticket=asked.ticket,
             client=asked.client,
             round=asked.round,
@@ -478,6 +531,7 @@ class Clients:
             extra=extra,
             counted=first.counted,
         )
+        return update if self._protect is None else self._protect(update, asked)
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
         """What the algorithm keeps for a client; the global model where that is nothing."""

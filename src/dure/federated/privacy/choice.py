@@ -37,12 +37,13 @@ class Privacy:
     user: UserLevel | None = None
     example: DPSGD | None = None
 
-    def __bool__(self) -> bool:
-        return self != Privacy()
-
     def __str__(self) -> str:
         there = [one for one in (self.secure, self.user, self.example) if one is not None]
         return "/".join(map(str, there)) or NONE
+
+
+NOTHING = Privacy()
+"""The default. Not a factory: a command line takes one of the field's own class for no default."""
 
 
 def privacy_of(given: object) -> Privacy:
@@ -77,5 +78,5 @@ def _kind(piece: object) -> str:
 def parse_privacy(text: str) -> Privacy:
     """The inverse of `str`. Raises ValueError for text that names no protection."""
     if text == NONE:
-        return Privacy()
+        return NOTHING
     return privacy_of([read(one, PROTECTIONS, "privacy") for one in text.split("/")])

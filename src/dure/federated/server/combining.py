@@ -29,8 +29,8 @@ Of nothing: every update was refused.
 """
 
 MOVES = (
-    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make "
-    "it a parameter, or one that stays"
+    "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make"
+    " it a parameter, or one that stays"
 )
 """Why an update is refused where clients have differential privacy."""
 
@@ -39,7 +39,8 @@ class Result(NamedTuple):
     """What a new model was made of.
 
     loss: mean over what was counted in the samples, None of nothing. refused: by `fold`, ticket to
-    reason. wrong: the clients of these tickets, in their order.
+    reason. wrong: the clients of these tickets, in their order. cut: values that were beyond
+    the range of secure sums; None without any.
     """
 
     loss: float | None
@@ -48,6 +49,7 @@ class Result(NamedTuple):
     staleness: list[int]
     refused: dict[int, str]
     wrong: list[int]
+    cut: int | None = None
 
 
 class Folded(NamedTuple):
@@ -58,6 +60,28 @@ class Folded(NamedTuple):
     counted: float
     loss: float
     staleness: int
+
+
+class Summed(NamedTuple):
+    """The mean of some clients' updates, of which nobody knows the single ones.
+
+    tickets: of these updates. examples: the sum of their n_k. cut: values that were beyond the
+    range. clipped: with differential privacy of clients, the sum of what they have clipped, in
+    place of the mean. The rest is as `GlobalModel.fold_mean` and `Result` have it.
+    """
+
+    tickets: Sequence[int]
+    delta: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    extra: Sequence[Tensor]
+    rises: Sequence[Tensor]
+    weight: float
+    examples: int
+    samples: int
+    counted: float
+    loss: float
+    cut: int
+    clipped: Sequence[Tensor] | None = None
 
 
 @dataclass
@@ -80,6 +104,7 @@ class Combining:
     _clients: dict[int, int] = field(default_factory=dict)
     _folded: list[Folded] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
+    _summed: list[Summed] = field(default_factory=list)
 
     def begin(self, asked: Mapping[int, Assignment]) -> None:
         """Combines the updates of these tickets, in this order; forgets what was folded before."""
@@ -88,6 +113,7 @@ class Combining:
         self._clients = {ticket: one.client for ticket, one in asked.items()}
         self._folded = []
         self._refused = {}
+        self._summed = []
         self.model.forget()
 
     def fold(self, update: Update, finite: bool, computed: bool) -> list[Tensor] | None:
@@ -108,11 +134,38 @@ class Combining:
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None
-        # Where its loss has counted nothing, a client has learned nothing.
-        taken = self.model.fold(update, scale, weight, start) if weight > 0 else None
+        # Where its loss has counted nothing, a client has learned nothing; with noise of its own it
+        # does not say what was counted.
+        learned = weight > 0 or self.model.private is not None
+        taken = self.model.fold(update, scale, weight, start) if learned else None
         told = (update.client, update.samples, update.count, update.loss)
         self._folded.append(Folded(*told, staleness))
         return taken
+
+    def fold_sum(self, summed: Summed) -> None:
+        """Takes the mean of these tickets' updates in place of each by `fold`."""
+        for ticket in summed.tickets:
+            asked = self._awaited.pop(ticket)
+            staleness = self.model.number - asked.round
+            self._folded.append(Folded(asked.client, 0, 0.0, 0.0, staleness))
+        self._summed.append(summed)
+        if summed.clipped is not None:
+            self.model.fold_clipped(summed.clipped)
+            return
+        self.model.fold_mean(
+            summed.delta,
+            summed.buffers,
+            summed.extra,
+            summed.rises,
+            summed.weight,
+            len(summed.tickets),
+        )
+
+    def lost(self, ticket: int, reason: str) -> None:
+        """The update with this ticket is in no sum."""
+        del self._awaited[ticket]
+        self._refused[ticket] = reason
+        self.model.refuse()
 
     def _unfit(self, update: Update, asked: Assignment, finite: bool) -> str | None:
         return unfit(
@@ -156,14 +209,19 @@ class Combining:
         return f"in {self.vain} rounds in a row every update was refused: {reason}"
 
     def _result(self) -> Result:
-        loss = sum([one.counted * one.loss for one in self._folded])
+        # Of a sum of updates only the sums are known.
+        told: list[Folded | Summed] = [*self._folded, *self._summed]
+        loss = sum([one.counted * one.loss for one in told])
         return Result(
-            loss=mean_over(loss, sum([one.counted for one in self._folded])),
-            samples=sum([one.samples for one in self._folded]),
+            loss=mean_over(loss, sum([one.counted for one in told])),
+            samples=sum([one.samples for one in told]),
             clients=[one.client for one in self._folded],
             staleness=[one.staleness for one in self._folded],
             refused=self._refused,
             wrong=[self._clients[ticket] for ticket in self._refused],
+            cut=sum([one.cut for one in self._summed])
+            if self._summed and self.model.private is None
+            else None,
         )
 
 

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.combining import VAIN, Combining, Result
+from dure.federated.server.combining import VAIN, Combining, Result, Summed
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.sampling import Candidates
@@ -391,6 +391,14 @@ class Coordinator:
         Raises ValueError for an update that `Combine` has not named, or that was given already.
         """
         return self.updates.fold(update, finite, computed)
+
+    def fold_sum(self, summed: Summed) -> None:
+        """Takes the mean of several of these updates, which nobody has seen."""
+        self.updates.fold_sum(summed)
+
+    def lost(self, ticket: int, reason: str) -> None:
+        """One of these updates is in no sum."""
+        self.updates.lost(ticket, reason)
 
     def finish(self, now: float) -> Result:
         """Makes the new model.

@@ -122,6 +122,41 @@ class GlobalModel:
                 Mean().zero(moved) if self._moved is None else self._moved, moved, weight
             )
 
+    def fold_mean(
+        self,
+        parts: Sequence[Tensor],
+        moved: Sequence[Tensor],
+        extra: Sequence[Tensor],
+        rises: Sequence[Tensor],
+        weight: float,
+        clients: int,
+    ) -> None:
+        """Takes the mean of so many clients' updates, of which nobody knows the single ones.
+
+        parts, moved, extra: of the trained weights, of the changes of floating-point buffers, and
+        of the extras. rises: of counting buffers. weight: of the mean, among others.
+        """
+        if self._complex:
+            parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
+        self._take(list(parts), list(moved), weight)
+        self._shares.append(weight)
+        if rises:
+            mine = self._counters or [b for b in self.buffers if _counts(b)]
+            old = [b for b in self.buffers if _counts(b)]
+            self._counters = [
+                torch.maximum(a, b + rise.to(b.dtype))
+                for a, b, rise in zip(mine, old, rises, strict=True)
+            ]
+        if extra:
+            if self._extra is None:
+                self._extra = Mean().zero(extra)
+            self._extra = Mean().fold(self._extra, extra, float(clients))
+
+    def fold_clipped(self, total: Sequence[Tensor]) -> None:
+        """Takes the sum of what clients with differential privacy have clipped themselves."""
+        assert self.private is not None
+        self.private.add(total)
+
     def refuse(self) -> None:
         """Takes note of an update that was sent and cannot be right."""
         self._refused += 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dure.federated.server.combining import Result
-from dure.protocol.carrier import Flight
+from dure.protocol.carrier import STEP, Flight
 
 MOST = 5_000
 """Flights and updates that are remembered, the first ones of a run.
@@ -52,6 +52,7 @@ class Log:
 
     def flew(self, flown: Sequence[Flight], result: Result) -> None:
         """What happened until a new model was made, and what it was made of."""
+        flown = [flight for flight in flown if flight.outcome != STEP]
         self.outcomes.update([flight.outcome for flight in flown])
         self.turns.update(result.clients)
         self.staleness.update(result.staleness)

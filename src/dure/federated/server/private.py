@@ -1,7 +1,4 @@
-"""What a server asks of differential privacy of clients, and of their examples.
-
-`dure.federated.privacy` has both: `user_level`, and `example_level`.
-"""
+"""What a server asks of differential privacy of clients (`dure.federated.privacy.user_level`)."""
 
 from __future__ import annotations
 
@@ -26,6 +23,9 @@ class Private(Protocol):
 
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
         """Takes all that a client says, as real numbers, and of how many examples it is."""
+
+    def add(self, total: Sequence[Tensor]) -> None:
+        """Takes the sum of contributions that clients have clipped and weighed themselves."""
 
     def forget(self) -> None:
         """Forgets what was folded."""
@@ -52,14 +52,14 @@ class Private(Protocol):
         """The run has ended."""
 
 
-class ToldOfExamples(Protocol):
-    """The account of what clients tell of their examples, which they protect themselves."""
+class Account(Protocol):
+    """The account of what clients that train by DP-SGD tell of their examples."""
 
     def asked(self, clients: Iterable[int]) -> None:
-        """Each of these has trained once more."""
+        """Each of these has trained once more, as far as is known."""
 
     def numbers(self) -> dict[str, float]:
-        """What the history tells, such as the epsilon of the client that has told most."""
+        """What the history tells, such as epsilon."""
 
     def facts(self) -> dict[str, Any]:
         """What is promised, for the report."""

@@ -32,13 +32,14 @@ from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.private import Private, ToldOfExamples
+from dure.federated.server.private import Account, Private
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.summing import Summing
 from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
 from dure.machine.devices import home_of, to_cpu, to_device
-from dure.protocol.carrier import Carrier, Flight
+from dure.protocol.carrier import STEP, Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import statistics
@@ -69,9 +70,11 @@ class Server(Learner):
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
-    private: differential privacy of clients, where that is wanted. examples: the account of what
-    clients tell of their examples, where these are protected. toss: the coins of clients,
-    where the pacing tosses.
+    exposure: who could learn what. repeats: whether the run has the same bits again. secure: what
+    sums updates that nobody but their clients sees; None where clients send them. private:
+    differential privacy of clients, where that is wanted. examples: the account of what clients
+    tell of their examples, where these are protected. toss: the coins of clients, where the pacing
+    tosses.
     """
 
     unit = "round"
@@ -96,8 +99,11 @@ class Server(Learner):
         liars: Callable[[int], Collection[int]] | None = None,
         names: Sequence[str] | None = None,
         freeze_at: int | None = None,
+        exposure: Sequence[tuple[str, str]] = (),
+        repeats: bool = True,
+        secure: Summing | None = None,
         private: Private | None = None,
-        examples: ToldOfExamples | None = None,
+        examples: Account | None = None,
         toss: Toss | None = None,
     ) -> None:
         self.task = task
@@ -105,6 +111,9 @@ class Server(Learner):
         self.test = test
         self.algorithm = algorithm
         self.carrier = carrier
+        self.exposure = exposure
+        self.repeats = repeats
+        self.secure = secure
         self.group = group
         self.sample = sample
         self.batch_size = batch_size
@@ -145,6 +154,7 @@ class Server(Learner):
         self.names = names
         self._told_refused = False
         self._told_vain = False
+        self._told_cut = False
         self.said = Said(task.measures)
         self._told_failed = False
         self.freeze_at = freeze_at
@@ -184,7 +194,10 @@ class Server(Learner):
         before = coordinator.model.weights
         started = time.perf_counter()
         combine = self.carrier.carry(coordinator)
-        self._fold(combine.tickets)
+        if self.secure is None:
+            self._fold(combine.tickets)
+        elif combine.tickets:
+            self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
         self.meter.compute("local training", started, trained, number + 1)
         # Clients hear of their updates only after `finish`, which may refuse all of them (too few
@@ -233,14 +246,42 @@ class Server(Learner):
             # Its memory goes before the next one comes.
             del update, taken
 
+    def _sum(self, tickets: Sequence[int], secure: Summing) -> None:
+        """Takes the sums of these tickets' updates, which stay with their clients."""
+        coordinator = self.coordinator
+        asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
+        extras = next(coordinator.expects(one) for one in asked.values())
+        self.carrier.hold(coordinator, tickets)
+        sums = self.carrier.once(
+            f"sum {coordinator.model.number}",
+            lambda: secure.sums_of(asked, extras, self.carrier.exchange),
+        )
+        means = list(secure.means(sums, asked, extras))
+        for summed in means:
+            coordinator.fold_sum(summed)
+        if means and not len(self.task.train):
+            # Nobody has said how many examples there are: as many as those in the sums have.
+            typical = sum(one.examples for one in means) / sum(len(one.tickets) for one in means)
+            self.examples = max(1, round(typical * len(coordinator.sizes)))
+        for ticket, reason in sums["lost"].items():
+            coordinator.lost(ticket, reason)
+
     def _tell(self, number: int, result: Result) -> None:
-        """Warns of the first client of the run that is refused, and the first round in vain.
+        """Warns of the first client of the run that is refused, the first round in vain, and the
+        first value that was cut off.
 
         All are counted (`facts`), so that a run that goes on says it once.
         """
+        round = number + 1
+        if result.cut and not self._told_cut:
+            self._told_cut = True
+            warn(
+                f"round {round}: {result.cut:,} values of updates were beyond the range of secure "
+                f"aggregation and were cut off: give a larger range (the history has the number of "
+                f"each round, as cut)"
+            )
         if not result.refused:
             return
-        round = number + 1
         if not self._told_refused and self.log.liars is None:
             self._told_refused = True
             reason = next(iter(result.refused.values()))
@@ -302,7 +343,7 @@ class Server(Learner):
         )
 
     def _numbers(self, flown: Sequence[Flight], result: Result) -> dict[str, float]:
-        outcomes = [flight.outcome for flight in flown]
+        outcomes = [flight.outcome for flight in flown if flight.outcome != STEP]
         late = outcomes.count("late")
         staleness = result.staleness
         return {
@@ -312,6 +353,8 @@ class Server(Learner):
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+            # Of secure sums alone: values that were beyond the range.
+            **({} if result.cut is None else {"cut": float(result.cut)}),
             **({} if self.private is None else self.private.numbers()),
             **self._example_numbers(flown),
         }
@@ -320,7 +363,7 @@ class Server(Learner):
         """What clients have told of their examples, in these flights too."""
         if self.told_of_examples is None:
             return {}
-        self.told_of_examples.asked(flight.client for flight in flown)
+        self.told_of_examples.asked(one.client for one in flown if one.outcome != STEP)
         return self.told_of_examples.numbers()
 
     def exhausted(self) -> str | None:
@@ -472,7 +515,22 @@ class Server(Learner):
         private = {} if self.private is None else self.private.facts()
         if self.told_of_examples is not None:
             private |= self.told_of_examples.facts()
-        return {**self.carrier.facts(), **self.log.facts(), **self.said.facts(), **private}
+        return {
+            **self.carrier.facts(),
+            **self.log.facts(),
+            **self.said.facts(),
+            **private,
+            **self._bits(),
+            "exposure": [list(one) for one in self.exposure],
+        }
+
+    def _bits(self) -> dict[str, Any]:
+        """Where clients are elsewhere and something protects them: no run has these bits again."""
+        told = self.carrier.facts()
+        if "bits" not in told or self.repeats:
+            return {}
+        why = "what protects clients is drawn from the system, and never again"
+        return {"bits": "close", "differs": [*told.get("differs", ()), why]}
 
     def meters(self) -> Sequence[Meter]:
         return [self.meter, *self.counted]

@@ -10,12 +10,11 @@ client of his own. The shadow needs a server's part that ends with the loss, so 
 single cut; after two cuts an attacker who does not know the head needs pairs (Z, X).
 
 How well it works is told on examples that it has not seen: the mean squared error, beside that of
-the mean picture, which knows nothing of Z; and for pictures SSIM, 1 for the same picture.
+the mean picture, which knows nothing of Z; and for pictures SSIM
+(`dure.tasks.pictures`).
 
 Sources: P. Vepakomma et al., "NoPeek", 2020 (the decoder); X. Gao and L. Zhang, "PCAT:
-Functionality and Data Stealing from Split Learning by Pseudo-Client Attack", 2023 (the shadow);
-Z. Wang et al., "Image Quality Assessment: From Error Visibility to Structural Similarity", 2004
-(SSIM).
+Functionality and Data Stealing from Split Learning by Pseudo-Client Attack", 2023 (the shadow).
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from dure.randomness.seeds import (
     seed_generators,
     shuffled,
 )
+from dure.tasks.pictures import ssim
 
 Head = Callable[[Tensor], Tensor]
 """head(inputs): what leaves it, whose first dimension is the example."""
@@ -177,33 +177,6 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and covariance."""
     flat = values.flatten(1)
     return flat.mean(dim=0), flat.T.cov()
-
-
-def ssim(found: Tensor, true: Tensor, span: float) -> float:
-    """Structural similarity, the mean over pictures and over windows of 7 pixels each way.
-
-    found, true: of shape (n, channels, height, width). span: the difference of the largest and the
-    smallest value that a pixel may have.
-    """
-    size = min(7, *true.shape[-2:])
-    count = size * size
-
-    def windows(pictures: Tensor) -> Tensor:
-        return F.avg_pool2d(pictures.double(), size, stride=1)
-
-    x = found.double()
-    y = true.double()
-    mean_x = windows(x)
-    mean_y = windows(y)
-    unbiased = count / max(count - 1, 1)
-    var_x = unbiased * (windows(x * x) - mean_x**2)
-    var_y = unbiased * (windows(y * y) - mean_y**2)
-    both = unbiased * (windows(x * y) - mean_x * mean_y)
-    one = (0.01 * span) ** 2
-    two = (0.03 * span) ** 2
-    upper = (2 * mean_x * mean_y + one) * (2 * both + two)
-    lower = (mean_x**2 + mean_y**2 + one) * (var_x + var_y + two)
-    return float((upper / lower).mean())
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from dure.protocol.messages import Measure, Measured
 from dure.wire.layout import Federation
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal, backup
-from dure.worlds.network.server.carrier import COHORT, NetworkCarrier
+from dure.worlds.network.server.carrier import COHORT, ONCE, NetworkCarrier
 from dure.worlds.network.server.desk import Desk
-from dure.worlds.network.server.events import Events
+from dure.worlds.network.server.events import LOOK, Events
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
 from dure.worlds.network.world import ENGINE, machine, run_server
@@ -80,6 +80,7 @@ class Replay(World):
             budget=Budget(self._budget(place)),
             interrupted=place.interrupted,
             tell=lambda text: None,
+            once=self.folder / ONCE,
         )
 
     def _budget(self, place: Place) -> int | None:
@@ -96,10 +97,10 @@ class ToTheEnd(Events):
 
     _first = True
 
-    def next(self, wake: float) -> Event | None:
+    def next(self, wake: float, moment: float = LOOK) -> Event | None:
         if self.live:
             raise Interrupted
-        event = super().next(wake)
+        event = super().next(wake, moment)
         if event is not None and self._first and event.seq != 1:
             raise RunFolderError(
                 "the journal does not begin with the run: serve it with --record to replay it"
@@ -113,9 +114,18 @@ class Again(NetworkCarrier):
 
     reads = ToTheEnd
 
+    def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """As it was, and never made again."""
+        return super().once(what, _nothing_more)
+
     def measure(self, measure: Measure) -> Measured:
         """As it was; nothing after the end."""
         try:
             return super().measure(measure)
         except Interrupted:
             return Measured([], {})
+
+
+def _nothing_more() -> dict[str, Any]:
+    """The journal ends before that was made."""
+    raise Interrupted

@@ -27,6 +27,7 @@ from dure.wire.requests import Machine, Trains
 from dure.worlds.here import refuse_under_torchrun, run_here
 
 if TYPE_CHECKING:
+    from dure.wire.owners_roster import OwnersRoster
     from dure.worlds.network.server.app import App
     from dure.worlds.network.server.channels import NetworkChannels
     from dure.worlds.network.server.serving import Serving
@@ -70,6 +71,7 @@ class Network(World):
         deadline: seconds that a round may take, where its selection names none.
         heartbeat: seconds after which a silent connection is taken for lost.
         measure_seconds: that clients may take to measure a model on their own data.
+        exchange_seconds: that clients may take for a step of secure aggregation.
         record: keep everything that came in, so that the run can be replayed.
         log: a file for JSON lines of what happens, - for standard error; it may be moved away at
             any time, and goes on in a new one.
@@ -77,6 +79,8 @@ class Network(World):
             default there is no such listener. The token for it is kept in RUN/status.token.
         status_host: the address of that listener.
         transfer_budget: bytes that a client may receive and send in the run, such as 100MB.
+        roster: JSON file of all clients' public keys, signed by the federation's owner (dure
+            roster): nobody else is enrolled, and clients that know the owner check it.
     """
 
     host: str = "127.0.0.1"
@@ -90,11 +94,13 @@ class Network(World):
     deadline: float = 600.0
     heartbeat: float = 10.0
     measure_seconds: float = 60.0
+    exchange_seconds: float = 60.0
     record: bool = False
     log: str | None = None
     status_port: int | None = None
     status_host: str = "127.0.0.1"
     transfer_budget: int | str | None = None
+    roster: str | None = None
 
     name: ClassVar[str] = "network"
     kind: ClassVar[Kind] = "clients"
@@ -103,8 +109,13 @@ class Network(World):
         refuse_under_torchrun("a server")
         # Raises ValueError for a budget that is none.
         _ = self.conditions
+        if not self.exchange_seconds > 0:
+            raise ValueError(
+                f"exchange_seconds is {self.exchange_seconds}, but clients need more than 0 "
+                f"seconds to answer"
+            )
         # A run that goes on may be started in another folder.
-        for name in ("certificate", "key", "client_ca", "log"):
+        for name in ("certificate", "key", "client_ca", "log", "roster"):
             value = getattr(self, name)
             if value is not None and value != "-":
                 object.__setattr__(self, name, str(Path(value).expanduser().resolve()))
@@ -127,6 +138,7 @@ class Network(World):
     def begin(self) -> None:
         """Raises ValueError where it could not serve: before anything is made or written."""
         self.context()
+        self.listed()
         _check_address(self.host, self.port)
 
     def describe(self) -> str:
@@ -181,7 +193,21 @@ class Network(World):
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
             watching=server.watching,
+            exchange_seconds=self.exchange_seconds,
         )
+
+    def listed(self) -> OwnersRoster | None:
+        """Who the clients are, where their owner has signed it.
+
+        Raises ValueError for a file that is no such roster, or has expired.
+        """
+        if self.roster is None:
+            return None
+        from dure.wire.owners_roster import OwnersRoster, check_date
+
+        roster = OwnersRoster.read(Path(self.roster))
+        check_date(roster)
+        return roster
 
     def status_context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
         """The same for /status: by the same certificate, where other machines can reach it."""
@@ -291,6 +317,23 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> OwnersRoster | None:
+    """The roster of the run in `folder`. Raises ValueError for one that it was not begun with."""
+    from dure.wire.owners_roster import FILE, Pinned, check_count
+
+    roster = world.listed()
+    begun_with = (folder / FILE).exists()
+    if roster is None:
+        if begun_with:
+            raise ValueError(f"the run in {folder} was begun with a roster: go on with that one")
+        return None
+    if resumed and not begun_with:
+        raise ValueError(f"the run in {folder} was begun without a roster: begin another run")
+    check_count(roster, clients)
+    Pinned(folder / FILE, f"the run in {folder}").take(roster)
+    return roster
+
+
 class _Serves:
     """What lives while a server serves, whatever it serves. clients: how many it has."""
 
@@ -322,8 +365,11 @@ class _Serves:
         # All rounds are to be in the log.
         place.report_seconds = 0.0
         self.resumed = (folder / "clients.db").exists()
+        # Before the first client can be enrolled.
+        self.roster = _roster_of(world, clients, folder, self.resumed)
+        place.identities = None if self.roster is None else self.roster.identities
         register = self.ending.enter_context(Register(folder / "clients.db", clients))
-        self.access = Access(register, world.access)
+        self.access = Access(register, world.access, identities=place.identities)
 
     def told(self, clients: int, seed: int, trains: Trains, threads: int) -> dict[str, Any]:
         """What clients are told of the run, as `Served` has it, but for their samples."""
@@ -339,6 +385,7 @@ class _Serves:
             "heartbeat": self.world.heartbeat,
             "patience": 3 * self.world.heartbeat,
             "compare": differences,
+            "roster": "" if self.roster is None else self.roster.to_json().decode(),
         }
 
     def opens(self, app: App | NetworkChannels, resumed: bool, heartbeat: float | None) -> Serving:
@@ -419,7 +466,7 @@ class _Server(_Serves):
             self.shelf.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
-            Served(**told, samples=federation.samples),
+            Served(**told, samples=federation.samples, holds=federation.holds),
             self.desk,
             self.shelf,
             self.journal,

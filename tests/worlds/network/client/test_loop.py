@@ -54,6 +54,7 @@ class Played:
         self.refusal: Exception | None = None
         self.sent: list[int] = []
         self.told: list[Failed] = []
+        self.holds = False
 
     def check_in(self, said: Any) -> Welcome:
         machine = Machine("2", "x", "loop", 1)
@@ -83,7 +84,7 @@ class Patient:
     """A site that trains for ten batches, and asks before each."""
 
     name, examples, held_out, wants = "site", 5, 0, None
-    share_errors, folder = False, None
+    share_errors, folder, holds = False, None, False
 
     def __init__(self) -> None:
         self.batches = 0

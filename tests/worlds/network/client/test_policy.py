@@ -80,6 +80,7 @@ def test_a_file_says_what_it_says(read) -> None:
         local_epochs = 5
         local_steps = 500
         smallest_cohort = 10
+        owner = "0123 4567 89AB cdef 0123:4567:89ab:cdef"
         hours = ["12:00-13:30", "20:00-06:00"]
         cores = 2
         memory = "1.5 GB"
@@ -92,6 +93,7 @@ def test_a_file_says_what_it_says(read) -> None:
         local_epochs=5,
         local_steps=500,
         smallest_cohort=10,
+        owner="0123456789abcdef0123456789abcdef",
         hours=((720, 810), (1200, 360)),
         cores=2,
         memory=1_500_000_000,
@@ -112,6 +114,8 @@ def test_a_file_says_what_it_says(read) -> None:
         ("local_steps = true", "a whole number from 1 on"),
         ('cores = "2"', "a whole number from 1 on"),
         ("smallest_cohort = -1", "a whole number from 1 on"),
+        ("owner = 12", "a public key of 64 hexadecimal digits, or a fingerprint of 32"),
+        ('owner = "ward"', "a public key of 64 hexadecimal digits, or a fingerprint of 32"),
         ("systems = []", "a list of names"),
         ('systems = "fed-avg"', "a list of names"),
         ("systems = [1]", "a list of names"),

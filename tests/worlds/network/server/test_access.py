@@ -280,3 +280,35 @@ def test_a_register_that_cannot_be_read_refuses_for_now(access) -> None:
     client = enrolled(access)
     access.register._reader.close()
     assert refused(ask, access, client).status == 503
+
+
+@pytest.mark.parametrize("mode", ["invited", "open"])
+def test_where_a_roster_fixes_who_the_clients_are_nobody_else_is_enrolled(
+    register, clock, mode
+) -> None:
+    keys = [Key.make() for _ in range(3)]
+    identities = {number: key.public for number, key in enumerate(keys)}
+    access = Access(register, mode, LIMITS, clock, identities)
+    token = register.invite()
+    stranger = Key.make()
+    error = refused(access.enrol, enrolment(stranger, token))
+    assert (error.status, error.kind) == (409, "not listed")
+    assert stranger.public in error.reason
+    error = refused(access.enrol, enrolment(keys[2], token, wants=0))
+    assert "is client 2 on the run's roster, and cannot be client 0" in error.reason
+    # The token is good still, and the number is the one on the roster, not the next one.
+    assert access.enrol(enrolment(keys[2], token)).client == 2
+    assert access.enrol(enrolment(keys[2], token)).client == 2
+    assert access.enrol(enrolment(keys[0], register.invite())).client == 0
+    error = refused(access.enrol, enrolment(keys[1], register.invite(number=1), wants=2))
+    assert access.enrol(enrolment(keys[1], register.invite(name="ward"), wants=1)).client == 1
+
+
+def test_a_roster_is_asked_at_a_first_check_in_too(register, clock) -> None:
+    listed = Key.make()
+    access = Access(register, "open", LIMITS, clock, {1: listed.public})
+    # Who only looks hears it too.
+    error = refused(ask, access, Signer(Key.make()), CHECK_IN)
+    assert (error.status, error.kind) == (409, "not listed")
+    known = ask(access, Signer(listed), CHECK_IN)
+    assert access.check_in(known, "", None).client == 1

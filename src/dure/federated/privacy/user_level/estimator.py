@@ -105,14 +105,7 @@ class Estimator:
         if self.settings.clipping == "layers":
             found = clipping.factors(wide, self.sizes, self.bound)
             return [
-                torch.cat(
-                    [
-                        _scaled(piece, by)
-                        for piece, by in zip(
-                            torch.split(one.reshape(-1), list(of)), bys, strict=True
-                        )
-                    ]
-                ).view(one.shape)
+                _scaled_in_pieces(one, of, bys)
                 for one, of, bys in zip(wide, self.sizes, found, strict=True)
             ]
         by = clipping.factor(clipping.norm_of(wide), self.bound)
@@ -171,3 +164,8 @@ class Estimator:
 def _scaled(tensor: Tensor, by: float) -> Tensor:
     # What is not finite does not become 0 by a product with 0.
     return tensor * by if by else torch.zeros_like(tensor)
+
+
+def _scaled_in_pieces(tensor: Tensor, sizes: Sequence[int], by: Sequence[float]) -> Tensor:
+    pieces = torch.split(tensor.reshape(-1), list(sizes))
+    return torch.cat(list(map(_scaled, pieces, by))).view(tensor.shape)

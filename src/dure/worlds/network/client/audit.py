@@ -33,7 +33,7 @@ from dure.errors import AuditError
 from dure.record.disk import sync_folder, told
 from dure.worlds.network.client.lock import lock, unlock
 
-Kind = Literal["check-in", "update", "metrics", "failure", "enrol"]
+Kind = Literal["check-in", "update", "metrics", "failure", "enrol", "ready", "answer"]
 
 FIRST = "0" * 64
 """`previous` of the first line."""

@@ -3,6 +3,12 @@
     next -> outcomes of its updates      what it keeps becomes valid, or is dropped
          -> measure this model           on what it holds out
          -> train from this model        fetch, train, write down, send
+         -> answer a step of a protocol  on an update that stays here
+
+Where updates stay with their clients, what is said is that one is ready, and the answers to the
+protocol's steps. Keys of the protocol are in memory alone: a client that was started again is not
+in it any more. Nothing else is said then of a client's examples: not how many there are, and no
+measurement.
 
 A client may be killed at any moment. What it keeps between rounds becomes valid when the server has
 said that the update counts; an update that was computed is sent, and not computed again.
@@ -14,20 +20,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from msgspec.structs import replace
 from torch import Tensor
 
+from dure.protocol.messages import Answer, Form, Say
 from dure.wire.requests import (
     VERSION,
+    AnswerTo,
     CheckIn,
+    Failed,
     Machine,
     MeasuredThis,
     MeasureThis,
     Outcome,
     Reserve,
+    SayThis,
     Train,
     Trains,
     Welcome,
 )
+from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.failure import what_is_told
 from dure.worlds.network.client.link import RefusedError, StoppedError
 from dure.worlds.network.client.session import (
@@ -38,6 +50,11 @@ from dure.worlds.network.client.session import (
     Watching,
     tensors_in,
 )
+from dure.worlds.network.wanted import forms_of as wanted_forms
+from dure.worlds.network.wanted import named
+
+NOT_WANTED = 410
+"""Answered to what nobody waits for any more."""
 
 UNFIT = 422
 """Answered to an update that cannot be what was asked for."""
@@ -59,7 +76,10 @@ class Answered(NamedTuple):
 
 
 class Site(Protocol):
-    """What a site does with what it is told. The loop knows neither model nor algorithm."""
+    """What a site does with what it is told. The loop knows neither model nor algorithm.
+
+    holds: whether its updates stay here, by what it knows of the run; whoever else says so.
+    """
 
     name: str
     examples: int
@@ -67,6 +87,7 @@ class Site(Protocol):
     wants: int | None
     share_errors: bool
     folder: Path | None
+    holds: bool
 
     def trains(self) -> Trains | None:
         """What it would train; None for a training loop of its own."""
@@ -82,6 +103,20 @@ class Site(Protocol):
     ) -> Answered:
         """Trains from a model. Raises NotWantedError once the update is not `wanted` any more,
         which it asks now and then."""
+
+    def hold(
+        self,
+        train: Train,
+        tensors: Mapping[str, Tensor],
+        reserve: Reserve,
+        update: Mapping[str, Tensor],
+    ) -> None:
+        """An update that stays here, and that an earlier process of this client has computed from
+        this model."""
+
+    def answer(self, say: Say) -> Answer | None:
+        """What it says to a step of a protocol; None where it is not in it any more. What it raises
+        ends the protocol for this update."""
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
         """Measures a model."""
@@ -117,6 +152,10 @@ class Loop:
         self.closed = closed
         self._confirmed: list[int] = []
         self._failures = 0
+        self._client = -1
+        """Its number, once it has checked in."""
+        self._left: set[int] = set()
+        """Tickets on which the site's own code does not go on with the protocol."""
         self._earlier = set(self.state.pending())
         """Tickets that an earlier process of this client has worked for."""
 
@@ -141,6 +180,8 @@ class Loop:
             if word.over is not None:
                 self._keep_final(word.final)
                 return word.over
+            if word.say is not None:
+                self._answer(word.say)
             if word.measure is not None:
                 self._measure(word.measure)
             if word.train is not None:
@@ -167,22 +208,31 @@ class Loop:
 
     def _check_in(self) -> None:
         site = self.site
+        holds = self.holds
         welcome = self.session.check_in(
             CheckIn(
                 version=VERSION,
                 name=site.name,
-                examples=site.examples,
-                held_out=site.held_out,
+                # One says that it is there.
+                examples=1 if holds else site.examples,
+                held_out=0 if holds else site.held_out,
                 wants=site.wants,
                 trains=site.trains(),
                 machine=site.machine(),
             )
         )
+        self._client = welcome.client
         self.event("checked in", {"client": welcome.client, "differs": welcome.differs})
+
+    @property
+    def holds(self) -> bool:
+        """Whether updates stay here: where the server or the site says so."""
+        return self.session.holds or self.site.holds
 
     # What became of updates
 
     def _settle(self, outcome: Outcome) -> None:
+        self._left.discard(outcome.ticket)
         if not self.state.temporary:
             self.state.settle(outcome.ticket, outcome.kept)
         self.site.settle(outcome)
@@ -203,6 +253,9 @@ class Loop:
     # Work
 
     def _measure(self, measure: MeasureThis) -> None:
+        if self.holds:
+            self.session.measured(MeasuredThis(measure.round, failure="measurements stay here"))
+            return
         tensors = self._fetched(measure.round, measure.tensors, measure.bytes)
         if tensors is None:
             return
@@ -213,11 +266,16 @@ class Loop:
         with self.session.working(train.ticket) as wanted:
             self.event("fetching", {"round": train.round, "bytes": train.bytes})
             found = self._ready(train)
+            if found is not None and (train.holds or self.holds):
+                found = self._held(train, *found)
             if found is None:
                 answered = self._answered(train, wanted)
                 if answered is None:
                     return
                 found = answered.reserve, answered.tensors
+            if train.holds or self.holds:
+                self._holds(train, found[0])
+                return
             self.event("sending", {"round": train.round, "bytes": found[0].bytes})
             try:
                 sent = self.session.send(*found, wanted)
@@ -233,6 +291,78 @@ class Loop:
                 self.event("sent", {"round": train.round, "bytes": found[0].bytes})
             else:
                 self._not_wanted(train, wanted)
+
+    def _holds(self, train: Train, reserve: Reserve) -> None:
+        """The server hears that an update is there, or that there is none; not why."""
+        try:
+            if reserve.failure is None:
+                self.session.ready(train.ticket)
+                self.event("ready", {"round": train.round})
+            else:
+                self._give_up(train, Failed(train.ticket, "NoUpdate"), reserve.failure)
+        except RefusedError as refused:
+            if refused.status != NOT_WANTED:
+                raise
+
+    def _held(
+        self, train: Train, reserve: Reserve, update: Mapping[str, Tensor]
+    ) -> tuple[Reserve, Mapping[str, Tensor]] | None:
+        """The same, once the site has it; None where its model is gone."""
+        tensors = self._fetched(train.round, train.tensors, train.bytes)
+        if tensors is None:
+            return None
+        self.site.hold(train, tensors, reserve, update)
+        return reserve, update
+
+    def _answer(self, this: SayThis) -> None:
+        """Answers a step of a protocol."""
+        with self.session.working(this.ticket) as wanted:
+            self.event("answering", {"ticket": this.ticket, "step": this.stage})
+            said = AnswerTo(this.ticket, this.stage, this.asking)
+            try:
+                answer = self._says(this)
+                if answer is not None:
+                    said = replace(said, body=answer.body)
+                    if not self._sends(this, answer, wanted):
+                        return
+            except _LeftError as left:
+                said = replace(said, failure=left.kind)
+            try:
+                self.session.answered(said)
+            except RefusedError as refused:
+                # The step ended while it was on its way.
+                if refused.status != NOT_WANTED:
+                    raise
+
+    def _says(self, this: SayThis) -> Answer | None:
+        """What the site says. Raises _LeftError where its own code does not go on."""
+        if this.ticket in self._left:
+            return None
+        try:
+            wants = [Form(dtype, tuple(shape)) for dtype, shape in this.wants]
+            say = Say(this.ticket, self._client, this.stage, this.body, wants)
+            answer = self.site.answer(say)
+            if answer is not None and forms_of(named(answer.tensors)) != wanted_forms(wants):
+                raise ValueError("the answer has other tensors than were asked for")
+        except Exception as error:
+            self._left.add(this.ticket)
+            self.event("left", {"why": f"{type(error).__name__}: {error}"})
+            raise _LeftError(type(error).__name__) from error
+        return answer
+
+    def _sends(self, this: SayThis, answer: Answer, wanted: Callable[[], bool]) -> bool:
+        """Sends the tensors of an answer; whether it is still wanted."""
+        if not answer.tensors:
+            return True
+        tensors = named(answer.tensors)
+        size, digest = size_of(forms_of(tensors)), digest_of(tensors)
+        reserve = Reserve(this.ticket, size, digest, 0, 0, 0.0, asking=this.asking)
+        try:
+            return self.session.send(reserve, tensors, wanted)
+        except RefusedError as refused:
+            if refused.status != NOT_WANTED:
+                raise
+            return False
 
     def _ready(self, train: Train) -> tuple[Reserve, Mapping[str, Tensor]] | None:
         """An update that was computed before this process began."""
@@ -294,8 +424,20 @@ class Loop:
         """The site's own code raised: the server hears where, and the client waits a little."""
         site = self.site
         told = what_is_told(train.ticket, error, site.share_errors, site.folder)
-        self.event("failed", {"round": train.round, "error": f"{type(error).__name__}: {error}"})
+        self._give_up(train, told, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, train: Train, told: Failed, why: str) -> None:
+        """There is no update, of which the server hears this much; the next attempt waits."""
+        self.event("failed", {"round": train.round, "error": why})
         self.session.failed(told)
         self._failures += 1
         if self.session.stop.wait(min(2.0**self._failures, MOST_WAIT)):
-            raise StoppedError from error
+            raise StoppedError
+
+
+class _LeftError(Exception):
+    """The site's own code does not go on with a protocol. kind: of its error, which is told."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind

@@ -3,7 +3,8 @@
     systems = ["fed-avg", "scaffold"]       # those that it takes part in; else all of dure's
     local_epochs = 5                        # the most of a round
     local_steps = 500                       # the most of a round
-    smallest_cohort = 10                    # the fewest clients of a run, and of a round
+    smallest_cohort = 10                    # the fewest clients of a run, of a round, of a sum
+    owner = "1f3a 90bc 5512 7de0 …"         # who signs the roster of clients: key or fingerprint
     hours = "22:00-06:00"                   # local time; or several: ["12:00-13:00", "20:00-06:00"]
     cores = 2                               # the most at work
     memory = "4 GB"                         # the most that the client takes
@@ -21,7 +22,11 @@ and the change that is sent. What activations and an optimizer need depends on t
 and shows when the system refuses more: the client then fails in that round, and says so.
 
 `smallest_cohort` is about how many take part. Servers of fed-async and fed-buff use updates one by
-one, or a few at a time, however many clients are at work.
+one, or a few at a time, however many clients are at work. Under secure aggregation it is also the
+fewest clients of a sum that the server may see.
+
+`owner` is the same as `dure join --owner`: the site takes part only where this owner has signed a
+roster with the site on it (`dure.wire.owners_roster`). `dure.run.site` sees to it.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from dure.catalog import SYSTEMS
 from dure.errors import PolicyError, suggestion
 from dure.machine.threads import set_own_threads
 from dure.references import is_reference
+from dure.wire.members import key_said
 from dure.wire.requests import Trains, Welcome
 
 if sys.version_info >= (3, 11):
@@ -73,13 +79,15 @@ Hours = tuple[int, int]
 class Policy:
     """What a site allows. None: no bound. memory in bytes, bandwidth in bytes a second.
 
-    hours: empty for all day. asks: whether the user has to approve a run.
+    hours: empty for all day. asks: whether the user has to approve a run. owner: empty for none; a
+    public key or a fingerprint, digits alone.
     """
 
     systems: tuple[str, ...] = tuple(_OWN_SYSTEMS)
     local_epochs: int | None = None
     local_steps: int | None = None
     smallest_cohort: int = 1
+    owner: str = ""
     hours: tuple[Hours, ...] = ()
     cores: int | None = None
     memory: int | None = None
@@ -119,15 +127,19 @@ class Policy:
 
     # What a run asks
 
-    def check(self, welcome: Welcome, examples: int | None = None) -> list[str]:
+    def check(
+        self, welcome: Welcome, examples: int | None = None, sums: int | None = None
+    ) -> list[str]:
         """Why the site does not take part, in words; empty where it does.
 
-        examples: on which the client would train, where that is known.
+        examples: on which the client would train, where that is known. sums: the fewest clients of
+        a sum that the server sees, where it sees nothing but sums.
         """
         return [
             *self._system(welcome.strategy),
             *self._work(welcome.strategy, examples),
             *self._cohort(welcome),
+            *self._sums(sums),
             *self._memory(welcome.trains),
         ]
 
@@ -200,6 +212,13 @@ class Policy:
                 yield f"{allowed}; a round of the run has {asked}"
         elif self.smallest_cohort > 1:
             yield f"{allowed}, and the run does not say how many a round has"
+
+    def _sums(self, fewest: int | None) -> Iterator[str]:
+        if fewest is not None and fewest < self.smallest_cohort:
+            yield (
+                f"{FILE} asks for at least {_many(self.smallest_cohort, 'client')}; a secure sum "
+                f"of the run may have {fewest}: its minimum has to be {self.smallest_cohort}"
+            )
 
     def _memory(self, trains: Trains) -> Iterator[str]:
         if self.memory is None:
@@ -374,6 +393,14 @@ def _read_one(written: object) -> Hours:
     return hours
 
 
+def _read_owner(value: object) -> str:
+    allowed = "a public key of 64 hexadecimal digits, or a fingerprint of 32"
+    try:
+        return key_said(value if isinstance(value, str) else "")
+    except ValueError:
+        raise ValueError(allowed) from None
+
+
 def _read_approve(value: object) -> str:
     if value not in ("ask", "always"):
         raise ValueError('"ask" or "always"')
@@ -391,6 +418,7 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "local_epochs": _whole,
     "local_steps": _whole,
     "smallest_cohort": _whole,
+    "owner": _read_owner,
     "hours": _read_hours,
     "cores": _whole,
     "memory": _read_size,

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from dure.errors import DureError
 from dure.wire.requests import (
+    AnswerTo,
     CheckIn,
     Enrol,
     Enrolled,
     Failed,
+    Holds,
     MeasuredThis,
     Ready,
     Reserve,
@@ -145,6 +147,8 @@ class Session:
         self._link = self._made()
         self.patience = 30.0
         self.heartbeat = 10.0
+        self.holds = False
+        """Whether updates stay here, by what the server says of its run."""
 
     def _made(self) -> Link:
         about = self.state.about
@@ -189,6 +193,7 @@ class Session:
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
         self.patience = welcome.patience
         self.heartbeat = welcome.heartbeat
+        self.holds = welcome.holds
         return welcome
 
     def belongs(self, welcome: Welcome, name: str) -> None:
@@ -269,11 +274,13 @@ class Session:
     def send(
         self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
     ) -> bool:
-        """Sends an update; whether the server has it. False where it is not wanted any more."""
+        """Sends an update, or the tensors of an answer; whether the server has all of it. False
+        where it is not wanted any more."""
         if self._audit is not None:
             size = reserve.bytes
             digest = reserve.digest
-            self._audit.record_digest("update", size, digest, reserve.ticket, None)
+            kind: Kind = "answer" if reserve.asking else "update"
+            self._audit.record_digest(kind, size, digest, reserve.ticket, None)
         with self._given_up():
             return upload(
                 self._link,
@@ -287,6 +294,14 @@ class Session:
                 bytes_per_second=self._pace,
                 limit=self._give_up,
             )
+
+    def ready(self, ticket: int) -> None:
+        """An update is there, and stays here."""
+        self._post("/v1/ready", Holds(ticket), "ready", ticket)
+
+    def answered(self, answer: AnswerTo) -> None:
+        """What the client says to a step of a protocol."""
+        self._post("/v1/answers", answer, "answer", answer.ticket)
 
     def failed(self, failed: Failed) -> None:
         """There will be no update, since the client's own code raised."""

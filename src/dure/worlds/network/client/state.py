@@ -9,6 +9,7 @@
     update-TICKET-DIGEST.safetensors    an update on its way to the server
     download-DIGEST                 a model on its way from the server, as far as it has come
     approved-RUN                    the user has agreed to take part in that run
+    owners-roster-RUN.json          the clients of that run, as its owner has signed them
     key.pem                         the client's private key
 
 What an algorithm keeps, SCAFFOLD's control say, is right only if the update that was computed with
@@ -51,6 +52,9 @@ _TENSORS = re.compile(r"(?:model|frozen|personal|memory|update)--?\d+-[0-9a-f]{1
 _HALF = re.compile(r"\.(?:tensors|kept\.json)\.\d+")
 """Names of files of tensors, and of files that are not whole yet. A kill may leave some."""
 _RUN = re.compile(r"\w[\w.-]{0,99}")
+
+KEY = "key.pem"
+"""The client's private key."""
 
 _BEGIN = b'{"checksum":"'
 _MIDDLE = b'","kept":'
@@ -152,7 +156,7 @@ class ClientState:
     @property
     def key(self) -> Path:
         """Where the client's private key belongs."""
-        return self.folder / "key.pem"
+        return self.folder / KEY
 
     def enter(self, about: About) -> None:
         """The folder belongs to this client from now on; its server may have moved.
@@ -368,8 +372,9 @@ class ClientState:
         with self._turn:
             # The index first: nothing counts then, and a kill in between leaves nothing half.
             self._change(_Kept())
-            for path in (*self.folder.glob("download-*"), *self.folder.glob("approved-*")):
-                path.unlink()
+            for left in ("download-*", "approved-*", "owners-roster-*"):
+                for path in self.folder.glob(left):
+                    path.unlink()
             sync_folder(self.folder)
 
     # Files

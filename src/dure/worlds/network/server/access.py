@@ -15,7 +15,9 @@ counts against the address that it came from. Many clients may share an address,
 out for it; who goes on is told to wait.
 
 `open` lets in whoever comes, in the order of their first check-in, until all places are taken: for
-demonstrations and this machine. `invited` asks for an invitation (`register.py`), once.
+demonstrations and this machine. `invited` asks for an invitation (`register.py`), once. Where the
+owner of the federation has signed a roster of its clients, those alone are enrolled in either way,
+each with its number there.
 
 The body is not read here. Its digest is signed; whoever reads the body compares it.
 """
@@ -75,7 +77,8 @@ class Admitted(NamedTuple):
 class Access:
     """The door of one server. All methods may be called from any thread.
 
-    clock: seconds that only grow.
+    clock: seconds that only grow. identities: public keys by the clients' numbers, where they are
+    fixed.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Access:
         mode: Mode = "invited",
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        identities: Mapping[int, str] | None = None,
     ) -> None:
         self.register = register
         self.mode = mode
@@ -93,6 +97,9 @@ class Access:
         # Apart: any number of addresses must not make it forget a client.
         self._addresses: Conducts[str] = Conducts(limits, clock)
         self._refusals: Counter[str] = Counter()
+        self._numbers: dict[str, int] | None = None
+        if identities is not None:
+            self._numbers = {key: number for number, key in identities.items()}
         self._lock = threading.Lock()
         self._version: int | None = None
         self._change = 0
@@ -113,7 +120,7 @@ class Access:
             self._refuse_stranger(401, error.kind, str(error), address)
         client = self._client(claim.client)
         if client is None:
-            self._check_may_come(path, address)
+            self._check_may_come(claim.client, path, address)
         else:
             self._check_welcome(client.number)
         self._check_signature(claim, method, path, address)
@@ -200,7 +207,7 @@ class Access:
         self._read_changes()
         return self._by_key.get(key)
 
-    def _check_may_come(self, path: str, address: str) -> None:
+    def _check_may_come(self, key: str, path: str, address: str) -> None:
         """Raises Refused unless an unknown client may ask this."""
         if self.mode != "open":
             self._refuse_stranger(403, "unknown client", _ENROL_FIRST, address)
@@ -210,6 +217,11 @@ class Access:
         if len(self._by_number) >= self.register.places:
             reason = f"all {self.register.places} clients of this run are enrolled"
             self._refuse_stranger(409, "full", reason, address)
+        if self._numbers is not None:
+            try:
+                _listed(self._numbers, key, None)
+            except EnrolError as error:
+                self._refuse_stranger(409, error.kind, str(error), address)
 
     def _check_welcome(self, client: int) -> None:
         away = self._conducts.away(client)
@@ -232,6 +244,8 @@ class Access:
             raise Refused(401, error.kind, str(error), headers) from None
 
     def _enrol(self, key: str, name: str, wants: int | None, token: str | None) -> Client:
+        if self._numbers is not None:
+            wants = _listed(self._numbers, key, wants)
         try:
             return self.register.enrol(key, name, wants, token)
         except RunFolderError as error:
@@ -279,6 +293,18 @@ class Access:
 
 
 _ENROL_FIRST = "the server does not know this key: enrol with the token of an invitation"
+
+
+def _listed(numbers: Mapping[str, int], key: str, wants: int | None) -> int:
+    """The number of a client that is on the roster. Raises EnrolError for another one."""
+    number = numbers.get(key)
+    if number is None:
+        reason = f"the run's roster does not have the key {key}: the federation's owner adds it"
+        raise EnrolError("not listed", reason)
+    if wants not in (None, number):
+        reason = f"this key is client {number} on the run's roster, and cannot be client {wants}"
+        raise EnrolError("wrong number", reason)
+    return number
 
 
 def _after(seconds: float) -> dict[str, str]:

@@ -6,6 +6,7 @@ answer; none of them knows the model or the coordinator:
     attendance.py   who is there, and what there is to do for them
     downloads.py    what they fetch
     uploads.py      what they send
+    replies.py      what they say of updates that stay with them
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dure.worlds.network.server.attendance import Attendance, Served
 from dure.worlds.network.server.desk import GRACE, Desk
 from dure.worlds.network.server.downloads import Downloads
 from dure.worlds.network.server.gate import Gate
+from dure.worlds.network.server.replies import Replies
 from dure.worlds.network.server.routes import Routes
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.uploads import Uploads
@@ -55,6 +57,8 @@ class App:
             self.served.samples,
         )
 
+        self.replies = Replies(self.desk, self.journal, self.access)
+
     def asgi(self) -> Metered:
         """The application."""
         here = self.attendance
@@ -72,6 +76,8 @@ class App:
                 gate.route("/v1/uploads/{upload}", "PATCH", up.part),
                 gate.route("/v1/failures", "POST", up.failed),
                 gate.route("/v1/measured", "POST", up.measured),
+                gate.route("/v1/ready", "POST", self.replies.ready),
+                gate.route("/v1/answers", "POST", self.replies.answered),
                 gate.rest(),
             ]
         )

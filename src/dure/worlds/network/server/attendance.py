@@ -31,13 +31,17 @@ from dure.worlds.network.server.cohort import Here, differences
 from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.watching import Watching
 
+HOLDS = 2
+"""The first version whose clients keep updates where they are to stay with them."""
+
 
 @dataclass
 class Served:
     """What clients are told of the run when they check in, and what of theirs cannot be.
 
     compare: in what a client's task differs, so that it cannot take part. samples: how many a
-    client with so many examples processes in a round, at the most.
+    client with so many examples processes in a round, at the most. holds: updates stay with their
+    clients. roster: as `Welcome` has it.
     """
 
     run: str
@@ -50,6 +54,8 @@ class Served:
     patience: float
     compare: Callable[[Trains, Trains], list[str]]
     samples: Callable[[int], int]
+    holds: bool = False
+    roster: str = ""
 
     def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
         """Raises RequestError for a client of another version, Refused for one of another task."""
@@ -57,6 +63,11 @@ class Served:
             raise RequestError(
                 f"the client speaks version {said.version}, and the server {requests.VERSION}: "
                 f"install the same dure"
+            )
+        if self.holds and said.version < HOLDS:
+            raise RequestError(
+                f"the client speaks version {said.version}, which would send its updates, and in "
+                f"this run they stay with their clients: install the same dure"
             )
         if said.trains is not None:
             different = self.compare(said.trains, self.trains)
@@ -78,6 +89,8 @@ class Served:
             heartbeat=self.heartbeat,
             patience=self.patience,
             differs=differs,
+            holds=self.holds,
+            roster=self.roster,
         )
 
 
@@ -107,10 +120,12 @@ class Attendance:
         if said.examples and not said.looks:
             seat = self.desk.seat(admitted.client)
             seat.name = admitted.name or f"client {admitted.client}"
+            examples, held_out = said.examples, said.held_out
+            if self.served.holds:
+                # Also of a client that says more: how many it has is nowhere written down.
+                examples, held_out = 1, 0
             with Call(self.desk, seat):
-                await self._arrives(
-                    seat, Here(seat.name, said.examples, said.held_out, said.machine)
-                )
+                await self._arrives(seat, Here(seat.name, examples, held_out, said.machine))
         differs = differences(said.machine, self.served.machine)
         return answer(self.served.welcome(admitted.client, differs))
 

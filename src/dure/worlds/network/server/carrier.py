@@ -26,12 +26,14 @@ from dure.fleet.budget import Budget
 from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
 from dure.protocol.messages import (
+    Answer,
     Assignment,
     Join,
     Kept,
     Measure,
     Measured,
     Refuse,
+    Say,
     Settled,
     Update,
 )
@@ -50,14 +52,20 @@ from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.cohort import Cohort, Here
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.events import Events
+from dure.worlds.network.server.exchanging import Exchanging
 from dure.worlds.network.server.measuring import Measuring
+from dure.worlds.network.server.once import Once, steps
 from dure.worlds.network.server.sending import Sending
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Watching
+from dure.worlds.network.trees import Trees
 from dure.worlds.network.updates import Updates
 
 COHORT = "cohort.json"
 """In the run folder: the examples of each client at the beginning of the first round."""
+
+ONCE = "once"
+"""In the run folder: files of what was made once."""
 
 FOLLOWS = b"follows"
 """The body of "begin" in journals in which the time of any event is a tick, where one is due."""
@@ -90,8 +98,9 @@ class NetworkCarrier:
 
     start_with: how many clients have to be there before the first round. lasts: seconds that a
     round, or a ticket where there are no rounds, may take where the strategy names none.
-    measure_seconds: how long clients may take to measure a model. interrupted: whether the user
-    wants the server to stop.
+    measure_seconds: how long clients may take to measure a model. exchange_seconds: how long a step
+    of a protocol may take. interrupted: whether the user wants the server to stop. once: where the
+    files of what was made once are; in the run folder by default.
     """
 
     checked = False
@@ -119,6 +128,8 @@ class NetworkCarrier:
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
         watching: Watching | None = None,
+        exchange_seconds: float = 60.0,
+        once: Path | None = None,
     ) -> None:
         self.federation = federation
         self.folder = folder
@@ -141,6 +152,10 @@ class NetworkCarrier:
         self.cohort = Cohort(desk, machine)
         self.measuring = Measuring(
             self.events, journal, desk, measure_seconds, interrupted, self.watching
+        )
+        self.making = Once(self.events, journal, Trees(once or folder / ONCE), not record)
+        self.exchanging = Exchanging(
+            self.events, desk, updates, self.making, exchange_seconds, interrupted, self.watching
         )
         self.flown: list[Flight] = []
         self._begun = False
@@ -201,6 +216,9 @@ class NetworkCarrier:
 
     def carry(self, coordinator: Coordinator) -> Combine:
         """Applies events until the coordinator can make a new model. Raises Interrupted."""
+        # A server that was interrupted while a model was made goes on with the same updates.
+        if coordinator.combining:
+            return Combine(coordinator.combining)
         self._lay_again(coordinator)
         self._let_go(coordinator)
         self.watching.round_begins()
@@ -244,6 +262,22 @@ class NetworkCarrier:
             # It has been taken when the next one is asked for.
             self.watching.fold_seconds.observe(time.perf_counter() - began)
 
+    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+        """They do so: clients were told when they were asked. They hear what became of them by
+        `settle`, until when a checkpoint has them as updates that have come."""
+
+    def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
+        return self.exchanging.with_clients(says)
+
+    def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was made once is in the run folder, and named in the journal, when this returns.
+
+        Raises RunFolderError where the file of what was made before is missing or damaged.
+        """
+        tree, made = self.making.get(what, make)
+        self.flown += steps(made, self._newest[0] if self._newest else 0, self.now)
+        return tree
+
     def settle(self, settled: Settled) -> None:
         """Clients hear what became of their updates, until they have confirmed it."""
         reasons = dict(zip(settled.dropped, settled.reasons, strict=False))
@@ -251,6 +285,7 @@ class NetworkCarrier:
             self._settle(ticket, Outcome(ticket, True))
         for ticket in settled.dropped:
             self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
+        self.making.model_made()
         if self.events.live:
             self.watching.round_made()
         # Before there is memory for the next checkpoint and the next round.
@@ -311,6 +346,7 @@ class NetworkCarrier:
             self.files.delete(self._covered)
             self.journal.forget_before(self.events.applied - len(self.events.aside))
         self._covered = []
+        self.making.saved()
         # What writing it took.
         give_back()
         self.watching.saved()
@@ -319,7 +355,11 @@ class NetworkCarrier:
 
     def _sweep(self) -> None:
         """Removes updates of which nothing more is to be made, and which a kill has left here."""
-        if not self.record:
+        self.making.sweep()
+        if self.federation.holds:
+            # Of answers that a kill has interrupted: nobody's any more, whatever is recorded.
+            self.files.keep_only([])
+        elif not self.record:
             self.files.keep_only({*self._arrived, *self._underway, *self._over})
 
     def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
@@ -362,7 +402,10 @@ class NetworkCarrier:
         """An update lies here."""
         ticket = event.ticket
         said = from_json(event.body, Reserve)
-        if self.events.live:
+        holds = self.federation.holds
+        if self.events.live and holds:
+            self.watching.holds(event.client, ticket)
+        elif self.events.live:
             self.watching.came(event.client, said)
         self.desk.done(event.client, ticket)
         self.cohort.reports(event.client, said)
@@ -430,10 +473,14 @@ class NetworkCarrier:
         if self.events.live and outcome != "accepted":
             self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
-        if not up:
+        # What is held is sent later, as sums are made.
+        holds = self.federation.holds and said is not None
+        if not up and not holds:
             self.budget.give_back(under.client, self._up)
         whole = self.now - under.began
         compute = min(max(said.seconds, 0.0), whole) if said is not None else 0.0
+        # Nobody is told how long it took: that says how many examples there are.
+        compute = whole if holds else compute
         self.flown.append(
             Flight(
                 client=under.client,
@@ -480,7 +527,14 @@ class NetworkCarrier:
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> None:
         """Puts an assignment on the desk."""
         sent = self.sending.sent(coordinator, asked)
-        train = Train(asked.ticket, asked.round, asked.turn, sent.digest, sent.size)
+        train = Train(
+            ticket=asked.ticket,
+            round=asked.round,
+            turn=asked.turn,
+            tensors=sent.digest,
+            bytes=sent.size,
+            holds=self.federation.holds,
+        )
         self.desk.assign(asked.client, train, asked.deadline, sent.forms)
         self.desk.newest = sent.digest
 
@@ -493,6 +547,10 @@ class NetworkCarrier:
 
     def _settle(self, ticket: int, outcome: Outcome) -> None:
         client = self._unsettled.pop(ticket, None)
+        held = self._arrived.pop(ticket, None)
+        if held is not None:
+            client = held.client
+            self._over.append(ticket)
         if client is None:
             return
         self.desk.tell(client, outcome)
@@ -510,6 +568,9 @@ class NetworkCarrier:
             **self.cohort.state(),
             "begun": self._begun,
             "follows": self._follows,
+            "once": self.making.state(),
+            # Of a round in which the server was interrupted; else there are none.
+            "flown": [list(one) for one in self.flown],
             "budget": self.budget.state(),
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
             "arrived": {
@@ -536,6 +597,10 @@ class NetworkCarrier:
         # Of a journal that an earlier version has begun, ticks say it.
         self._follows = state.get("follows", False)
         self.budget.restore(state["budget"])
+        # Checkpoints of dure up to 0.1 have neither.
+        if "once" in state:
+            self.making.restore(state["once"])
+        self.flown = [Flight(*one) for one in state.get("flown", ())]
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))

@@ -13,12 +13,25 @@ latest, and a client that then does not call again is gone.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from dure.wire.requests import Machine, MeasureThis, Outcome, Train, Watched, Word
+from msgspec.structs import replace
+
+from dure.wire.requests import (
+    AnswerTo,
+    Machine,
+    MeasureThis,
+    Outcome,
+    SayThis,
+    Train,
+    Watched,
+    Word,
+)
 from dure.wire.tensors import Form
 
 LAST_CALL = 0.3
@@ -55,6 +68,9 @@ class Seat:
     work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
     answered. sending: held while some of an update is taken. heard: that the run is over. bells: of
     the calls that wait.
+    say: a step of a protocol that the client has to answer, with tensors like `wants`. lies: the
+    asking of which all tensors of the answer lie here. answered: the newest asking that it has
+    answered, and the digest of what it has answered.
     """
 
     number: int
@@ -72,9 +88,20 @@ class Seat:
     forms: dict[str, Form] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     measure: MeasureThis | None = None
+    say: SayThis | None = None
+    wants: dict[str, Form] = field(default_factory=dict)
+    lies: str = ""
+    answered: tuple[str, str] = ("", "")
     sent: Newest = field(default_factory=Newest)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     bells: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+class Answered(NamedTuple):
+    """What a client has answered to a step of a protocol."""
+
+    client: int
+    said: AnswerTo
 
 
 class Desk:
@@ -93,6 +120,8 @@ class Desk:
         """The digest of the model that was handed out last."""
         self.final: MeasureThis | None = None
         """The last model, once the run has ended."""
+        self.answers: queue.SimpleQueue[Answered] = queue.SimpleQueue()
+        """What clients answer to steps of a protocol: here alone, and gone once it is taken."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -155,6 +184,14 @@ class Desk:
             seat.measure = measure
         self._ring(seat)
 
+    def ask(self, client: int, say: SayThis | None, wants: dict[str, Form]) -> None:
+        """The client is to answer this, with such tensors; None: not any more."""
+        seat = self.seat(client)
+        with self._lock:
+            seat.say = say
+            seat.wants = wants
+        self._ring(seat)
+
     def end(self, reason: str) -> None:
         """The run is over: everybody is told so."""
         self.over = reason
@@ -198,20 +235,13 @@ class Desk:
             train = seat.train
             if train is not None and seat.deadline is not None:
                 left = max(0.0, seat.deadline - self.now())
-                train = Train(
-                    ticket=train.ticket,
-                    round=train.round,
-                    turn=train.turn,
-                    tensors=train.tensors,
-                    bytes=train.bytes,
-                    left=left,
-                )
+                train = replace(train, left=left)
             if self.over is not None:
                 seat.heard = True
                 return Word(outcomes=outcomes, over=self.over, final=self.final)
-            if not (outcomes or train or seat.measure):
+            if not (outcomes or train or seat.measure or seat.say):
                 return None
-            return Word(outcomes=outcomes, train=train, measure=seat.measure)
+            return Word(outcomes=outcomes, train=train, measure=seat.measure, say=seat.say)
 
     async def next(self, seat: Seat, seconds: float, gone: Gone) -> Word:
         """What there is to say to the client, at the latest after so many seconds nothing."""
@@ -219,7 +249,7 @@ class Desk:
         while True:
             word = self.word(seat)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
-            if word is not None and not (word.train or word.measure or word.over):
+            if word is not None and not (word.train or word.measure or word.say or word.over):
                 await _rung(seat, gone, MOMENT)
                 word = self.word(seat)
             if word is not None or left <= 0:
@@ -227,10 +257,12 @@ class Desk:
             await _rung(seat, gone, left)
 
     async def watch(self, seat: Seat, ticket: int, seconds: float, gone: Gone) -> Watched:
-        """Whether the update with this ticket is still wanted; waits while it is."""
+        """Whether the update with this ticket, or an answer about it, is still wanted; waits while
+        it is."""
         until = time.monotonic() + seconds
         while True:
-            if not self.wants(seat, ticket):
+            asked = seat.say is not None and seat.say.ticket == ticket
+            if not (asked or self.wants(seat, ticket)):
                 why = self.over or "nobody waits for the update any more"
                 return Watched(wanted=False, reason=why, over=self.over)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
@@ -241,6 +273,18 @@ class Desk:
     def wants(self, seat: Seat, ticket: int) -> bool:
         """Whether an update with this ticket is waited for."""
         return self.over is None and seat.train is not None and seat.train.ticket == ticket
+
+    def asks(self, seat: Seat, ticket: int, asking: str) -> bool:
+        """Whether this question about the update is one that the client has to answer now."""
+        say = seat.say
+        return say is not None and (say.ticket, say.asking) == (ticket, asking)
+
+    def answer(self, seat: Seat, said: AnswerTo, digest: str) -> None:
+        """The client has answered what it was asked. digest: of its answer."""
+        with self._lock:
+            seat.say = None
+            seat.answered = said.asking, digest
+        self.answers.put(Answered(seat.number, said))
 
     def called(self, seat: Seat) -> None:
         """A call of the client's has begun."""

@@ -5,6 +5,7 @@
     missing     it has gone while at work                   update     its update lies here
     back        and is there again                          failed     its own code raised
     measured    what it says of a model                     all_measured   no other is waited for
+    once        what was made once, and lies in a file
 
 A tick is written only where nothing else happens when time has something to do.
 
@@ -44,17 +45,18 @@ class Events:
         self.now = 0.0
         self.applied = 0
         self.aside: deque[Event] = deque()
-        """Events that came while clients measured, and are still to be applied."""
+        """Events that came while clients measured, or while something was made once, and are still
+        to be applied."""
 
     @property
     def live(self) -> bool:
         """Whether this happens now, and was not gone through before a restart."""
         return not self._journal.behind
 
-    def next(self, wake: float) -> Event | None:
+    def next(self, wake: float, moment: float = LOOK) -> Event | None:
         """The next event; None where none came for a moment. wake: when a tick is one."""
         if self._journal.behind:
-            event = self._journal.next(LOOK)
+            event = self._journal.next(moment)
         else:
             if not self._desk.open.is_set():
                 self._open()
@@ -62,8 +64,8 @@ class Events:
             if left <= 0:
                 # Logged, since what it brings about can be seen: who is asked.
                 self._journal.write("tick")
-                left = LOOK
-            event = self._journal.next(min(left, LOOK))
+                left = moment
+            event = self._journal.next(min(left, moment))
         if event is None:
             return None
         self.now = event.at

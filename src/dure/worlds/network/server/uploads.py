@@ -1,7 +1,8 @@
 """What clients send: updates in parts, why there is none, and how good a model is.
 
 An update is reserved first, by all of it but its tensors, then sent in parts from an offset on. It
-is on the disk, and in the journal, before its client hears that all of it is there.
+is on the disk, and in the journal, before its client hears that all of it is there. The tensors of
+an answer to a step of a protocol come the same way, and are in no journal.
 """
 
 from __future__ import annotations
@@ -60,11 +61,16 @@ class Uploads:
                 return await self._reserve(seat, said)
 
     async def _reserve(self, seat: Seat, said: Reserve) -> Response:
+        if said.asking:
+            return await self._reserve_answer(seat, said)
+        if seat.train is not None and seat.train.holds:
+            why = "updates of this run stay with their clients, and this one would travel bare"
+            self.access.refuse(seat.number, 422, "bare", why)
         if not self.desk.wants(seat, said.ticket):
             # A client that did not hear that all has arrived asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
                 return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
-            raise _unwanted()
+            raise unwanted()
         if said.failure is not None:
             said = replace(said, failure=one_line(said.failure))
             await self._complete(seat, said)
@@ -77,6 +83,19 @@ class Uploads:
             raise RequestError(
                 f"the update has {said.bytes} bytes, and this model's has {expected}"
             )
+        upload = await asyncio.to_thread(self._opened, said)
+        self.reserved[seat.number] = said
+        return await self._received(seat, said, upload)
+
+    async def _reserve_answer(self, seat: Seat, said: Reserve) -> Response:
+        """Tensors of an answer are to be sent."""
+        if said.asking in (seat.lies, seat.answered[0]):
+            return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+        if not self.desk.asks(seat, said.ticket, said.asking):
+            raise unwanted()
+        expected = size_of(seat.wants)
+        if not seat.wants or said.bytes != expected:
+            raise RequestError(f"the answer has {said.bytes} bytes, and {expected} are asked for")
         upload = await asyncio.to_thread(self._opened, said)
         self.reserved[seat.number] = said
         return await self._received(seat, said, upload)
@@ -100,7 +119,7 @@ class Uploads:
         """What lies here of an update; on the disk, where that is all of it."""
         upload = self.updates.open(said.ticket, said.bytes, said.digest)
         if not upload.left:
-            upload.complete()
+            upload.complete(lasts=not said.asking)
         return upload
 
     async def part(self, request: Request, admitted: Admitted) -> Response:
@@ -121,7 +140,7 @@ class Uploads:
                 # One after another: what is written down as whole stays as it is.
                 async with seat.sending:
                     self._wanted(seat, name)
-                    await asyncio.to_thread(_finish, part, admitted.digest)
+                    await asyncio.to_thread(_finish, part, admitted.digest, not said.asking)
                     return await self._received(seat, said, upload)
             except OvertakenError:
                 return _go_on(name, upload)
@@ -129,8 +148,14 @@ class Uploads:
     def _wanted(self, seat: Seat, name: str) -> Reserve:
         """What was said of the update of this name. Raises Refused where nobody waits for it."""
         said = self.reserved.get(seat.number)
-        if said is None or name != str(said.ticket) or not self.desk.wants(seat, said.ticket):
-            raise _unwanted()
+        if said is None or name != str(said.ticket):
+            raise unwanted()
+        if said.asking:
+            wanted = self.desk.asks(seat, said.ticket, said.asking)
+        else:
+            wanted = self.desk.wants(seat, said.ticket)
+        if not wanted:
+            raise unwanted()
         return said
 
     async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
@@ -141,6 +166,11 @@ class Uploads:
         return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
 
     async def _complete(self, seat: Seat, said: Reserve) -> None:
+        if said.asking:
+            # What is answered is written down nowhere. Its answer is still to come.
+            seat.lies = said.asking
+            self.reserved.pop(seat.number, None)
+            return
         await logged(self.journal, "update", seat.number, said.ticket, to_json(said))
         seat.sent.append(said.ticket)
         self.reserved.pop(seat.number, None)
@@ -167,10 +197,10 @@ class Uploads:
         return Response(status_code=204)
 
 
-def _finish(part: Part, digest: str) -> None:
+def _finish(part: Part, digest: str, lasts: bool) -> None:
     part.done(digest)
     if not part.upload.left:
-        part.upload.complete()
+        part.upload.complete(lasts)
 
 
 def _go_on(name: str, upload: Upload) -> Response:
@@ -180,5 +210,5 @@ def _go_on(name: str, upload: Upload) -> Response:
     return response
 
 
-def _unwanted() -> Refused:
+def unwanted() -> Refused:
     return Refused(410, "not wanted", "nobody waits for this update any more")

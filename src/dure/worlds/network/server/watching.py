@@ -176,6 +176,15 @@ class Watching:
             **more,
         )
 
+    def holds(self, client: int, ticket: int) -> None:
+        """An update is ready, and stays with its client."""
+        told("ready", client=client, ticket=ticket)
+
+    def left_protocol(self, client: int, ticket: int, stage: int, reason: str) -> None:
+        """A client does not go on with the protocol on its update."""
+        more: dict[str, Any] = {"reason": reason} if reason else {}
+        told("left", logging.WARNING, client=client, ticket=ticket, step=stage, **more)
+
     def came_of(self, client: int, ticket: int, outcome: str, reason: str = "") -> None:
         """What became of an assignment. outcome: accepted, refused, late, expired, failed."""
         self.updates.labels(outcome).inc()

@@ -1,0 +1,153 @@
+"""`dure roster`: who the clients of a federation are, signed by its owner, offline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.cli.flags import names_before_flags, parse_flags
+from dure.errors import suggestion
+
+USAGE = """\
+dure roster key --state DIR      a site prints its public key, also before it has joined
+dure roster owner KEY            the owner of a federation makes a key, a file that stays secret
+dure roster sign LIST --key KEY  the owner signs a list of clients, lines NUMBER NAME PUBLICKEY
+dure roster show ROSTER          check a signed roster, and print it
+
+A server is given the roster (dure serve --roster), and sites the owner's public key or its
+fingerprint (dure join --owner), on another way than through the server.
+Every command takes --help.
+"""
+
+
+@dataclass(frozen=True)
+class KeyOptions:
+    """Whose key.
+
+    Args:
+        state: the folder of a client, as for dure join; made where there is none.
+    """
+
+    state: Path
+
+
+@dataclass(frozen=True)
+class SignOptions:
+    """How to sign.
+
+    Args:
+        key: the owner's private key, as dure roster owner makes it.
+        federation: how the owner calls what the roster is for.
+        days: for which the roster is good.
+        out: the file to write.
+    """
+
+    key: Path
+    federation: str
+    days: float = 365.0
+    out: Path = Path("roster.json")
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What to check.
+
+    Args:
+        owner: public key or fingerprint of who has to have signed it; by default whoever has.
+    """
+
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """There are none."""
+
+
+def main(given: list[str]) -> int:
+    """Runs the command; returns the exit status. Raises ValueError for what cannot be done."""
+    if not given or given[0] in ("--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    what, *rest = given
+    if what not in _COMMANDS:
+        raise ValueError(f"dure roster has no {what!r}{suggestion(what, _COMMANDS)}")
+    command = _COMMANDS[what]
+    names, flags = names_before_flags(rest)
+    prog = f"dure roster {what} {command.operands}".rstrip()
+    how = parse_flags(prog, {"how": command.options}, flags, command.description)["how"]
+    if len(names) != len(command.operands.split()):
+        operands = command.operands or "nothing"
+        raise ValueError(f"{prog}: name {operands}, and nothing else before the options")
+    command.run(names, how)
+    return 0
+
+
+def _key(names: list[str], how: KeyOptions) -> None:
+    from dure.run.site import own_key
+
+    _print_key(own_key(how.state).public)
+
+
+def _owner(names: list[str], how: NoOptions) -> None:
+    from dure.wire.signatures import Key
+
+    path = Path(names[0])
+    made = not path.exists()
+    _print_key(Key.kept_in(path).public)
+    if made:
+        print(f"{path} signs in the owner's name: keep it off the server", file=sys.stderr)
+
+
+def _sign(names: list[str], how: SignOptions) -> None:
+    from dure.record.disk import write_atomically
+    from dure.wire.owners_roster import OwnersRoster, read_members
+    from dure.wire.signatures import Key
+
+    if not how.key.exists():
+        raise ValueError(f"there is no key {how.key}: dure roster owner makes one")
+    members = read_members(Path(names[0]))
+    roster = OwnersRoster.signed(how.federation, members, Key.kept_in(how.key), how.days)
+    write_atomically(how.out, roster.to_json())
+    print(how.out)
+    print(f"roster {roster}", file=sys.stderr)
+
+
+def _show(names: list[str], how: ShowOptions) -> None:
+    from dure.wire.members import fingerprint, key_said
+    from dure.wire.owners_roster import OwnersRoster, check_date, check_owner
+
+    roster = OwnersRoster.read(Path(names[0]))
+    if how.owner:
+        check_owner(roster, key_said(how.owner))
+    check_date(roster)
+    print(f"roster {roster}")
+    for member in roster.members:
+        print(f"{member.number:>6}  {fingerprint(member.identity)}  {member.name}")
+
+
+def _print_key(public: str) -> None:
+    """The key alone is what others copy; its fingerprint is what they compare."""
+    from dure.wire.members import fingerprint
+
+    print(public)
+    print(f"fingerprint, to be read out: {fingerprint(public)}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Command:
+    run: Callable[[list[str], Any], None]
+    operands: str
+    options: type[Any]
+    description: str
+
+
+_COMMANDS = {
+    "key": _Command(_key, "", KeyOptions, "Print a site's public key."),
+    "owner": _Command(_owner, "KEY", NoOptions, "Make an owner's key, or print its public key."),
+    "sign": _Command(_sign, "LIST", SignOptions, "Sign a list of clients."),
+    "show": _Command(_show, "ROSTER", ShowOptions, "Check a roster, and print it."),
+}

@@ -1,0 +1,365 @@
+"""All attacks on recorded updates: single ones, sums of m, as they were sent and changed.
+
+Rows of a table: what each attack got of a number of sums, in the mean, with 95 % intervals. An
+attack that cannot be made has a row as well, which says why.
+
+    labels           the share of labels that are right, read from the last layer
+    first layer      inputs in closed form, where the model begins with a linear layer
+    dlg, geiping     inputs by gradient inversion
+    membership       members by their loss, against the global model and the client's
+
+Cost: for each row `groups` attacks. The inversions take nearly all of it (`inversion`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.federated.privacy.attacks.changes import Change, changed
+from dure.federated.privacy.attacks.dlg import DLG
+from dure.federated.privacy.attacks.geiping import Geiping
+from dure.federated.privacy.attacks.inversion import (
+    Space,
+    check_second_derivatives,
+    space_of,
+)
+from dure.federated.privacy.attacks.labels import (
+    FEW,
+    Public,
+    counts_of,
+    label_counts,
+    label_shares,
+    labels_of,
+    share_right,
+)
+from dure.federated.privacy.attacks.likeness import (
+    Interval,
+    likeness,
+    matched,
+    mean_with_interval,
+)
+from dure.federated.privacy.attacks.linear import from_first_layer
+from dure.federated.privacy.attacks.membership import (
+    MOST,
+    Membership,
+    losses,
+    membership,
+)
+from dure.federated.privacy.attacks.recording import Recorded
+from dure.federated.privacy.attacks.seen import Model, Rate, Seen, rate_of, seen
+from dure.randomness.seeds import generator
+
+INVERSIONS = ("first layer", "dlg", "geiping")
+ATTACKS = ("labels", *INVERSIONS, "membership")
+
+Say = Callable[[str, int, int], None]
+"""Told how far it is: what is done, how much of it, of how much."""
+
+
+class Pictures(NamedTuple):
+    """Originals and what was rebuilt of each, of shape (n, ...)."""
+
+    true: Tensor
+    found: Tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an attack got. sum: m. change: in words. groups: sums that were attacked. examples: of
+    each, in the mean. figures: by name. why: it could not be made; then it has no figures."""
+
+    attack: str
+    sum: int
+    change: str
+    groups: int = 0
+    examples: float = 0.0
+    figures: Mapping[str, Interval] = field(default_factory=dict)
+    why: str | None = None
+    pictures: Pictures | None = None
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What is attacked, and how.
+
+    sums: sizes m. changes: what is done to updates before. groups: sums of each size that are
+    attacked. most: examples of a sum that are rebuilt, at the most; larger ones are not inverted.
+    iterations: of the inversions. attacks: those that are made. shown: pictures of an attack.
+    """
+
+    sums: Sequence[int] = (1, 8)
+    changes: Sequence[Change] = (Change(),)
+    groups: int = 4
+    most: int = 100
+    iterations: int = 400
+    attacks: Sequence[str] = ATTACKS
+    shown: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sums or min(self.sums) < 1:
+            raise ValueError(f"sums is {tuple(self.sums)}, but they are of 1 update or more")
+        for name in ("groups", "most", "iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but it counts 1 or more")
+        unknown = [one for one in self.attacks if one not in ATTACKS]
+        if unknown:
+            raise ValueError(f"there is no attack {unknown[0]!r}; there are: {', '.join(ATTACKS)}")
+
+
+def groups_of(updates: Sequence[Recorded], size: int, count: int) -> list[list[Recorded]]:
+    """Sums of `size` updates of one round each, `count` of them, evenly over the rounds."""
+    by_round: dict[int, list[Recorded]] = {}
+    for one in updates:
+        by_round.setdefault(one.about.round, []).append(one)
+    whole = [
+        some[start : start + size]
+        for some in by_round.values()
+        for start in range(0, len(some) - size + 1, size)
+    ]
+    few = min(count, len(whole))
+    return [whole[place * len(whole) // few] for place in range(few)]
+
+
+class Got(NamedTuple):
+    """What an attack on one sum got: numbers of its examples, or one of the whole, by name."""
+
+    figures: Mapping[str, Sequence[float]]
+    pictures: Pictures | None = None
+
+
+class Target(NamedTuple):
+    """A sum that is attacked. why: its update is not that of a gradient; then `seen` has none."""
+
+    group: Sequence[Recorded]
+    seen: Seen
+    why: str | None
+
+    @property
+    def truth(self) -> Tensor:
+        """The examples that it was made of, as indices of the training data."""
+        return torch.tensor(sorted({i for one in self.group for i in one.truth.examples}))
+
+
+class Examiner:
+    """The attacks on the updates of one task.
+
+    task, seed: of the run that was recorded. final: the run's model in the end, by name; None where
+    there is none yet. say: told how far it is.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        examination: Examination,
+        final: Mapping[str, Tensor] | None = None,
+        say: Say = lambda what, done, of: None,
+    ) -> None:
+        self.task = task
+        self.examination = examination
+        self.final = final
+        self.say = say
+        self.made = seeded_model(task, seed)
+        self.train, self.test = examples_for(self.made, task)
+        self.model = Model(self.made, task.loss)
+        self.public = _public(self.test)
+
+    def rows(self, updates: Sequence[Recorded]) -> list[Row]:
+        """What each attack got, in the order of sizes, changes and attacks.
+
+        Raises ValueError for updates of another model or other data.
+        """
+        self._check(updates)
+        wanted = self.examination
+        found: list[Row] = []
+        for size in wanted.sums:
+            groups = groups_of(updates, size, wanted.groups)
+            for change in wanted.changes:
+                targets = [self._target(group, change) for group in groups]
+                found += [self._row(name, size, change, targets) for name in wanted.attacks]
+        if "membership" in wanted.attacks:
+            found.append(self._of_the_global_model(updates))
+        return found
+
+    def _check(self, updates: Sequence[Recorded]) -> None:
+        self.model.named(updates[0].delta)
+        largest = max((max(one.truth.examples, default=0) for one in updates), default=0)
+        if largest >= len(self.train):
+            raise ValueError(
+                f"the updates were made of example {largest}, and the task has {len(self.train)}: "
+                f"give the data of the run"
+            )
+
+    def _target(self, group: Sequence[Recorded], change: Change) -> Target:
+        why = None
+        try:
+            steps = max(one.about.steps for one in group)
+            rate = rate_of(self.task, self.made, group[0].about.round, steps)
+        except ValueError as error:
+            why = str(error)
+            rate = Rate(math.nan)
+        sent = changed(group, change, self.examination.seed)
+        return Target(group, seen(self.model, sent, rate), why)
+
+    def _row(self, name: str, size: int, change: Change, targets: Sequence[Target]) -> Row:
+        empty = Row(name, size, str(change))
+        if not targets:
+            return replace(empty, why=f"no round has {size} updates that were kept")
+        found: list[Got] = []
+        for number, target in enumerate(targets):
+            self.say(f"{name}, sums of {size}, {change}", number, len(targets))
+            try:
+                found.append(self._attack(name, target))
+            except ValueError as error:
+                return replace(empty, why=str(error))
+        examples = sum(len(target.truth) for target in targets) / len(targets)
+        figures = {
+            figure: mean_with_interval([value for got in found for value in got.figures[figure]])
+            for figure in found[0].figures
+        }
+        return replace(
+            empty,
+            groups=len(targets),
+            examples=examples,
+            figures=figures,
+            pictures=found[0].pictures,
+        )
+
+    def _attack(self, name: str, target: Target) -> Got:
+        if name == "membership":
+            return self._membership(target)
+        if target.why is not None:
+            raise ValueError(target.why)
+        if name == "labels":
+            counts, true = self._counts(target)
+            return Got({"labels_right": [share_right(counts, true)]})
+        return self._inversion(name, target)
+
+    # Labels
+
+    def _counts(self, target: Target) -> tuple[Tensor, Tensor]:
+        """(the counts that the attack says, the true ones). Raises ValueError where it cannot."""
+        labels = self.train.labels()
+        if labels is None:
+            raise ValueError("labels are read where each example has one, and targets are others")
+        public = self.public or Public(self._space().drawn(64, generator(0, "noise")), None)
+        shares = label_shares(self.model, target.seen, public)
+        counts = label_counts(shares, target.seen.examples)
+        return counts, counts_of(labels[target.truth], len(counts))
+
+    # Inputs
+
+    def _inversion(self, name: str, target: Target) -> Got:
+        wanted = self.examination
+        truth = target.truth
+        if len(truth) > wanted.most:
+            raise ValueError(
+                f"{len(truth)} examples in a sum are more than the {wanted.most} that are rebuilt"
+            )
+        space = self._space()
+        true, targets = self.train.batch(truth)
+        if name == "first layer":
+            found = from_first_layer(self.model, target.seen, true).clamp(space.low, space.high)
+        else:
+            labels = self._known_labels(target, targets)
+            check_second_derivatives(self.model, target.seen, true[:1], labels[:1])
+            attack = self._attack_of(name)
+            found = attack.invert(self.model, target.seen, labels, space).inputs
+            found = found.clamp(space.low, space.high)
+        pairs = matched(found, true)
+        near = likeness(pairs, true, space.span)
+        figures = {"psnr": near.psnr.tolist(), "mse": near.mse.tolist()}
+        figures |= {"ssim": near.ssim.tolist()} if len(near.ssim) else {}
+        return Got(figures, Pictures(true[: wanted.shown], pairs[: wanted.shown]))
+
+    def _attack_of(self, name: str) -> DLG | Geiping:
+        wanted = self.examination
+        if name == "geiping":
+            return Geiping(iterations=wanted.iterations, seed=wanted.seed)
+        # An iteration of L-BFGS is up to 20 of Adam's.
+        return DLG(iterations=max(1, wanted.iterations // 20), seed=wanted.seed)
+
+    def _known_labels(self, target: Target, targets: Any) -> Any:
+        """Those of the attack on labels; the true ones where labels cannot be read."""
+        try:
+            counts, _ = self._counts(target)
+        except ValueError:
+            # The worst case: somebody has told the attacker.
+            return targets
+        return labels_of(counts).to(targets.dtype)
+
+    def _space(self) -> Space:
+        """What inputs are like: of public ones where there are some."""
+        some = self.test if self.test is not None else self.train
+        return space_of(some.batch(torch.arange(min(MOST, len(some))))[0])
+
+    # Members
+
+    def _membership(self, target: Target) -> Got:
+        """Against the model with the update: the client's own, where it is of one client."""
+        found = self._found(target.seen.after, target.truth)
+        told = {"auc": [found.auc.value]}
+        return Got(told | {f"tpr_at_{rate:g}": [share] for rate, share in found.found.items()})
+
+    def _of_the_global_model(self, updates: Sequence[Recorded]) -> Row:
+        """Members are the examples of all updates that were kept."""
+        newest = updates[-1]
+        state = {
+            **self.model.named(newest.weights),
+            **dict(zip(self.model.buffer_names, newest.buffers, strict=True)),
+        }
+        row = Row("membership, global model", len(updates), str(Change()))
+        members = torch.tensor(sorted({i for one in updates for i in one.truth.examples}))
+        try:
+            found = self._found(state if self.final is None else self.final, members)
+        except ValueError as error:
+            return replace(row, why=str(error))
+        told = {f"tpr_at_{rate:g}": Interval(x, x, x) for rate, x in found.found.items()}
+        return replace(row, groups=1, examples=len(members), figures={"auc": found.auc, **told})
+
+    def _found(self, state: Mapping[str, Tensor], members: Tensor) -> Membership:
+        if self.test is None:
+            raise ValueError("the task has no test data: there are no others to compare with")
+        wanted = self.examination
+        own = members[torch.randperm(len(members), generator=generator(wanted.seed, "members"))]
+        others = torch.arange(min(MOST, len(self.test)))
+        return membership(
+            losses(self.model, state, self.train, own[:MOST]),
+            losses(self.model, state, self.test, others),
+            wanted.seed,
+        )
+
+    def guess(self) -> Mapping[str, float]:
+        """How near the mean of public inputs comes to examples, without any update.
+
+        Empty where inputs are no numbers.
+        """
+        try:
+            space = self._space()
+        except ValueError:
+            return {}
+        some = self.test if self.test is not None else self.train
+        public = some.batch(torch.arange(min(MOST, len(some))))[0]
+        true = self.train.batch(torch.arange(min(MOST, len(self.train))))[0]
+        near = likeness(public.mean(dim=0, keepdim=True).expand_as(true), true, space.span)
+        said = {"psnr": float(near.psnr.mean()), "mse": float(near.mse.mean())}
+        return said | ({"ssim": float(near.ssim.mean())} if len(near.ssim) else {})
+
+
+def _public(test: Examples | None) -> Public | None:
+    """Test examples as what the attacker has of its own; None without."""
+    if test is None:
+        return None
+    inputs, _ = test.batch(torch.arange(min(FEW, len(test))))
+    labels = test.labels()
+    return Public(inputs, None if labels is None else labels[: len(inputs)])

@@ -1,0 +1,92 @@
+"""Inverting gradients: inputs whose gradient has the direction of the one that was seen.
+
+    minimise over x in the range of inputs   1 - <g(x), g seen> / (‖g(x)‖ ‖g seen‖)  +  alpha TV(x)
+
+by Adam on the signs of the gradients, with a learning rate that is divided by 10 after 3/8, 5/8 and
+7/8 of the iterations. The direction tells what examples are like, and the length only how well the
+model knows them. TV is the mean difference of neighbouring pixels, for inputs of shape (channels,
+height, width): pictures are smooth. It works for ReLU networks, for trained ones and for batches;
+the larger the batch, the less of each picture is left.
+
+Cost: `iterations` · three times a forward and backward pass.
+
+Source: J. Geiping, H. Bauermeister, H. Dröge, M. Moeller, "Inverting Gradients: How easy is it to
+break privacy in federated learning?", NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dure.federated.privacy.attacks.inversion import (
+    Inverted,
+    Look,
+    Space,
+    estimate_of,
+    restarts,
+)
+from dure.federated.privacy.attacks.seen import Model, Seen
+
+
+@dataclass(frozen=True)
+class Geiping:
+    """lr: of a step, as a share of the range of inputs. smooth: alpha. attempts: beginnings."""
+
+    iterations: int = 400
+    lr: float = 0.1
+    smooth: float = 1e-2
+    attempts: int = 1
+    seed: int = 0
+
+    def invert(
+        self,
+        model: Model,
+        seen: Seen,
+        labels: Tensor,
+        space: Space,
+        look: Look = lambda done, of: None,
+    ) -> Inverted:
+        """The inputs, of shape (len(labels), *space.shape)."""
+        estimate = estimate_of(model, seen, labels)
+        wanted = seen.gradient
+
+        def once(draws: torch.Generator) -> Inverted:
+            x = space.drawn(len(labels), draws).requires_grad_()
+            optimizer = torch.optim.Adam([x], lr=self.lr * space.span)
+            marks = [self.iterations * part // 8 for part in (3, 5, 7)]
+            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, marks, gamma=0.1)
+            distance = torch.tensor(float("inf"))
+            for iteration in range(self.iterations):
+                distance = unlike(estimate(x), wanted)
+                cost = distance + self.smooth * variation(x) / space.span
+                (gradient,) = torch.autograd.grad(cost, x)
+                x.grad = gradient.sign()
+                optimizer.step()
+                schedule.step()
+                with torch.no_grad():
+                    x.clamp_(space.low, space.high)
+                look(iteration + 1, self.iterations)
+            return Inverted(x.detach(), float(distance.detach()))
+
+        return restarts(self.seed, self.attempts, once)
+
+
+def unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
+    """One less the cosine between two gradients, all layers together."""
+    product = torch.stack([(found[name] * wanted[name]).sum() for name in wanted]).sum()
+    mine = torch.stack([found[name].square().sum() for name in wanted]).sum()
+    theirs = torch.stack([one.square().sum() for one in wanted.values()]).sum()
+    return 1 - product / (mine * theirs).sqrt().clamp(min=1e-30)
+
+
+def variation(x: Tensor) -> Tensor:
+    """The mean difference of neighbouring pixels; 0 for inputs that are no pictures."""
+    if x.ndim != 4:
+        return x.new_zeros(())
+    down = (x[..., 1:, :] - x[..., :-1, :]).abs().mean() if x.shape[-2] > 1 else x.new_zeros(())
+    across = (x[..., :, 1:] - x[..., :, :-1]).abs().mean() if x.shape[-1] > 1 else x.new_zeros(())
+    return down + across

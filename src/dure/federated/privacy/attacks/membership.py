@@ -1,0 +1,104 @@
+"""Was this example among those that a model was trained on? Guessed by its loss.
+
+    guess "member" where   loss(model, example) <= threshold
+
+Models fit what they have seen. What is told is the whole curve, and no threshold is chosen:
+
+    AUC      the probability that a member's loss is below a non-member's, ties half; 0.5 is chance
+    TPR      the share of members that are found while a share FPR of non-members are accused
+
+Against the global model members are all that it was trained on; against a client's model, the
+global one and the client's update, members are the client's. A mean hides few who are certain, so
+TPR at a low FPR is told as well.
+
+Cost: a forward pass over members and non-members.
+
+Sources: S. Yeom et al., "Privacy Risk in Machine Learning: Analyzing the Connection to
+Overfitting", CSF 2018; N. Carlini et al., "Membership Inference Attacks From First Principles", S&P
+2022 (TPR at low FPR); J. A. Hanley, B. J. McNeil, 1982 (AUC).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+from dure.data.examples import Examples
+from dure.federated.privacy.attacks.likeness import BOOTSTRAPS, Interval
+from dure.federated.privacy.attacks.seen import Model, mean_loss
+from dure.randomness.seeds import generator
+from dure.tasks.modes import in_mode
+
+MOST = 2000
+"""Members, and non-members, that are looked at, at the most."""
+
+BATCH = 500
+
+
+class Membership(NamedTuple):
+    """auc: with its interval. found: FPR -> TPR. members, others: how many were looked at."""
+
+    auc: Interval
+    found: dict[float, float]
+    members: int
+    others: int
+
+
+def losses(
+    model: Model, state: Mapping[str, Tensor], examples: Examples, indices: Tensor
+) -> Tensor:
+    """The loss of each example alone, float64, by a model that is not in training."""
+    values: list[float] = []
+    with torch.no_grad(), in_mode(model.module, training=False):
+        for part in torch.split(indices, BATCH):
+            inputs, targets = examples.batch(part)
+            outputs = model.outputs(state, inputs)
+            values += [
+                float(mean_loss(model.loss, outputs[i : i + 1], targets[i : i + 1]))
+                for i in range(len(part))
+            ]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def membership(members: Tensor, others: Tensor, seed: int = 0) -> Membership:
+    """How well losses tell members from others. members, others: losses, of shapes (m,), (n,)."""
+    if not len(members) or not len(others):
+        raise ValueError("membership is told by losses of members and of others: give both")
+    draws = generator(seed, "membership")
+    value = auc(members, others)
+    samples = sorted(
+        auc(_again(members, draws), _again(others, draws)) for _ in range(BOOTSTRAPS // 5)
+    )
+    low = samples[int(0.025 * len(samples))]
+    high = samples[int(0.975 * len(samples))]
+    rates = {rate: tpr_at(members, others, rate) for rate in (0.001, 0.01, 0.1)}
+    # A rate below one in so many cannot be measured.
+    rates = {rate: found for rate, found in rates.items() if rate * len(others) >= 1}
+    return Membership(Interval(value, low, high), rates, len(members), len(others))
+
+
+def auc(members: Tensor, others: Tensor) -> float:
+    """The probability that a member's loss is below another's; ties count half."""
+    m = len(members)
+    n = len(others)
+    # Ties have the mean of their ranks.
+    ranks = rankdata(torch.cat([members, others]).numpy())
+    below = m * n + m * (m + 1) / 2 - float(ranks[:m].sum())
+    return below / (m * n)
+
+
+def tpr_at(members: Tensor, others: Tensor, rate: float) -> float:
+    """The share of members below a threshold that accuses a share `rate` of others at most."""
+    allowed = int(rate * len(others))
+    threshold = others.sort().values[allowed]
+    # Strictly below: at the threshold itself one more of the others would be accused.
+    return float((members < threshold).double().mean())
+
+
+def _again(values: Tensor, draws: torch.Generator) -> Tensor:
+    """A sample of the same size, with replacement."""
+    return values[torch.randint(len(values), (len(values),), generator=draws)]

@@ -1,0 +1,192 @@
+"""Updates of a simulation, kept to be attacked: what the server received, and apart the truth.
+
+    RUN/updates/model-00003.safetensors      weights and buffers that clients of round 3 were sent
+    RUN/updates/update-000041.safetensors    what the client answered: ticket 41
+    RUN/updates/update-000041.json           whose it is, and what else the server knows of it
+    RUN/updates/truth-000041.json            the examples of each of its steps, and nothing else
+
+The first three are what a server has that follows the protocol and keeps what it gets. The truth
+is for comparing, and no attack reads it. Deployments keep none of this.
+
+Cost: the bytes of a model for each round and of an update for each client, up to `MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dure.errors import RunFolderError, warn
+from dure.protocol.carrier import Order
+from dure.protocol.messages import Update
+from dure.record.disk import write_atomically
+from dure.record.weights import TensorFile, weights_from_bytes
+
+UPDATES = "updates"
+"""The folder in a run folder."""
+
+MOST_BYTES = 2**30
+"""Of tensors that a run keeps, at the most: what comes later is not kept."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """What the server knows of an update besides its tensors.
+
+    examples: n_k. samples: examples processed, epochs counted. steps: of local training.
+    batch_size: of a step; None is all examples.
+    """
+
+    ticket: int
+    client: int
+    round: int
+    examples: int
+    samples: int
+    steps: int
+    loss: float
+    batch_size: int | None = None
+
+
+class Truth(msgspec.Struct, frozen=True):
+    """What the update was made of: the examples of each step, in the task's training data."""
+
+    steps: list[list[int]]
+
+    @property
+    def examples(self) -> list[int]:
+        """Each once, in ascending order."""
+        return sorted({index for step in self.steps for index in step})
+
+
+class Recorded(NamedTuple):
+    """A kept update. weights, buffers: what its client was sent; delta: what it answered."""
+
+    about: About
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    delta: Sequence[Tensor]
+    truth: Truth
+
+
+class Keeper:
+    """Writes updates as they are sent. rounds: how many are kept, from the first one on."""
+
+    def __init__(self, folder: Path, rounds: int, batch_size: int | None) -> None:
+        self.folder = folder
+        self.rounds = rounds
+        self.batch_size = batch_size
+        self.written = 0
+        self._models: set[int] = set()
+        self._full = False
+
+    def __call__(self, order: Order, update: Update, steps: Sequence[Tensor]) -> None:
+        asked = order.assignment
+        if asked.round >= self.rounds or self._is_full(update):
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if asked.round not in self._models:
+            self._models.add(asked.round)
+            model = {"weight": asked.weights, "buffer": asked.buffers}
+            self._write(_model(asked.round), model)
+        sent = {"delta": update.delta, "buffer": update.buffers, "extra": update.extra}
+        self._write(_update(update.ticket), sent)
+        about = About(
+            ticket=update.ticket,
+            client=update.client,
+            round=update.round,
+            examples=update.examples,
+            samples=update.samples,
+            steps=order.work.steps,
+            loss=update.loss,
+            batch_size=self.batch_size,
+        )
+        truth = Truth([step.tolist() for step in steps])
+        write_atomically(self.folder / _truth(update.ticket), msgspec.json.encode(truth))
+        # Last: an update that has it is whole.
+        write_atomically(self.folder / _about(update.ticket), msgspec.json.encode(about))
+
+    def _is_full(self, update: Update) -> bool:
+        """Whether nothing more is kept; warns when that begins."""
+        if not self._full and self.written + update.nbytes > MOST_BYTES:
+            self._full = True
+            warn(
+                f"{self.folder} has {self.written:,} bytes of updates: those that come from round "
+                f"{update.round} on are not kept"
+            )
+        return self._full
+
+    def _write(self, name: str, groups: Mapping[str, Sequence[Tensor]]) -> None:
+        tensors = {
+            f"{kind}:{place}": tensor
+            for kind, group in groups.items()
+            for place, tensor in enumerate(group)
+        }
+        self.written += sum(tensor.nbytes for tensor in tensors.values())
+        write_atomically(self.folder / name, TensorFile(tensors))
+
+
+def read_updates(run: Path) -> list[Recorded]:
+    """The kept updates of a run folder, by round and client.
+
+    Raises RunFolderError where there are none, or a file is damaged.
+    """
+    folder = run / UPDATES
+    found = sorted(folder.glob("update-*.json"))
+    if not found:
+        raise RunFolderError(
+            f"{run} has no recorded updates: train the simulation with --keep-updates 5, say"
+        )
+    models: dict[int, Mapping[str, list[Tensor]]] = {}
+    updates = []
+    for path in found:
+        about = _read_json(path, About)
+        if about.round not in models:
+            models[about.round] = _read(folder / _model(about.round), ("weight", "buffer"))
+        sent = _read(folder / _update(about.ticket), ("delta", "buffer", "extra"))
+        model = models[about.round]
+        truth = _read_json(folder / _truth(about.ticket), Truth)
+        updates.append(Recorded(about, model["weight"], model["buffer"], sent["delta"], truth))
+    return sorted(updates, key=lambda one: (one.about.round, one.about.client, one.about.ticket))
+
+
+def _read(path: Path, kinds: Sequence[str]) -> Mapping[str, list[Tensor]]:
+    """Tensors by their kind, in order."""
+    try:
+        tensors = weights_from_bytes(path.read_bytes())
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+    return {kind: list(_numbered(tensors, kind)) for kind in kinds}
+
+
+def _numbered(tensors: Mapping[str, Tensor], kind: str) -> Iterator[Tensor]:
+    place = 0
+    while f"{kind}:{place}" in tensors:
+        yield tensors[f"{kind}:{place}"]
+        place += 1
+
+
+def _read_json(path: Path, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+
+
+def _model(round: int) -> str:
+    return f"model-{round:05}.safetensors"
+
+
+def _update(ticket: int) -> str:
+    return f"update-{ticket:06}.safetensors"
+
+
+def _about(ticket: int) -> str:
+    return f"update-{ticket:06}.json"
+
+
+def _truth(ticket: int) -> str:
+    return f"truth-{ticket:06}.json"

@@ -1,0 +1,81 @@
+"""What goes together with secure aggregation; everything else is refused before any work."""
+
+from __future__ import annotations
+
+from dure.federated.aggregate import Aggregator
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.settings import UserLevel
+from dure.federated.server.pacing import Pacing
+from dure.fleet.conditions import Conditions
+
+
+def check_rule(settings: SecureAggregation, rule: Aggregator) -> None:
+    """Raises ValueError for a rule that looks at single updates."""
+    if rule.of_groups() is None:
+        raise ValueError(
+            f"{rule} looks at single updates, and under {settings.name} the server has none: take "
+            f"mean, or a rule of groups' means, such as bucketing:10/median or "
+            f"geometric-median-of-means:5"
+        )
+
+
+def check_user(settings: SecureAggregation, user: UserLevel | None) -> None:
+    """Raises ValueError for noise that does not go together with sums."""
+    if user is None:
+        return
+    if user.where == "local":
+        raise ValueError(
+            f"user-level: where=local protects each update by itself, and {settings.name} sums "
+            f"them: take distributed, by which the sum has the noise of all, or server"
+        )
+    if user.clipping == "adaptive":
+        raise ValueError(
+            f"user-level: adaptive clipping counts short updates on the server, which under "
+            f"{settings.name} sees none: take flat or layers"
+        )
+
+
+def check_pacing(settings: SecureAggregation, pacing: Pacing, name: str) -> None:
+    """Raises ValueError for a system without rounds."""
+    if not pacing.synchronous:
+        raise ValueError(
+            f"{name} combines updates of different moments, and {settings.name} sums those of a "
+            f"round: take a system with rounds, such as fed-avg"
+        )
+
+
+def check_groups(
+    settings: SecureAggregation, rule: Aggregator, pacing: Pacing, clients: int
+) -> None:
+    """Raises ValueError where rounds, or their groups, are smaller than the smallest sum."""
+    updates = pacing.updates(clients)
+    least = rule.smallest_group(updates)
+    if least < settings.minimum:
+        of = "a round" if least == updates else f"the smallest group of {rule}"
+        raise ValueError(
+            f"{of} has {least} clients, and a sum of fewer than {settings.minimum} says too much "
+            f"of each: ask more clients, or lower minimum"
+        )
+
+
+def check_measuring(settings: SecureAggregation, held_out: float, fine_tune: int) -> None:
+    """Raises ValueError where clients would say one by one how good a model is on their data."""
+    if held_out or fine_tune:
+        raise ValueError(
+            f"held_out has each client measure models by itself, and under {settings.name} nothing "
+            f"of a client's travels bare: leave held_out and fine_tune out"
+        )
+
+
+def check_conditions(settings: SecureAggregation, conditions: Conditions) -> None:
+    """Raises ValueError for conditions under which clients would say too much, or too little."""
+    if not conditions.arrival.still:
+        raise ValueError(
+            f"data that arrive are measured client by client, and under {settings.name} nothing of "
+            f"a client's travels bare: leave arrival out"
+        )
+    if conditions.transfer_budget is not None:
+        raise ValueError(
+            f"transfer_budget counts an update before it is sent, and under {settings.name} it is "
+            f"sent in steps: leave it out"
+        )

@@ -1,0 +1,430 @@
+"""The server of a secure sum, as a state machine: messages for clients out, their answers in.
+
+    sum of the masked vectors of the survivors S, as they come            Σ_S y_u
+    seed b_u of each survivor, from `threshold` of its shares             - PRG(b_u)
+    private key s_v of each v that shared keys and is not in S            ∓ PRG(s_uv), u in S ∩ A(v)
+    what is left                                                          Σ_S x_u      mod 2^32
+
+Clients may be lost at any stage, as long as the threshold is kept: whoever has not answered when a
+stage is closed, and whoever has answered what a client does not that follows the protocol. What is
+put together from shares is compared with what its owner has advertised or committed to, before it
+is used: a wrong share is found, and whoever gave it is named; the sum is right or there is none.
+
+Memory: one vector and the sum. Cost, n clients, l of them lost after they shared keys, m shares
+each, d elements: n + l m keystreams of d elements, l m agreements of keys, and O(m^2) for the
+coefficients that put secrets together, once for all clients whose shares lie with the same holders.
+
+Source: Bonawitz et al., CCS 2017, figure 4; Bell et al., CCS 2020, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dure.errors import AgreementError
+from dure.federated.privacy.secure_aggregation import shamir
+from dure.federated.privacy.secure_aggregation.agreement import KeyPair, agree
+from dure.federated.privacy.secure_aggregation.cohort import (
+    ADVERTISE,
+    CONFIRM,
+    MASK,
+    SHARE,
+    STAGES,
+    UNMASK,
+    Cohort,
+    Context,
+    checks_consistency,
+    commitment,
+    graph_seed,
+    is_ascending,
+    keys_text,
+    mask_sign,
+    own_mask,
+    pair,
+    stages,
+    survivors_text,
+)
+from dure.federated.privacy.secure_aggregation.masks import add_masks
+from dure.federated.privacy.secure_aggregation.messages import (
+    Advertised,
+    Body,
+    Confirmed,
+    Keys,
+    Masked,
+    Offer,
+    Pieces,
+    ProtocolError,
+    PublicKeys,
+    Sealed,
+    Shared,
+    Shares,
+    Signed,
+    Survivors,
+    TooFewError,
+    Unmask,
+    Unmasked,
+    from_body,
+    to_body,
+)
+from dure.federated.privacy.secure_aggregation.recovery import recover
+from dure.protocol.messages import Form
+from dure.wire.signatures import is_signed
+
+Fits = Callable[[int, bytes], bool]
+"""Whether this is the secret of a client."""
+
+
+class Server:
+    """One sum.
+
+    context: all its facts. roster: the clients' public keys, as `dure.wire.signatures` writes them;
+    None where nobody signs. stage: that is asked for now; None after the last one. lost: who has
+    not answered a stage or has answered it wrongly, and why; the vector of a client that was lost
+    after its masked input is in the sum.
+
+    Raises ValueError for a context that no sum can be made with.
+    """
+
+    def __init__(self, context: Context, roster: Mapping[int, str] | None = None) -> None:
+        context.check()
+        self._context = context
+        self._digest = context.digest()
+        self._roster = roster
+        self._stages = list(stages(context, roster is not None))
+        self.stage: int | None = self._stages.pop(0)
+        self.lost: dict[int, str] = {}
+        # Whom the present stage asks, and who has answered it.
+        self._asked: tuple[int, ...] = context.members
+        self._answered: set[int] = set()
+        self._keys: dict[int, Advertised] = {}
+        self._public: set[bytes] = set()
+        self._cohort: Cohort
+        self._seed: bytes
+        self._commitments: dict[int, bytes] = {}
+        # Sealed shares: by receiver, then by sender.
+        self._boxes: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self._sharing: tuple[int, ...] = ()
+        self._total: Tensor | None = None
+        self._survivors: tuple[int, ...] = ()
+        self._signatures: dict[int, bytes] = {}
+        # Shares: by owner, then by holder.
+        self._seeds: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self._privates: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self._result: tuple[Tensor, list[int]] | None = None
+
+    def __repr__(self) -> str:
+        at = "over" if self.stage is None else STAGES[self.stage]
+        return f"Server({len(self._context.members)} members, {at})"
+
+    @property
+    def semi_honest(self) -> bool:
+        """Whether clients are protected against a server only that follows the protocol."""
+        return not checks_consistency(self._context, self._roster is not None)
+
+    def ask(self) -> dict[int, bytes]:
+        """What to send to each client at the present stage."""
+        if self.stage == ADVERTISE:
+            return self._to_all(Offer(self._context))
+        if self.stage == SHARE:
+            return self._ask_to_share()
+        if self.stage == MASK:
+            return {client: self._shares_for(client) for client in self._asked}
+        if self.stage == CONFIRM:
+            return self._to_all(Survivors(self._survivors))
+        if self.stage == UNMASK:
+            signed = tuple(Signed(one, self._signatures[one]) for one in sorted(self._signatures))
+            return self._to_all(Unmask(self._survivors, signed))
+        return {}
+
+    def wants(self, stage: int) -> tuple[Form, ...]:
+        """The tensors that answers of a stage have."""
+        return (Form("int32", (self._context.length,)),) if stage == MASK else ()
+
+    def take(self, client: int, body: bytes, tensors: Sequence[Tensor] = ()) -> bool:
+        """An answer to the present stage, as it comes; whether it counts.
+
+        A second answer, and one of a client that was not asked, changes nothing. A wrong one costs
+        the client its place (`lost`).
+        """
+        known = client in self._asked and client not in self._answered and client not in self.lost
+        if not known or self.stage is None:
+            return False
+        try:
+            self._take(client, body, tensors)
+        except ProtocolError as error:
+            self.lost[client] = f"{self._at()}: {error}"
+            return False
+        self._answered.add(client)
+        return True
+
+    def close_stage(self) -> None:
+        """Goes on to the next stage with those who have answered this one.
+
+        Raises TooFewError where they are too few: there is no sum then.
+        """
+        there = tuple(client for client in self._asked if client in self._answered)
+        for client in self._asked:
+            if client not in self._answered:
+                self.lost.setdefault(client, f"{self._at()}: it did not answer")
+        self._enough(there)
+        self._end_of_stage(there)
+        self._asked = there
+        self._answered = set()
+        self.stage = self._stages.pop(0) if self._stages else None
+
+    def result(self) -> tuple[Tensor, list[int]]:
+        """(the sum modulo 2^32 as int32, the clients whose vectors are in it), after the last
+        stage.
+
+        Raises TooFewError where so many shares are missing or wrong that the masks cannot be taken
+        off.
+        """
+        if self.stage is not None:
+            raise ValueError(f"the sum is there after the last stage, and this is {self._at()}")
+        if self._result is None:
+            self._result = (self._unmasked(), list(self._survivors))
+        return self._result
+
+    def _at(self) -> str:
+        return "after the last stage" if self.stage is None else f'at "{STAGES[self.stage]}"'
+
+    def _to_all(self, message: Body) -> dict[int, bytes]:
+        body = to_body(message)
+        return dict.fromkeys(self._asked, body)
+
+    def _ask_to_share(self) -> dict[int, bytes]:
+        present = self._cohort.present
+        told = {
+            client: PublicKeys(client, keys.channel, keys.mask, keys.signature)
+            for client, keys in self._keys.items()
+        }
+        if self._context.complete:
+            return self._to_all(Keys(present, self._seed, tuple(told[one] for one in present)))
+        bodies = {}
+        for client in self._asked:
+            keys = tuple(told[holder] for holder in self._cohort.holders(client))
+            bodies[client] = to_body(Keys(present, self._seed, keys))
+        return bodies
+
+    def _shares_for(self, client: int) -> bytes:
+        # Only of those who have shared in time: just they are whom everybody has masks with.
+        boxes = self._boxes[client]
+        there = [sender for sender in self._sharing if sender in boxes]
+        return to_body(Shares(tuple(Sealed(sender, boxes[sender]) for sender in there)))
+
+    def _take(self, client: int, body: bytes, tensors: Sequence[Tensor]) -> None:
+        if self.stage == ADVERTISE:
+            self._take_keys(client, from_body(body, Advertised))
+        elif self.stage == SHARE:
+            self._take_shares(client, from_body(body, Shared))
+        elif self.stage == MASK:
+            from_body(body, Masked)
+            self._take_vector(tensors)
+        elif self.stage == CONFIRM:
+            self._take_signature(client, from_body(body, Confirmed))
+        else:
+            self._take_pieces(client, from_body(body, Unmasked))
+
+    def _take_keys(self, client: int, keys: Advertised) -> None:
+        if self._roster is not None:
+            text = keys_text(self._digest, client, keys.channel, keys.mask)
+            if not self._is_signed(client, text, keys.signature):
+                raise ProtocolError("its keys are not signed by its key in the roster")
+        elif len(keys.signature) not in (0, 64):
+            raise ProtocolError("its signature is none")
+        public = {keys.channel, keys.mask}
+        if len(public) < 2 or public & self._public:
+            raise ProtocolError("its keys are not its own")
+        for key in public:
+            _check_key(key)
+        self._public |= public
+        self._keys[client] = keys
+
+    def _is_signed(self, client: int, text: bytes, signature: bytes) -> bool:
+        assert self._roster is not None
+        public = self._roster.get(client)
+        return public is not None and is_signed(public, text, signature)
+
+    def _take_shares(self, client: int, shared: Shared) -> None:
+        to = tuple(one.client for one in shared.shares)
+        if to != self._cohort.neighbours(client):
+            raise ProtocolError("it has not shared its keys with just its neighbours")
+        self._commitments[client] = shared.commitment
+        for one in shared.shares:
+            self._boxes[one.client][client] = one.box
+
+    def _take_vector(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != 1:
+            raise ProtocolError(f"it has sent {len(tensors)} tensors, and not 1")
+        (vector,) = tensors
+        if vector.dtype != torch.int32 or tuple(vector.shape) != (self._context.length,):
+            raise ProtocolError(
+                f"its vector is {vector.dtype} {list(vector.shape)}, and not int32 "
+                f"[{self._context.length}]"
+            )
+        if self._total is None:
+            self._total = torch.zeros(self._context.length, dtype=torch.int32)
+        # In the order in which they come: a sum modulo 2^32 is the same in every order.
+        self._total += vector
+
+    def _take_signature(self, client: int, confirmed: Confirmed) -> None:
+        text = survivors_text(self._digest, self._survivors)
+        if not self._is_signed(client, text, confirmed.signature):
+            raise ProtocolError("it has not signed the list of survivors that it was told")
+        self._signatures[client] = confirmed.signature
+
+    def _take_pieces(self, client: int, unmasked: Unmasked) -> None:
+        survivors = set(self._survivors)
+        held = set(self._cohort.holders(client)) & set(self._sharing)
+        _check_owners(unmasked.survivors, held & survivors)
+        _check_owners(unmasked.lost, held - survivors)
+        for one in unmasked.survivors:
+            self._seeds[one.client][client] = one.piece
+        for one in unmasked.lost:
+            self._privates[one.client][client] = one.piece
+
+    def _enough(self, there: Sequence[int]) -> None:
+        least = self._context.least
+        if self.stage == UNMASK:
+            # Who is in the sum is settled: now there have to be shares enough of each secret.
+            least = self._context.threshold
+        if len(there) < least:
+            raise TooFewError(
+                f"secure aggregation of round {self._context.round}: {len(there)} of "
+                f"{len(self._context.members)} clients have answered {self._at()}, and {least} "
+                f"have to: wait longer for them, or ask more clients"
+            )
+        # With a few neighbours each, a client may lose those who hold its shares.
+        if self.stage == ADVERTISE or self._context.complete:
+            return
+        everybody = set(there)
+        for client in self._sharing or there:
+            holders = len(everybody.intersection(self._cohort.holders(client)))
+            if holders < self._context.threshold:
+                raise TooFewError(
+                    f"secure aggregation of round {self._context.round}: {holders} of the "
+                    f"{len(self._cohort.holders(client))} who hold shares of client {client} have "
+                    f"answered {self._at()}, and {self._context.threshold} have to: plan for a "
+                    f"larger share of drop-outs"
+                )
+
+    def _end_of_stage(self, there: tuple[int, ...]) -> None:
+        if self.stage == ADVERTISE:
+            keys = [key for one in there for key in (self._keys[one].channel, self._keys[one].mask)]
+            self._seed = graph_seed(self._digest, keys)
+            self._cohort = Cohort(self._context, there, self._seed)
+        elif self.stage == SHARE:
+            self._sharing = there
+        elif self.stage == MASK:
+            self._survivors = there
+            self._boxes.clear()
+
+    # After the last stage
+
+    def _unmasked(self) -> Tensor:
+        assert self._total is not None
+        survivors = set(self._survivors)
+        gone = [client for client in self._sharing if client not in survivors]
+        # All secrets first: where one is missing, the total stays as it is.
+        seeds = self._rebuilt(self._survivors, self._seeds, self._is_seed)
+        privates = self._rebuilt(gone, self._privates, self._is_private)
+        masks = [(own_mask(self._digest, one, seed), -1) for one, seed in seeds.items()]
+        for client, private in privates.items():
+            masks += self._masks_with(client, KeyPair.of(private), survivors)
+        total = self._total
+        self._total = None
+        add_masks(total, masks)
+        return total
+
+    def _masks_with(
+        self, client: int, own: KeyPair, survivors: set[int]
+    ) -> list[tuple[bytes, int]]:
+        """Keys and signs of the masks that survivors have with a client that was lost."""
+        masks = []
+        for other in self._cohort.neighbours(client):
+            if other in survivors:
+                about = pair("mask", self._digest, client, other)
+                key = agree(own, self._keys[other].mask, about)
+                masks.append((key, -mask_sign(other, client)))
+        return masks
+
+    def _is_seed(self, client: int, secret: bytes) -> bool:
+        return commitment(self._digest, client, secret) == self._commitments[client]
+
+    def _is_private(self, client: int, secret: bytes) -> bool:
+        return KeyPair.of(secret).public == self._keys[client].mask
+
+    def _rebuilt(
+        self, owners: Iterable[int], shares: Mapping[int, Mapping[int, bytes]], fits: Fits
+    ) -> dict[int, bytes]:
+        """The secret of each owner, from its shares by holder."""
+        places = {owner: self._by_place(owner, shares.get(owner, {})) for owner in owners}
+        threshold = self._context.threshold
+        try:
+            secrets = shamir.join_many(list(places.values()), threshold)
+        except ValueError:
+            # Somewhere among them: each is looked at on its own.
+            secrets = [b""] * len(places)
+        found = dict(zip(places, secrets, strict=True))
+        for owner, secret in found.items():
+            if not (secret and fits(owner, secret)):
+                found[owner] = self._recovered(owner, places[owner], fits)
+        return found
+
+    def _by_place(self, owner: int, shares: Mapping[int, bytes]) -> dict[int, bytes]:
+        holders = self._cohort.holders(owner)
+        threshold = self._context.threshold
+        if len(shares) < threshold:
+            raise TooFewError(
+                f"secure aggregation of round {self._context.round}: {len(shares)} of "
+                f"{len(holders)} have a share of client {owner}'s secret, and {threshold} have to: "
+                f"the client did not share it with all, or somebody has told them two things"
+            )
+        return {at: shares[holder] for at, holder in enumerate(holders) if holder in shares}
+
+    def _recovered(self, owner: int, shares: Mapping[int, bytes], fits: Fits) -> bytes:
+        """The secret of an owner of whom some shares are wrong, and their holders into `lost`."""
+        holders = self._cohort.holders(owner)
+        # Whoever has given a wrong share of another secret comes last.
+        order = sorted(shares, key=lambda at: holders[at] in self.lost)
+        threshold = self._context.threshold
+        found = recover(shares, threshold, lambda secret: fits(owner, secret), order)
+        if found.secret is None:
+            raise TooFewError(
+                f"secure aggregation of round {self._context.round}: the shares of client "
+                f"{owner}'s secret make none that fits what it has advertised: it has shared "
+                f"another one, or too many of {len(order)} clients give wrong shares"
+            )
+        for at in found.wrong:
+            self.lost.setdefault(holders[at], _wrong_share(owner))
+        return found.secret
+
+
+def _wrong_share(owner: int) -> str:
+    return (
+        f'at "{STAGES[UNMASK]}": its share of client {owner}\'s secret is wrong, or client {owner} '
+        f"has given it a wrong one"
+    )
+
+
+def _check_owners(pieces: Pieces, allowed: set[int]) -> None:
+    """Raises ProtocolError for shares of clients of which a client has no share to give."""
+    owners = tuple(one.client for one in pieces)
+    if not is_ascending(owners) or not set(owners) <= allowed:
+        raise ProtocolError("it gives shares twice, out of order, or of clients it was not asked")
+
+
+def _check_key(public: bytes) -> None:
+    """Raises ProtocolError for a key with which others could not agree on a secret."""
+    try:
+        agree(_ANY, public, b"")
+    except AgreementError:
+        raise ProtocolError("its keys are no keys") from None
+
+
+_ANY = KeyPair.of(bytes(31) + b"\1")
+"""Whether a public key is of low order shows with any private key."""

@@ -1,0 +1,36 @@
+"""What the server of a federation could see, and who else could learn what, in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dure.report.document import section
+from dure.report.parts import swatch, table
+from dure.report.runs import Run
+from dure.report.words import escape
+
+
+def exposures(runs: Sequence[Run]) -> str:
+    """The section; empty where no run says it."""
+    told = [
+        (place, run, run.federation.exposure)
+        for place, run in enumerate(runs)
+        if run.federation is not None and run.federation.exposure
+    ]
+    if not told:
+        return ""
+    rows = ""
+    for place, run, said in told:
+        for who, what in said:
+            rows += (
+                f'<tr><th scope="row">{swatch(place)} {escape(run.label)}</th>'
+                f'<td class="text">{escape(who)}</td><td class="text said">{escape(what)}</td></tr>'
+            )
+    lead = (
+        "Who could learn what of a client’s data, by what travelled. Evaluations are made of the "
+        "server’s own test data; what they say, and a run that ends at a target, lie outside of "
+        "any epsilon."
+    )
+    head = ("run", "who", "could learn")
+    shown = table("Exposure", "long", head, rows, texts=["who", "could learn"])
+    return section("exposure", "What the server could see", lead, shown)

@@ -1,0 +1,80 @@
+"""Differential privacy in the report: what runs promise, to whom, and how fast it was spent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dure.report.charts import JSON, style, xy
+from dure.report.document import section
+from dure.report.parts import figure_of, grid, swatch, table
+from dure.report.runs import Run
+from dure.report.values import listing, mapping, number, text_of
+from dure.report.words import UNKNOWN, escape
+
+FIGURE = "epsilon"
+"""The name of the figure."""
+
+
+def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+    """Epsilon over rounds or steps, of all runs that tell of one."""
+    series = []
+    for place, run in enumerate(runs):
+        points = [(line.step, line.metrics.get("epsilon")) for line in run.steps]
+        told = [(step, value) for step, value in points if value is not None]
+        if told:
+            series.append(
+                {
+                    "type": "lines",
+                    "name": run.label,
+                    "x": [step for step, _ in told],
+                    "y": [value for _, value in told],
+                    **style(place),
+                }
+            )
+    return {FIGURE: xy("rounds or steps", "epsilon", series)} if series else {}
+
+
+def promises(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+    """The section; empty where no run promises anything. drawn: its figure."""
+    rows = "".join(
+        _row(place, run, mapping(one))
+        for place, run in enumerate(runs)
+        for one in listing(run.promises)
+    )
+    if not rows:
+        return ""
+    lead = (
+        "What the models of a run tell of any one client or example is at most a factor of "
+        "e to the power of epsilon in the probability of anything, but with the probability delta. "
+        "Outside of it lie metrics, which are measured without noise, and a run that ends by a "
+        "target of them; the settings, which somebody may have chosen by looking at data; and who "
+        "is enrolled. Secure aggregation hides single updates from the server, and cannot see to "
+        "it that clients clip them."
+    )
+    head = ("run", "epsilon", "delta", "of any", "against", "neighbouring data", "sampling")
+    words = ("of any", "against", "neighbouring data", "sampling")
+    shown = [figure_of(FIGURE, "Epsilon as it was spent")] if FIGURE in drawn else []
+    body = table("Promises", "long", head, rows, texts=words) + grid(shown)
+    return section("privacy", "Differential privacy", lead, f'<div class="pipeline">{body}</div>')
+
+
+def in_a_line(run: Run) -> str | None:
+    """What a run promises, for a terminal; None where it promises nothing."""
+    said = [text_of(mapping(one).get("said")) for one in run.promises]
+    return "; ".join(filter(None, said)) or None
+
+
+def _row(place: int, run: Run, one: Mapping[str, Any]) -> str:
+    who = f"<div>{swatch(place)}<span>{escape(run.label)}</span></div>"
+    epsilon, delta = number(one.get("epsilon")), number(one.get("delta"))
+    numbers = f"<td>{_digits(epsilon, 'no bound')}</td><td>{_digits(delta, UNKNOWN)}</td>"
+    words = "".join(
+        f'<td class="text">{escape(text_of(one.get(name)) or UNKNOWN)}</td>'
+        for name in ("unit", "against", "neighbours", "sampling")
+    )
+    return f'<tr><th scope="row">{who}</th>{numbers}{words}</tr>'
+
+
+def _digits(value: float | None, without: str) -> str:
+    return without if value is None else f"{value:.4g}"

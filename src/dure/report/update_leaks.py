@@ -1,0 +1,170 @@
+"""What an update gives away, in the report: what attacks got, and pictures beside the originals.
+
+`dure audit RUN` has measured it, and left audit.json and audit/*.png in the run folder. Both are
+data: a file that is no picture of that folder is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dure.report.document import section
+from dure.report.parts import swatch, table
+from dure.report.runs import Attacked, Audit, Run
+from dure.report.values import listing, mapping, number, numbers, text_of, whole
+from dure.report.words import UNKNOWN, count, escape, plural
+
+_SHORT = {
+    "labels_right": "labels right",
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "auc": "AUC",
+    "tpr_at_0.01": "TPR at 1 %",
+}
+"""The figures as heads of columns."""
+
+_PICTURE = re.compile(r"\d{3}\.png")
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_LARGEST = 1_000_000
+"""Bytes of a picture, at the most."""
+
+
+def audit_of(folder: Path, raw: Mapping[str, Any]) -> Audit | None:
+    """What audit.json of a run folder says; None where there is nothing."""
+    rows = [_row(folder, mapping(one)) for one in listing(raw.get("rows"))]
+    if not rows:
+        return None
+    return Audit(
+        rows=rows,
+        guess=numbers(mapping(raw.get("guess"))),
+        sums_only=raw.get("sums_only") is True,
+        canaries=numbers(mapping(raw.get("canaries"))),
+        promised=numbers(mapping(raw.get("promised"))),
+    )
+
+
+def _row(folder: Path, raw: Mapping[str, Any]) -> Attacked:
+    figures = {}
+    for name, interval in mapping(raw.get("figures")).items():
+        values = [number(one) for one in listing(interval)]
+        if len(values) == 3 and None not in values:
+            figures[str(name)] = tuple(one for one in values if one is not None)
+    return Attacked(
+        attack=text_of(raw.get("attack")) or UNKNOWN,
+        sum=whole(raw.get("sum")),
+        change=text_of(raw.get("change")) or UNKNOWN,
+        examples=number(raw.get("examples")),
+        figures=figures,
+        why=text_of(raw.get("why")),
+        picture=_picture(folder, raw.get("picture")),
+    )
+
+
+def _picture(folder: Path, name: object) -> str | None:
+    """The file as a data URI. None for what is no picture of the folder."""
+    if not isinstance(name, str) or not _PICTURE.fullmatch(name):
+        return None
+    path = folder / "audit" / name
+    try:
+        # A link could lead anywhere.
+        if path.is_symlink() or path.stat().st_size > _LARGEST:
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if not content.startswith(_SIGNATURE):
+        return None
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def update_leaks(runs: Sequence[Run]) -> str:
+    """The section; empty where no run was audited."""
+    told = [(place, run, run.audit) for place, run in enumerate(runs) if run.audit is not None]
+    if not told:
+        return ""
+    lead = (
+        "Attacks on the updates that a simulation has kept, by whoever reads the server. Each is "
+        "the mean over the sums that were attacked, with its 95 % interval. Labels right: the "
+        "share that was read from the last layer. PSNR and SSIM: of inputs that were rebuilt, each "
+        "with the original that fits best. AUC: how well losses tell members from others (0.5 is "
+        "guessing). An attack that gets little is no proof that there is none that gets more."
+    )
+    body = "".join(_table(place, run, audit) + _pictures(audit) for place, run, audit in told)
+    return section("updates", "What an update gives away", lead, body)
+
+
+def _table(place: int, run: Run, audit: Audit) -> str:
+    shown = [key for key in _SHORT if any(key in row.figures for row in audit.rows)]
+    rows = "".join(_line(row, shown) for row in audit.rows)
+    head = ("attack", "seen", "update", "examples", *(_SHORT[key] for key in shown))
+    heading = f"<h3>{swatch(place)} {escape(run.label)}</h3>"
+    aside = "".join(f'<p class="aside">{line}</p>' for line in _asides(audit))
+    return heading + table("Attacks", "long", head, rows, texts=["seen", "update"]) + aside
+
+
+def _line(row: Attacked, shown: Sequence[str]) -> str:
+    of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
+    first = (
+        f'<tr><th scope="row">{escape(row.attack)}</th><td class="text">{of}</td>'
+        f'<td class="text">{escape(row.change)}</td>'
+    )
+    if row.why is not None:
+        return (
+            f'{first}<td class="text said" colspan="{len(shown) + 1}">not made: '
+            f"{escape(row.why)}</td></tr>"
+        )
+    cells = "".join(f"<td>{_figure(row.figures.get(key))}</td>" for key in shown)
+    return f"{first}<td>{count(row.examples)}</td>{cells}</tr>"
+
+
+def _figure(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return UNKNOWN
+    value, low, high = interval
+    return f"{value:.3g}" if low == high else f"{value:.3g} <small>{low:.3g} to {high:.3g}</small>"
+
+
+def _asides(audit: Audit) -> list[str]:
+    lines = []
+    if "psnr" in audit.guess:
+        lines.append(
+            f"Without any update, the mean of public examples has a PSNR of "
+            f"{audit.guess['psnr']:.3g} dB."
+        )
+    if audit.sums_only:
+        lines.append(
+            "The server of this run had sums alone: what is said of 1 update was kept from it."
+        )
+    told = audit.canaries
+    if {"right", "guessed", "epsilon_at_least", "delta"} <= told.keys():
+        lines.append(
+            f"{plural(told.get('canaries'), 'canary client')}: {count(told['right'])} of "
+            f"{count(told['guessed'])} guesses were right, so epsilon is at least "
+            f"{told['epsilon_at_least']:.3g} at delta {told['delta']:g}, with 95 % confidence."
+        )
+    if {"epsilon", "delta"} <= audit.promised.keys():
+        lines.append(
+            f"The accountant of this run promises an epsilon of at most "
+            f"{audit.promised['epsilon']:.3g} at delta {audit.promised['delta']:g}."
+        )
+    return lines
+
+
+def _pictures(audit: Audit) -> str:
+    """Each strip has the originals on top, and what was rebuilt of them below."""
+    figures = "".join(_strip(row) for row in audit.rows if row.picture is not None)
+    return f'<div class="grid">{figures}</div>' if figures else ""
+
+
+def _strip(row: Attacked) -> str:
+    of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
+    words = f"{row.attack}, {of}, {row.change}"
+    what = f"Originals above, and what {words} gave of them below"
+    return (
+        f"<figure><figcaption><h4>{escape(words)}</h4></figcaption>"
+        f'<img src="{row.picture}" alt="{escape(what)}" style="max-width:100%"></figure>'
+    )

@@ -1,0 +1,226 @@
+"""What the updates of a recorded simulation give away: `dure audit RUN`.
+
+Reads RUN/updates, makes every attack (`dure.federated.privacy.attacks`) and writes
+
+    RUN/audit.json      what each attack got, as `Row` has it, and what a guess without updates gets
+    RUN/audit/*.png     originals above what was rebuilt of them
+
+which the report shows. With canaries the run is trained once more, in memory, with some clients in
+the places of which canaries are (`dure.federated.privacy.attacks.canaries`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dure.contracts.stop import Stop
+from dure.contracts.strategy import Strategy, World, seeded_model
+from dure.contracts.task import Task
+from dure.errors import RunFolderError
+from dure.federated.privacy.attacks.canaries import Canaries, audited_epsilon
+from dure.federated.privacy.attacks.examine import Examination, Examiner, Row, Say
+from dure.federated.privacy.attacks.recording import read_updates
+from dure.federated.strategy import Federated
+from dure.fleet.liars import liars
+from dure.record.disk import told, write_atomically
+from dure.record.png import strip
+from dure.record.run import RunFolder
+from dure.record.weights import weights_from_bytes
+from dure.report.values import listing, mapping, numbers
+from dure.run.begun import Asks
+from dure.run.config import asked_in
+from dure.run.train import found_again, train
+from dure.tensors.flat import FlatParameters
+from dure.worlds.simulated import Simulated
+
+FILE = "audit.json"
+FOLDER = "audit"
+VERSION = 1
+DELTA = 1e-5
+"""Of the bound that canaries give, where the run promises nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Audited:
+    """rows: what each attack got. content: of audit.json."""
+
+    rows: Sequence[Row]
+    content: Mapping[str, Any]
+
+
+def audit(
+    folder: str | Path,
+    examination: Examination | None = None,
+    *,
+    canaries: int = 0,
+    delta: float | None = None,
+    task: Task | str | None = None,
+    strategy: Strategy | str | None = None,
+    say: Say = lambda what, done, of: None,
+) -> Audited:
+    """Attacks the updates that a simulation has kept (`Simulated(keep_updates=5)`).
+
+    canaries: clients whose places canaries take in one more training; 0 trains nothing. delta: of
+    their bound on epsilon; None is that of the run's promise, or 1e-5. task, strategy: as in
+    `dure.resume`, where the run was not begun here.
+
+    Raises RunFolderError for a folder without recorded updates, and ValueError for canaries that do
+    not fit.
+    """
+    path = Path(folder)
+    config = RunFolder.open(path).read_json("config.json")
+    updates = read_updates(path)
+    asked = asked_in(path, config)
+    named = [one for one in (strategy,) if isinstance(one, str)]
+    ask = Asks(path, config, named)
+    task, strategy, world = found_again(path, asked, ask, task, strategy, None)
+    # Before the attacks, which take long.
+    if canaries:
+        check_canaries(task, strategy, world, canaries)
+    examination = examination or Examination()
+    examiner = Examiner(task, asked.seed, examination, _final(path), say)
+    rows = examiner.rows(updates)
+    content = {
+        "version": VERSION,
+        "run": asked.run,
+        "seed": examination.seed,
+        "updates": len(updates),
+        "rounds": sorted({one.about.round for one in updates}),
+        "sums_only": isinstance(strategy, Federated) and strategy.privacy.secure is not None,
+        "guess": dict(examiner.guess()),
+        "rows": _written(path, rows),
+    }
+    promised = _promised(path)
+    if promised is not None:
+        content["promised"] = promised
+    if canaries:
+        say("canaries: training once more", 0, 1)
+        if delta is None:
+            delta = DELTA if promised is None else promised["delta"]
+        content["canaries"] = canary_epsilon(
+            task, strategy, world, asked.stop, canaries, asked.seed, delta
+        )
+    RunFolder(path).write_json(FILE, content)
+    return Audited(rows, content)
+
+
+def _promised(path: Path) -> dict[str, float] | None:
+    """Epsilon and delta of clients by the run's accountant; None where nothing is promised."""
+    if not (path / "summary.json").is_file():
+        return None
+    summary = RunFolder(path).read_json("summary.json")
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    told = numbers(mapping(facts.get("user_level")))
+    if not {"epsilon", "delta"} <= told.keys():
+        return None
+    return {"epsilon": told["epsilon"], "delta": told["delta"]}
+
+
+def _final(path: Path) -> dict[str, Tensor] | None:
+    """The run's model in the end; None for one that has not ended."""
+    file = path / "model.safetensors"
+    if not file.is_file():
+        return None
+    try:
+        return weights_from_bytes(file.read_bytes())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise RunFolderError(f"cannot read {file}: {error}") from error
+
+
+def _written(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as JSON; their pictures are written into a folder, in which older ones are gone."""
+    folder = path / FOLDER
+    with told(folder):
+        for old in folder.glob("*.png"):
+            old.unlink()
+    return [_row(path, number, row) for number, row in enumerate(rows)]
+
+
+def _row(path: Path, number: int, row: Row) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "attack": row.attack,
+        "sum": row.sum,
+        "change": row.change,
+        "groups": row.groups,
+        "examples": row.examples,
+        "figures": {name: list(figure) for name, figure in row.figures.items()},
+    }
+    if row.why is not None:
+        content["why"] = row.why
+    if row.pictures is not None and _drawable(row.pictures.true):
+        with told(path / FOLDER):
+            (path / FOLDER).mkdir(exist_ok=True)
+        name = f"{number:03}.png"
+        true = row.pictures.true.double().numpy()
+        found = row.pictures.found.double().numpy()
+        picture = strip([true, found], float(true.min()), float(true.max()))
+        write_atomically(path / FOLDER / name, picture)
+        content["picture"] = name
+    return content
+
+
+def _drawable(pictures: Tensor) -> bool:
+    return pictures.ndim == 4 and pictures.shape[1] in (1, 3)
+
+
+def canary_epsilon(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    count: int,
+    seed: int = 0,
+    delta: float = DELTA,
+) -> dict[str, Any]:
+    """Trains with canaries in the places of `count` clients: what their guesses say of epsilon.
+
+    It has the keys canaries, guessed, right, delta and epsilon_at_least, with 95 % confidence.
+
+    Raises ValueError where no canaries can be.
+    """
+    check_canaries(task, strategy, world, count)
+    assert isinstance(world, Simulated)
+    canaries = Canaries(seed=seed)
+    there = dataclasses.replace(world, attack=canaries, attackers=float(count), keep_updates=0)
+    before = FlatParameters(seeded_model(task, seed)).copy()
+    # Nobody reads what evaluations would say.
+    run = train(task, strategy, there, stop, seed=seed, evaluate_every=10**9)
+    after = FlatParameters(run.model).copy()
+    moved = [
+        new.cpu().double() - old.cpu().double() for new, old in zip(after, before, strict=True)
+    ]
+    assert isinstance(strategy, Federated)
+    clients = strategy.count(task)
+    assert clients is not None
+    places = liars(clients, there.attackers, seed)
+    scores = {client: canaries.score(client, moved) for client in places}
+    epsilon, guessed, right = audited_epsilon(canaries, scores, delta)
+    return {
+        "canaries": len(scores),
+        "guessed": guessed,
+        "right": right,
+        "delta": delta,
+        "epsilon_at_least": epsilon,
+    }
+
+
+def check_canaries(task: Task, strategy: Strategy, world: World, count: int) -> None:
+    """Raises ValueError where canaries cannot take the places of so many clients."""
+    if not isinstance(strategy, Federated) or not isinstance(world, Simulated):
+        raise ValueError("canaries take the places of simulated clients, and this run has none")
+    clients = strategy.count(task)
+    if clients is None or not 2 <= count <= clients:
+        raise ValueError(
+            f"{count} canaries of {clients} clients cannot be: give 2 or more, and no more than "
+            f"there are clients"
+        )
+    if world.attackers:
+        raise ValueError(
+            "the run has liars, whose places canaries would take: audit a run without them"
+        )

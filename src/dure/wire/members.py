@@ -1,0 +1,190 @@
+"""What every list of clients has in common: numbers, names, identities, and how two lists differ.
+
+A client is known by the public key of its identity (Ed25519, `dure.wire.signatures`). People read
+its *fingerprint* out to each other instead: 32 digits of the key's SHA-256, in groups of four.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from dure.wire.boxes import check_name
+
+MOST_LIST = 1 << 20
+"""Bytes of a list of clients that a person has written."""
+
+_FORM = re.compile("[0-9a-f]{64}|[0-9a-f]{32}")
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class RosterError(ValueError):
+    """A roster is not what it says, or not the one that was pinned. kind: in two words."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Known(Protocol):
+    """A client as a list has it. As text: "client 3 (ward 3)"."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str: ...
+
+
+# Keys, as people write them
+
+
+def fingerprint(public: str) -> str:
+    """A public key in short, to be read out: 32 digits of its SHA-256, in groups of four."""
+    return grouped(bytes.fromhex(public), 32)
+
+
+def grouped(content: bytes, count: int) -> str:
+    """So many digits of the SHA-256, in groups of four."""
+    digits = hashlib.sha256(content).hexdigest()
+    return " ".join(digits[at : at + 4] for at in range(0, count, 4))
+
+
+def key_said(text: str) -> str:
+    """A public key or a fingerprint, as somebody wrote it, in one spelling: digits alone.
+
+    Spaces and colons do not count. Raises ValueError for anything else.
+    """
+    plain = _plain(text)
+    if _FORM.fullmatch(plain) is None:
+        raise ValueError(
+            f"{text[:80]!r} is no key: a public key has 64 hexadecimal digits, a fingerprint 32"
+        )
+    return plain
+
+
+def is_said(public: str, said: str) -> bool:
+    """Whether a public key is the one that `key_said` has read."""
+    return said in (public, _plain(fingerprint(public)))
+
+
+def _plain(text: str) -> str:
+    return re.sub("[ \t:]", "", text).lower()
+
+
+# Lists that a person has written
+
+
+class Line(NamedTuple):
+    """A client's line. place: for errors. rest: what follows the number."""
+
+    place: str
+    number: int
+    rest: str
+
+
+def lines_of(path: Path, what: str, form: str) -> Iterator[Line]:
+    """The lines of a file that begin with a client's number, each number once.
+
+    Lines that are empty or begin with # are left out. what: the file is, form: of a line, for
+    errors. Raises ValueError.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_LIST + 1).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the {what} {path}: {error}") from error
+    if len(text) > MOST_LIST:
+        raise ValueError(f"the {what} {path} is too long")
+    found: set[int] = set()
+    for at, line in enumerate(text.splitlines(), start=1):
+        words = line.split(maxsplit=1)
+        if not words or words[0].startswith("#"):
+            continue
+        place = f"{path}, line {at}"
+        if re.fullmatch("[0-9]{1,9}", words[0]) is None or len(words) < 2:
+            raise ValueError(f"{place}: a line is {form}")
+        number = int(words[0])
+        if number in found:
+            raise ValueError(f"{place}: client {number} is there twice")
+        found.add(number)
+        yield Line(place, number, words[1])
+
+
+# Lists that came from elsewhere
+
+
+def read_body(body: bytes | bytearray, kind: type[Body], most: int) -> Body:
+    """What JSON from anybody says, with the types of `kind`; not checked further.
+
+    Raises RosterError for anything else, and for more than `most` bytes.
+    """
+    if len(body) > most:
+        reason = f"the roster has {len(body)} bytes, and may have {most}"
+        raise RosterError("no roster", reason)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # The text may quote what came, which may be anything.
+        said = ascii(str(error))[1:-1]
+        raise RosterError("no roster", f"what came is no roster: {said}") from error
+
+
+def check_apart(members: Sequence[Known], *fields: str) -> None:
+    """Raises RosterError unless the clients are in order and differ in each of the fields."""
+    numbers = [member.number for member in members]
+    if numbers != sorted(set(numbers)):
+        raise RosterError("no roster", "the clients of the roster are not in order, each once")
+    for member in members:
+        try:
+            check_name(member.name)
+        except ValueError as error:
+            reason = f"the name of client {member.number} is none: {error}"
+            raise RosterError("no roster", reason) from error
+    for what in fields:
+        owners: dict[str, Known] = {}
+        for member in members:
+            other = owners.setdefault(getattr(member, what), member)
+            if other is not member:
+                reason = f"clients {other.number} and {member.number} have the same {what}"
+                raise RosterError("no roster", reason)
+
+
+def differences(
+    old: Sequence[Known], new: Sequence[Known], others: Mapping[str, str] | None = None
+) -> list[str]:
+    """In what two lists differ, in words. others: of more fields, what to say of a change."""
+    before = {member.number: member for member in old}
+    after = {member.number: member for member in new}
+    found = []
+    for number in sorted(before.keys() | after.keys()):
+        found += _changed(before.get(number), after.get(number), others or {})
+    return found
+
+
+def _changed(old: Known | None, new: Known | None, others: Mapping[str, str]) -> list[str]:
+    if new is None:
+        return [f"{old} is no longer there"]
+    if old is None:
+        return [f"{new} was not there"]
+    found = []
+    if new.identity != old.identity:
+        found.append(
+            f"{old} has the identity {fingerprint(new.identity)}, and had "
+            f"{fingerprint(old.identity)}"
+        )
+    for field, said in others.items():
+        if getattr(new, field) != getattr(old, field):
+            found.append(f"{old} {said}")
+    if new.name != old.name:
+        found.append(f"{old} is called {new.name} now")
+    return found

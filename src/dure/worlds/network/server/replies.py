@@ -1,0 +1,86 @@
+"""What clients say of updates that stay with them: that they are ready, and steps of a protocol.
+
+That an update is ready is in the journal, and nothing of the update is. What is answered to a step
+of a protocol goes to the main thread through the desk, in memory alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dure.wire.requests import MOST_SAID, AnswerTo, Holds, Reserve, to_json
+from dure.worlds.network.journal import Journal
+from dure.worlds.network.server.access import Access, Admitted, Refused
+from dure.worlds.network.server.answers import one_line
+from dure.worlds.network.server.calls import Call, body_of, known, logged
+from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.uploads import unwanted
+
+MOST_KIND = 100
+"""Characters of the kind of an error."""
+
+
+@dataclass
+class Replies:
+    """The routes of clients that hold their updates."""
+
+    desk: Desk
+    journal: Journal
+    access: Access
+
+    async def ready(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, Holds)
+        seat = known(self.desk, admitted)
+        with Call(self.desk, seat):
+            async with seat.sending:
+                await self._ready(seat, said.ticket)
+        return Response(status_code=204)
+
+    async def _ready(self, seat: Seat, ticket: int) -> None:
+        if seat.train is None or not self.desk.wants(seat, ticket):
+            # A client that did not hear the answer says it again.
+            if ticket in seat.outcomes or ticket in seat.sent:
+                return
+            raise unwanted()
+        if not seat.train.holds:
+            why = "the updates of this run are sent, and this one was only said to be ready"
+            self.access.refuse(seat.number, 422, "not sent", why)
+        await logged(self.journal, "update", seat.number, ticket, to_json(nothing_of(ticket)))
+        seat.sent.append(ticket)
+        self.desk.done(seat.number, ticket)
+
+    async def answered(self, request: Request, admitted: Admitted) -> Response:
+        said = await body_of(request, admitted, AnswerTo)
+        seat = known(self.desk, admitted)
+        with Call(self.desk, seat):
+            # After the tensors that are still being taken.
+            async with seat.sending:
+                self._answered(seat, said, admitted.digest)
+        return Response(status_code=204)
+
+    def _answered(self, seat: Seat, said: AnswerTo, digest: str) -> None:
+        if seat.answered == (said.asking, digest):
+            return
+        say = seat.say
+        if say is None or not self.desk.asks(seat, said.ticket, said.asking):
+            raise Refused(410, "not wanted", "nobody waits for this answer any more")
+        if said.stage != say.stage:
+            why = f"it is of step {said.stage}, and step {say.stage} was asked"
+            self.access.refuse(seat.number, 422, "another step", why)
+        if said.body is not None and len(said.body) > MOST_SAID:
+            why = f"the answer has {len(said.body)} bytes, and may have {MOST_SAID}"
+            self.access.refuse(seat.number, 413, "too long", why)
+        if said.body is not None and seat.wants and seat.lies != said.asking:
+            why = "the tensors of the answer are to be sent before it"
+            self.access.refuse(seat.number, 422, "no tensors", why)
+        kind = one_line(said.failure[:MOST_KIND])
+        self.desk.answer(seat, replace(said, failure=kind), digest)
+
+
+def nothing_of(ticket: int) -> Reserve:
+    """What is said of an update that stays with its client."""
+    return Reserve(ticket, bytes=0, digest="", examples=0, samples=0, loss=0.0)

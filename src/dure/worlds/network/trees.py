@@ -1,0 +1,115 @@
+"""What was made once, as files: trees of plain values and tensors, each under its number.
+
+    NUMBER.safetensors    the tensors; the rest of the tree is JSON in the file's metadata
+
+A file is whole and synced before the journal names it, with its SHA-256. What a kill has left
+unnamed is nothing: its number is given again, and its file is written over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from dure.errors import RunFolderError
+from dure.record.checkpoint import pack_tree, unpack_tree
+from dure.record.disk import Piece, sync_folder, told, write_atomically
+from dure.record.weights import TensorFile, weights_from_bytes
+
+_TREE = "tree"
+"""The metadata's key for all of a tree but its tensors."""
+
+_ENDING = ".safetensors"
+
+
+class Trees:
+    """The files in `folder`, which is made once there is something to write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, number: int, tree: dict[str, Any]) -> str:
+        """The tree is on the disk when this returns; SHA-256 of its file.
+
+        Raises TypeError for what no checkpoint could have either, RunFolderWriteError.
+        """
+        packed, tensors = pack_tree(tree)
+        pieces = _Hashed(TensorFile(tensors, {_TREE: json.dumps(packed)}))
+        if not self.folder.is_dir():
+            with told(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
+        write_atomically(self._path(number), pieces)
+        return pieces.digest.hexdigest()
+
+    def read(self, number: int, digest: str) -> dict[str, Any]:
+        """The tree of the file with this SHA-256.
+
+        Raises RunFolderError, which names the file, where it is missing or another one.
+        """
+        path = self._path(number)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot read {path}, which the journal names: {error.strerror}: put back a copy "
+                f"of it"
+            ) from error
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise RunFolderError(
+                f"{path} is damaged: it is not what the journal says: put back a copy of it"
+            )
+        try:
+            tree: dict[str, Any] = unpack_tree(_tree_in(content), weights_from_bytes(content))
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"{path} holds no tree: {error}") from error
+        return tree
+
+    def delete(self, numbers: Collection[int]) -> None:
+        """Removes their files, of those that are here. Raises RunFolderWriteError."""
+        for number in numbers:
+            with told(self._path(number)):
+                self._path(number).unlink(missing_ok=True)
+
+    def delete_from(self, number: int) -> None:
+        """Removes the files from this number on, and what is half written."""
+        self.delete([one for one in self._there() if one >= number])
+        for half in self.folder.glob(f".*{_ENDING}.*"):
+            with told(half):
+                half.unlink(missing_ok=True)
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Removes all others."""
+        self.delete(set(self._there()) - set(numbers))
+
+    def _there(self) -> Iterator[int]:
+        for path in self.folder.glob(f"*{_ENDING}"):
+            if path.stem.isdecimal():
+                yield int(path.stem)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number}{_ENDING}"
+
+
+class _Hashed:
+    """The pieces of a file on their way to the disk. digest: of those that were taken."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = pieces
+        self.digest = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._pieces:
+            self.digest.update(piece)
+            yield piece
+
+
+def _tree_in(content: bytes) -> Any:
+    """All of a tree but its tensors."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_TREE])

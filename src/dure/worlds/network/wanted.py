@@ -1,0 +1,26 @@
+"""The tensors of an answer to a step of a protocol: what is asked for, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dure.protocol.encoding import DTYPES
+from dure.protocol.messages import Form as Wanted
+from dure.wire.tensors import Form
+
+
+def forms_of(wants: Sequence[Wanted]) -> dict[str, Form]:
+    """What tensors look like that are asked for so. Raises ValueError for what no tensor is."""
+    found = {}
+    for place, want in enumerate(wants):
+        if want.dtype not in DTYPES or any(size < 0 for size in want.shape):
+            raise ValueError(f"no tensor is {want.dtype} of shape {list(want.shape)}")
+        found[str(place)] = Form(DTYPES[want.dtype], tuple(want.shape))
+    return found
+
+
+def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors of an answer by their names: their places."""
+    return {str(place): tensor for place, tensor in enumerate(tensors)}

@@ -1,0 +1,80 @@
+"""What is spent stays spent, whatever a run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dure.errors import RunFolderError
+from dure.privacy.accountant import Releases, epsilon
+from dure.privacy.ledger import FILE, Ledger
+
+ROUND = Releases(0.5, 1.0)
+
+
+def test_what_was_charged_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    ledger = Ledger(1e-5, tmp_path)
+    for number in (1, 2, 3):
+        ledger.charge(number, ROUND)
+        # Another process, while this one lives.
+        assert len((tmp_path / FILE).read_text().splitlines()) == number
+    again = Ledger(1e-5, tmp_path)
+    assert again.spent == [Releases(0.5, 1.0, 3)]
+    assert again.epsilon() == epsilon([Releases(0.5, 1.0, 3)], 1e-5)
+    assert again.epsilon(ROUND) == epsilon([Releases(0.5, 1.0, 4)], 1e-5)
+
+
+def test_a_run_that_goes_on_from_an_older_copy_finds_its_ledger_ahead(tmp_path: Path) -> None:
+    ledger = Ledger(1e-5, tmp_path, repeats=True)
+    ledger.charge(1, ROUND)
+    early = ledger.state()
+    ledger.charge(2, ROUND)
+    ledger.charge(3, ROUND)
+    ledger.close()
+    again = Ledger(1e-5, tmp_path, repeats=True)
+    again.restore(early)
+    assert again.spent == [ROUND._replace(times=3)]
+    # The same noise again tells nothing new.
+    assert again.paid(2)
+    again.charge(2, ROUND)
+    assert again.spent == [ROUND._replace(times=3)]
+    again.charge(4, ROUND)
+    assert again.spent == [ROUND._replace(times=4)]
+
+
+def test_noise_that_is_drawn_anew_is_paid_for_again(tmp_path: Path) -> None:
+    ledger = Ledger(1e-5, tmp_path)
+    ledger.charge(1, ROUND)
+    assert not ledger.paid(1)
+    with pytest.warns(UserWarning, match="round 1 was paid for already"):
+        ledger.charge(1, ROUND)
+    assert ledger.spent == [ROUND._replace(times=2)]
+
+
+def test_who_removes_the_file_wins_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(1e-5, tmp_path)
+    ledger.charge(1, ROUND)
+    ledger.charge(2, ROUND)
+    state = ledger.state()
+    ledger.close()
+    (tmp_path / FILE).unlink()
+    again = Ledger(1e-5, tmp_path)
+    again.restore(state)
+    assert again.spent == [ROUND._replace(times=2)]
+    assert len((tmp_path / FILE).read_text().splitlines()) == 2
+
+
+def test_a_line_that_was_cut_off_was_never_charged(tmp_path: Path) -> None:
+    ledger = Ledger(1e-5, tmp_path)
+    ledger.charge(1, ROUND)
+    ledger.close()
+    path = tmp_path / FILE
+    path.write_text(path.read_text() + '{"number": 2, "ra')
+    assert Ledger(1e-5, tmp_path).spent == [ROUND]
+
+
+def test_a_file_that_is_no_ledger_is_refused_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"number": 1, "rate": "half"}\n')
+    with pytest.raises(RunFolderError, match="line 1"):
+        Ledger(1e-5, tmp_path)

@@ -1,0 +1,172 @@
+"""What a client says whose updates stay with it, and what it does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_loop import MODEL, Patient, Played, run, works
+from torch import Tensor
+
+from dure.protocol.messages import Answer, Say
+from dure.wire.requests import (
+    AnswerTo,
+    CheckIn,
+    Failed,
+    MeasuredThis,
+    MeasureThis,
+    Reserve,
+    SayThis,
+    Train,
+    Welcome,
+    Word,
+)
+from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.worlds.network.client.loop import Answered
+from dure.worlds.network.client.state import ClientState
+
+OVER = Word(over="the run is over")
+UPDATE = Reserve(3, size_of(forms_of(MODEL)), digest_of(MODEL), 5, 5, 1.0)
+
+
+class Holding(Played):
+    """A session of a run whose updates stay with their clients. says: all that it was said."""
+
+    def __init__(self, state: ClientState, *words: Word, holds: bool = True) -> None:
+        super().__init__(state, words)
+        self.holds = holds
+        self.says: list[Any] = []
+
+    def check_in(self, said: CheckIn) -> Welcome:
+        self.says.append(said)
+        return super().check_in(said)
+
+    def ready(self, ticket: int) -> None:
+        self.says.append(ticket)
+
+    def answered(self, answer: AnswerTo) -> None:
+        self.says.append(answer)
+
+    def measured(self, measured: MeasuredThis) -> None:
+        self.says.append(measured)
+
+    def failed(self, failed: Failed) -> None:
+        self.says.append(failed)
+
+    def send(self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Any) -> bool:
+        self.says.append((reserve, dict(tensors)))
+        return True
+
+
+class Adds(Patient):
+    """A site that takes part in a protocol."""
+
+    held_out = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has: list[int] = []
+        self.heard: list[Say] = []
+
+    def hold(self, train: Train, tensors: Any, reserve: Reserve, update: Any) -> None:
+        assert (digest_of(tensors), digest_of(update)) == (digest_of(MODEL), reserve.digest)
+        self.has.append(train.ticket)
+
+    def answer(self, say: Say) -> Answer | None:
+        self.heard.append(say)
+        tensors = [torch.ones(want.shape, dtype=torch.int32) for want in say.wants]
+        return Answer(say.ticket, say.client, say.stage, b"shares", tensors)
+
+    def measure(self, *_: Any) -> MeasuredThis:
+        raise AssertionError("it would tell how well a model fits its data")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[ClientState]:
+    with ClientState(tmp_path / "site") as state:
+        yield state
+
+
+def said(session: Holding, site: Any) -> list[Any]:
+    """What was said after the check-in, of which nothing is told either."""
+    run(session, site)
+    first, *rest = session.says
+    assert (first.examples, first.held_out) == (1, 0)
+    return rest
+
+
+def test_an_update_stays_and_nothing_of_it_is_said(state: ClientState) -> None:
+    site = Adds()
+    assert said(Holding(state, *works(3)), site) == [3]
+    assert site.batches == 10
+    # It is written down, for the case that the client is started again.
+    assert [one.ticket for one in state.updates()] == [3]
+
+
+@pytest.mark.parametrize("who", ["server", "site", "assignment"])
+def test_it_stays_whoever_says_so(who: str, state: ClientState) -> None:
+    site = Adds()
+    site.holds = who == "site"  # type: ignore[misc]
+    train = Train(3, 3, 3, "", 0, holds=who == "assignment")
+    session = Holding(state, Word(train=train), OVER, holds=who == "server")
+    run(session, site)
+    assert session.says[1:] == [3]
+
+
+def test_an_update_of_an_earlier_process_is_handed_to_the_site(state: ClientState) -> None:
+    state.keep_update(UPDATE, MODEL, "the same")
+    site = Adds()
+    session = Holding(state, Word(train=Train(3, 3, 3, "the same", 0)), OVER)
+    assert said(session, site) == [3]
+    assert (site.has, site.batches) == ([3], 0)
+
+
+def test_that_there_is_no_update_is_said_without_why(
+    state: ClientState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Diverges(Adds):
+        def train(self, train: Train, *_: Any) -> Answered:
+            why = "its loss became not finite"
+            return Answered(Reserve(train.ticket, 0, "", 5, 5, 1.0, failure=why), {}, None)
+
+    session = Holding(state, *works(3))
+    monkeypatch.setattr(session.stop, "wait", lambda seconds: False)
+    assert said(session, Diverges()) == [Failed(3, "NoUpdate")]
+
+
+def test_nothing_is_measured(state: ClientState) -> None:
+    [measured] = said(Holding(state, Word(measure=MeasureThis(2, "", 0)), OVER), Adds())
+    assert measured == MeasuredThis(2, failure="measurements stay here")
+
+
+def test_a_step_is_answered_with_what_names_it(state: ClientState) -> None:
+    site = Adds()
+    step = SayThis(3, 2, "asked", b"hello", [("int32", [4])])
+    [(reserve, tensors), answer] = said(Holding(state, Word(say=step), OVER), site)
+    assert answer == AnswerTo(3, 2, "asked", b"shares")
+    assert (reserve.ticket, reserve.asking, reserve.examples) == (3, "asked", 0)
+    assert reserve.digest == digest_of(tensors)
+    assert [(one.ticket, one.stage, one.body) for one in site.heard] == [(3, 2, b"hello")]
+    assert not list(state.folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "wants", [[("int32", [2, 2])], [("float128", [4])], [("int32", [-1])], []], ids=repr
+)
+def test_a_site_that_does_not_go_on_is_not_asked_again(wants: Any, state: ClientState) -> None:
+    class Others(Adds):
+        def answer(self, say: Say) -> Answer | None:
+            self.heard.append(say)
+            return Answer(say.ticket, say.client, say.stage, b"", [torch.ones(4).int()])
+
+    site = Others()
+    words = [
+        Word(say=SayThis(ticket, stage, "asked", b"", wants)) for ticket, stage in [(3, 1), (3, 2)]
+    ]
+    first, second = said(Holding(state, *words, OVER), site)
+    assert (first.body, first.failure) == (None, "ValueError")
+    assert (second.body, second.failure) == (None, "")
+    assert len(site.heard) <= 1
