@@ -112,7 +112,7 @@ def test_without_noise_and_clip_and_with_all_data_it_is_gradient_descent() -> No
     private = dure.train(task_of(), dure.SingleWorker(None, privacy="dp-sgd:inf:0"), stop=stop)
     assert apart(plain, private) < 1e-12
     assert private.summary["numbers"]["epsilon"] is None
-    assert "no differential privacy" in private.summary["facts"][0]["privacy"]["said"]
+    assert "no differential privacy" in private.summary["facts"][0]["promises"][0]["said"]
 
 
 def test_a_step_is_the_sum_of_clipped_gradients_and_noise_over_the_expected_batch() -> None:
@@ -150,7 +150,7 @@ def test_ranks_walk_the_path_of_one_worker() -> None:
         stop=stop,
     )
     assert apart(alone, together) < 1e-12
-    facts = [one["privacy"] for one in together.summary["facts"]]
+    facts = [one["promises"][0] for one in together.summary["facts"]]
     assert {fact["epsilon"] for fact in facts} == {alone.summary["numbers"]["epsilon"]}
 
 
@@ -162,7 +162,10 @@ def test_system_noise_does_not_repeat_and_that_of_the_seed_does() -> None:
 
     assert apart(run("dp-sgd:1:1"), run("dp-sgd:1:1")) > 1e-3
     assert apart(run("dp-sgd:1:1:seed"), run("dp-sgd:1:1:seed")) == 0
-    assert "does not know its seed" in run("dp-sgd:1:1:seed").summary["facts"][0]["privacy"]["said"]
+    assert (
+        "does not know its seed"
+        in run("dp-sgd:1:1:seed").summary["facts"][0]["promises"][0]["said"]
+    )
 
 
 def test_the_epsilon_is_that_of_dp_accounting_by_hand() -> None:
@@ -229,7 +232,7 @@ def test_steps_that_were_lost_are_paid_for(tmp_path: Path) -> None:
         tmp_path / "run", task=task_of(), strategy=strategy, stop=dure.Stop(steps=12)
     )
     assert again.summary["steps"] == 12
-    assert again.summary["facts"][0]["privacy"]["steps"] == 15
+    assert again.summary["facts"][0]["promises"][0]["steps"] == 15
     (tmp_path / "run" / FILE).write_text("{}")
     with pytest.raises(dure.errors.RunFolderError, match="counts the noised steps"):
         dure.resume(tmp_path / "run", task=task_of(), strategy=strategy, stop=dure.Stop(steps=20))

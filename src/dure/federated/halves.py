@@ -217,7 +217,13 @@ def _account(strategy: Says, sizes: Sequence[int], simulated: bool) -> ExampleAc
     work = strategy.work()
     steps = [work.steps_of(size) for size in sizes]
     return ExampleAccount(
-        example, strategy.delta, sizes, steps, strategy.batch_size, simulated=simulated
+        example,
+        strategy.delta,
+        sizes,
+        steps,
+        strategy.batch_size,
+        simulated=simulated,
+        beside=strategy.privacy.user is not None,
     )
 
 

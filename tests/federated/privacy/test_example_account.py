@@ -92,8 +92,8 @@ def test_the_epsilon_is_that_of_the_client_that_has_told_most() -> None:
         for rate, times in ((0.1, 20), (0.2, 10), (0.05, 20))
     ]
     assert account.numbers() == {
-        "example_epsilon": max(own),
-        "example_epsilon_least": min(own),
+        "epsilon": max(own),
+        "epsilon_least": min(own),
     }
     other = account_of_three()
     other.restore(account.state())
@@ -107,8 +107,8 @@ def test_a_run_tells_the_epsilon_of_its_rounds() -> None:
     sizes = [len(part) for part in strategy.divide(task, 0)]
     for number, step in enumerate(run.history.steps, 1):
         told = [epsilon([Releases(5 / size, 1.1, number * -(-size // 5))], 1e-5) for size in sizes]
-        assert (step.numbers or {})["example_epsilon"] == pytest.approx(max(told))
-    facts = run.summary["facts"][0]["example_privacy"]
+        assert (step.numbers or {})["epsilon"] == pytest.approx(max(told))
+    facts = run.summary["facts"][0]["promises"][0]
     assert facts["unit"] == "example"
     assert "does not know its seed" in facts["said"]
 
