@@ -161,7 +161,13 @@ def account(strategy: Protects, sizes: Sequence[int], simulated: bool) -> Exampl
     work = strategy.work()
     steps = [work.steps_of(size) for size in sizes]
     return ExampleAccount(
-        example, strategy.delta, sizes, steps, strategy.batch_size, simulated=simulated
+        example,
+        strategy.delta,
+        sizes,
+        steps,
+        strategy.batch_size,
+        simulated=simulated,
+        beside=strategy.privacy.user is not None,
     )
 
 
