@@ -104,7 +104,7 @@ def test_sums_of_many_give_less() -> None:
     task = dure.load_task("digits")
     updates = recorded_of(task, [[i] for i in range(64)])
     wanted = Examination(
-        sums=(1, 4, 16), attacks=("first layer", "geiping"), groups=3, iterations=80
+        sums=(1, 4, 16), attacks=("first-layer", "geiping"), groups=3, iterations=80
     )
     rows = Examiner(task, 0, wanted).rows(updates)
     for attack in wanted.attacks:

@@ -95,6 +95,22 @@ def test_the_decay_of_weights_is_taken_off_again(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, true[name], rtol=1e-8, atol=1e-11)
 
 
+def test_the_buffers_that_came_back_are_those_of_the_model_with_the_update(tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        ).double()
+
+    task = small_task(lr=LR, model=network)
+    world = dure.Simulated(keep_updates=1)
+    run = dure.train(task, dure.FedSGD(clients=3), world, dure.Stop(rounds=1), out=tmp_path)
+    made = seeded_model(task, 0)
+    what = seen(Model(made, task.loss), read_updates(tmp_path), rate_of(task, made, 0, 1))
+    for name, tensor in run.model.state_dict().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(what.after[name], tensor, rtol=1e-9, atol=1e-12)
+
+
 def test_so_many_rounds_are_kept_and_none_unless_asked(tmp_path: Path) -> None:
     recorded(tmp_path / "two", dure.FedAvg(clients=2), rounds=3, keep=2)
     assert {one.about.round for one in read_updates(tmp_path / "two")} == {0, 1}

@@ -4,7 +4,7 @@ Rows of a table: what each attack got of a number of sums, in the mean, with 95 
 attack that cannot be made has a row as well, which says why.
 
     labels           the share of labels that are right, read from the last layer
-    first layer      inputs in closed form, where the model begins with a linear layer
+    first-layer      inputs in closed form, where the model begins with a linear layer
     dlg, geiping     inputs by gradient inversion
     membership       members by their loss, against the global model and the client's
 
@@ -58,7 +58,7 @@ from dure.federated.privacy.attacks.recording import Recorded
 from dure.federated.privacy.attacks.seen import Model, Rate, Seen, rate_of, seen
 from dure.randomness.seeds import generator
 
-INVERSIONS = ("first layer", "dlg", "geiping")
+INVERSIONS = ("first-layer", "dlg", "geiping")
 ATTACKS = ("labels", *INVERSIONS, "membership")
 
 Say = Callable[[str, int, int], None]
@@ -165,13 +165,14 @@ class Examiner:
         final: Mapping[str, Tensor] | None = None,
         say: Say = lambda what, done, of: None,
     ) -> None:
-        self.task = task
+        # Recorded updates are read into the CPU's memory, wherever clients have computed.
+        self.task = task.on(torch.device("cpu"))
         self.examination = examination
         self.final = final
         self.say = say
-        self.made = seeded_model(task, seed)
+        self.made = seeded_model(task, seed).cpu()
         self.train, self.test = examples_for(self.made, task)
-        self.model = Model(self.made, task.loss)
+        self.model = Model(self.made, self.task.loss)
         self.public = _public(self.test)
 
     def rows(self, updates: Sequence[Recorded]) -> list[Row]:
@@ -205,6 +206,10 @@ class Examiner:
         try:
             steps = max(one.about.steps for one in group)
             rate = rate_of(self.task, self.made, group[0].about.round, steps)
+            if any(one.is_complex() for one in group[0].delta):
+                raise ValueError(
+                    "the model has complex weights, on which these attacks are not made"
+                )
         except ValueError as error:
             why = str(error)
             rate = Rate(math.nan)
@@ -268,7 +273,11 @@ class Examiner:
             )
         space = self._space()
         true, targets = self.train.batch(truth)
-        if name == "first layer":
+        if not isinstance(targets, Tensor):
+            raise ValueError(
+                "inputs are rebuilt of targets in one tensor, and these are in several"
+            )
+        if name == "first-layer":
             found = from_first_layer(self.model, target.seen, true).clamp(space.low, space.high)
         else:
             labels = self._known_labels(target, targets)
