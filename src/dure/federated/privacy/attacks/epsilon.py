@@ -70,12 +70,17 @@ def paired_epsilon(
 
 def _bounds(here: Tensor, away: Tensor, thresholds: Array, delta: float, error: float) -> Array:
     """The bound at each threshold, which may be below 0; of two, the better one."""
-    hits = len(here) - np.searchsorted(here.sort().values.numpy(), thresholds)
-    false = len(away) - np.searchsorted(away.sort().values.numpy(), thresholds)
+    hits = len(here) - _below(here, thresholds)
+    false = len(away) - _below(away, thresholds)
     tpr = clopper_pearson(hits, len(here), error)[0]
     fpr = clopper_pearson(false, len(away), error)[1]
     # And the other way round: those who are found not to be there.
     return np.maximum(_log_ratio(tpr - delta, fpr), _log_ratio(1 - fpr - delta, 1 - tpr))
+
+
+def _below(scores: Tensor, thresholds: Array) -> Array:
+    """How many scores are below each threshold."""
+    return np.searchsorted(scores.sort().values.numpy(), thresholds).astype(np.float64)
 
 
 def _log_ratio(above: Array, below: Array) -> Array:
