@@ -220,6 +220,13 @@ class Examiner:
         empty = Row(name, size, str(change))
         if not targets:
             return replace(empty, why=f"no round has {size} updates that were kept")
+        if name in INVERSIONS:
+            least = min(len(target.truth) for target in targets)
+            most = self.examination.most
+            targets = [target for target in targets if len(target.truth) <= most]
+            if not targets:
+                why = f"sums of {least} examples and more are above the {most} that are rebuilt"
+                return replace(empty, why=why)
         found: list[Got] = []
         for number, target in enumerate(targets):
             self.say(f"{name}, sums of {size}, {change}", number, len(targets))
@@ -267,10 +274,6 @@ class Examiner:
     def _inversion(self, name: str, target: Target) -> Got:
         wanted = self.examination
         truth = target.truth
-        if len(truth) > wanted.most:
-            raise ValueError(
-                f"{len(truth)} examples in a sum are more than the {wanted.most} that are rebuilt"
-            )
         space = self._space()
         true, targets = self.train.batch(truth)
         if not isinstance(targets, Tensor):
