@@ -32,8 +32,11 @@ from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
+from dure.federated.engines.noised import Noised
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.choice import NOTHING, Privacy
+from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
+from dure.federated.privacy.exposure import exposure
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.federated.privacy.user_level.local import LocalNoise
     from dure.wire.signatures import Key
 
 SIMULATED = "simulation"
@@ -195,10 +199,25 @@ def server_half(
         liars=lying,
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
-        privacy=strategy.privacy,
+        exposure=exposure(strategy.privacy, place.identities is not None),
+        # What protects clients elsewhere is the system's, and is not drawn again.
+        repeats=place.network is None or strategy.privacy == NOTHING,
         secure=secure,
         private=_private(strategy, task, model, place, carrier, secret, seed),
+        examples=_account(strategy, carrier.join().sizes, place.network is None),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
+    )
+
+
+def _account(strategy: Says, sizes: Sequence[int], simulated: bool) -> ExampleAccount | None:
+    """What clients tell of their examples, where these are protected."""
+    example = strategy.privacy.example
+    if example is None:
+        return None
+    work = strategy.work()
+    steps = [work.steps_of(size) for size in sizes]
+    return ExampleAccount(
+        example, strategy.delta, sizes, steps, strategy.batch_size, simulated=simulated
     )
 
 
@@ -251,10 +270,16 @@ def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
     """The server, whose clients are elsewhere."""
+    check_own_noise(strategy.privacy)
     model = place.model(task, seed)
     clients = strategy.count(task)
     if clients is None:
         raise ValueError("clients is not given: a server has to know how many there may be")
+    if strategy.privacy.secure is not None and strategy.privacy.example is not None:
+        raise ValueError(
+            "the account of dp-sgd needs to know how many examples each client has, and under "
+            "secure aggregation over a network nobody is told: leave one of them out"
+        )
     federation = Federation(
         clients=clients,
         seed=seed,
@@ -322,7 +347,9 @@ def clients_half(
     if not strategy.held_out:
         _tell_strangers(task, names)
         tests = strategy.test_parts(task)
-    return _clients(strategy, task, model, conditions, seed, _Has(parts, tests, names), keep=keep)
+    has = _Has(parts, tests, names)
+    secret = Secret.simulated(seed)
+    return _clients(strategy, task, model, conditions, seed, has, secret, keep=keep)
 
 
 def one_client(
@@ -339,8 +366,10 @@ def one_client(
     """One client of so many, on a machine of its own.
 
     site: what it knows of the run and of the others. divides: whether its examples are those that
-    the partition gives it; else all of the task's are its own.
+    the partition gives it; else all of the task's are its own. Raises ValueError for noise that
+    others could draw again.
     """
+    check_own_noise(strategy.privacy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
     if not strategy.held_out and divides:
@@ -349,7 +378,8 @@ def one_client(
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
-    return _clients(strategy, task, model, conditions, seed, has, site=site)
+    secret = Secret.system()
+    return _clients(strategy, task, model, conditions, seed, has, secret, site=site)
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
@@ -375,10 +405,15 @@ def _clients(
     conditions: Conditions,
     seed: int,
     has: _Has,
+    secret: Secret,
     site: Site | None = None,
     keep: Keep | None = None,
 ) -> Clients:
-    """The half of clients that have this. site: of a client that is alone here."""
+    """The half of clients that have this.
+
+    secret: where their keys, their own noise and rounding come from. site: of a client that is
+    alone here.
+    """
     one_more = _models(task, model, seed)
     examples, test = examples_for(model, task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
@@ -410,11 +445,16 @@ def _clients(
     )
     sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
+    example = strategy.privacy.example
+    noised = None if example is None else Noised(example, secret)
+    engines = _engines(
+        strategy, task, one_more, examples, seed, conditions, synchronous, sums, noised
+    )
     return Clients(
         parts=own,
         work=replace(strategy.work(), needs_two=needs_two(model, examples)),
         algorithm=algorithm,
-        engine=_engines(strategy, task, one_more, examples, seed, conditions, synchronous, sums),
+        engine=engines,
         personal=personal,
         seed=seed,
         present=None if still else conditions.arrival.present,
@@ -426,8 +466,28 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
-        holding=_holding(strategy, task, model, algorithm, seed, site),
+        holding=_holding(strategy, task, model, algorithm, list(map(len, own)), secret, site),
+        protect=_local_noise(strategy.privacy, task, model, algorithm, secret),
     )
+
+
+def _local_noise(
+    privacy: Privacy,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    secret: Secret,
+) -> LocalNoise | None:
+    """What adds noise to updates before they are sent, where each client does so for itself."""
+    user = privacy.user
+    if user is None or user.where != "local":
+        return None
+    from dure.federated.privacy.user_level.local import LocalNoise
+
+    copy = another(model, task, 0)
+    _, pieces = contribution(copy, algorithm)
+    places = list(statistics(copy, Buffers(copy).names))
+    return LocalNoise(user, pieces, places, secret)
 
 
 def _clipping(
@@ -443,8 +503,25 @@ def _clipping(
     return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
 
 
+def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
+    """Warns where clients weigh less in a sum than their examples would."""
+    larger = [size for size in sizes if size > settings.most_examples]
+    if larger:
+        warn(
+            f"{settings.name}: {len(larger)} of {len(sizes)} clients have more than "
+            f"{settings.most_examples} examples (up to {max(larger)}), and count as if they had "
+            f"so many: give a larger most_examples to weigh them by all"
+        )
+
+
 def _holding(
-    strategy: Says, task: Task, model: nn.Module, algorithm: Algorithm, seed: int, site: Site | None
+    strategy: Says,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    sizes: Sequence[int],
+    secret: Secret,
+    site: Site | None,
 ) -> Holding | None:
     """What holds updates, where they stay with their clients."""
     settings = strategy.privacy.secure
@@ -453,14 +530,16 @@ def _holding(
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import Sums
 
+    if strategy.privacy.user is None:
+        _tell_large(settings, sizes)
     clipping = _clipping(strategy.privacy, task, model, algorithm)
     if site is None:
         sums = Sums(settings, SIMULATED, clipping)
-        return Holding(sums, algorithm, Secret.simulated(seed))
+        return Holding(sums, algorithm, secret)
     return Holding(
         Sums(settings, site.run, clipping),
         algorithm,
-        Secret.system(),
+        secret,
         identity=site.key if site.identities is not None else None,
         roster=site.identities,
         minimum=site.smallest_cohort,
@@ -493,8 +572,9 @@ def _engines(
     conditions: Conditions,
     together: bool,
     sums: bool,
+    noised: Noised | None,
 ) -> Make:
-    """Makes engines; together, sums: as `Setting` has them."""
+    """Makes engines; together, sums, noised: as `Setting` has them."""
 
     # Called once jobs are there, perhaps again after `close`: each engine gets a model of its own
     # to change.
@@ -513,6 +593,7 @@ def _engines(
                 sums=sums,
                 chunk=chunk,
                 threads=threads,
+                noised=noised,
             )
         )
 

@@ -102,10 +102,13 @@ def planned(
     return replace(settings, noise=noise_for(budget.epsilon, budget.delta, rate, times))
 
 
-def promise(settings: DPSGD, rate: float, delta: float) -> Promise:
-    """What DP-SGD promises, in words."""
+def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = None) -> Promise:
+    """What DP-SGD promises, in words.
+
+    repeats: whether the noise follows from the run's seed; by default as the settings say.
+    """
     against = "whoever sees the weights and gradients of the run, but not its losses and metrics"
-    if settings.draws == "seed":
+    if settings.draws == "seed" if repeats is None else repeats:
         against += ", and does not know its seed, from which the noise was drawn"
     return Promise(
         unit="example",

@@ -120,7 +120,8 @@ class Clients:
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
     operators may have. names: of the clients, where the data have some. holding: where updates stay
     with their clients, which are in secure sums; None where they are sent. keep: told of every
-    update that is sent; None where nobody wants to know.
+    update that is sent; None where nobody wants to know. protect: what is done to an update before
+    it is sent, given what was asked.
     """
 
     def __init__(
@@ -141,10 +142,12 @@ class Clients:
         names: Sequence[str] | None = None,
         holding: Holding | None = None,
         keep: Keep | None = None,
+        protect: Callable[[Update, Assignment], Update] | None = None,
     ) -> None:
         self.names = names
         self.holding = holding
         self._keep = keep
+        self._protect = protect
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
         self.algorithm = algorithm
@@ -516,7 +519,7 @@ class Clients:
         self._pending[asked.ticket] = (asked.client, memory)
         # The first job is the one for the global model; others are not reported.
         first = trained[0]
-        return Update(
+        update = Update(
             ticket=asked.ticket,
             client=asked.client,
             round=asked.round,
@@ -528,6 +531,7 @@ class Clients:
             extra=extra,
             counted=first.counted,
         )
+        return update if self._protect is None else self._protect(update, asked)
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
         """What the algorithm keeps for a client; the global model where that is nothing."""
