@@ -466,6 +466,7 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
+        coins=None if noised is None else noised.secret,
         holding=_holding(strategy, task, model, algorithm, list(map(len, own)), secret, site),
         protect=_local_noise(strategy.privacy, task, model, algorithm, secret),
     )

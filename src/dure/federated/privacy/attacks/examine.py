@@ -147,7 +147,7 @@ class Target(NamedTuple):
     @property
     def truth(self) -> Tensor:
         """The examples that it was made of, as indices of the training data."""
-        return torch.tensor(sorted({i for one in self.group for i in one.truth.examples}))
+        return _examples(self.group)
 
 
 class Examiner:
@@ -186,7 +186,8 @@ class Examiner:
         for size in wanted.sums:
             groups = groups_of(updates, size, wanted.groups)
             for change in wanted.changes:
-                targets = [self._target(group, change) for group in groups]
+                # Where each example has a coin, a step may be one of noise alone.
+                targets = [self._target(group, change) for group in groups if len(_examples(group))]
                 found += [self._row(name, size, change, targets) for name in wanted.attacks]
         if "membership" in wanted.attacks:
             found.append(self._of_the_global_model(updates))
@@ -331,7 +332,7 @@ class Examiner:
             **dict(zip(self.model.buffer_names, newest.buffers, strict=True)),
         }
         row = Row("membership, global model", len(updates), str(Change()))
-        members = torch.tensor(sorted({i for one in updates for i in one.truth.examples}))
+        members = _examples(updates)
         try:
             found = self._found(state if self.final is None else self.final, members)
         except ValueError as error:
@@ -366,6 +367,12 @@ class Examiner:
         near = likeness(public.mean(dim=0, keepdim=True).expand_as(true), true, space.span)
         said = {"psnr": float(near.psnr.mean()), "mse": float(near.mse.mean())}
         return said | ({"ssim": float(near.ssim.mean())} if len(near.ssim) else {})
+
+
+def _examples(updates: Sequence[Recorded]) -> Tensor:
+    """All that the updates were made of, as indices of the training data, in ascending order."""
+    found = sorted({index for one in updates for index in one.truth.examples})
+    return torch.tensor(found, dtype=torch.long)
 
 
 def _public(test: Examples | None) -> Public | None:
