@@ -367,6 +367,7 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
+        coins=None if noised is None else noised.secret,
         holding=protecting.holding(
             strategy, task, model, algorithm, list(map(len, own)), secret, site
         ),
