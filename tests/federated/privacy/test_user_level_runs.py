@@ -257,6 +257,7 @@ def test_local_noise_is_in_what_is_sent_and_each_client_has_its_account() -> Non
         (strategy(epsilon=0.0), "a budget is above 0"),
         (strategy(epsilon=0.1), "one round alone tells"),
         (strategy(delta=0.0), "delta is 0.0"),
+        (strategy(delta=0.1), "would allow to publish one of them"),
         (dure.FedAvg(epsilon=8.0), "give --privacy user-level"),
     ],
 )
