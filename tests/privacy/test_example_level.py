@@ -168,6 +168,18 @@ def test_system_noise_does_not_repeat_and_that_of_the_seed_does() -> None:
     )
 
 
+def test_batches_that_are_read_ahead_are_those_that_would_be_read() -> None:
+    fields: dict[str, Any] = {"privacy": "dp-sgd:1:1:seed", "batch_size": 2}
+    stop = dure.Stop(steps=20)
+    plain = dure.train(task_of(), dure.SingleWorker(**fields), stop=stop)
+    # Some of them are empty, and are not read at all.
+    assert any(step.loss is None for step in plain.history.steps)
+    ahead = dure.train(task_of(), dure.SingleWorker(**fields, loaders=1), stop=stop)
+    assert apart(plain, ahead) == 0
+    with_system_noise = dure.SingleWorker(2, privacy="dp-sgd:1:1", loaders=1)
+    assert dure.train(task_of(), with_system_noise, stop=stop).summary["steps"] == 20
+
+
 def test_the_epsilon_is_that_of_dp_accounting_by_hand() -> None:
     run = dure.train(
         task_of(test=data()),
