@@ -72,7 +72,7 @@ def ghost(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
             hooks.append(layer.register_forward_hook(note))
     losses = F.cross_entropy(model(inputs), targets, reduction="none")
     parameters = trained(model)
-    first = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))][0]
+    first = next(layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d)))
     # Gradients of the first layer's bias alone: backward goes all the way, and forms no weights.
     assert isinstance(first.bias, Tensor)
     torch.autograd.grad(losses.sum(), first.bias, retain_graph=True)

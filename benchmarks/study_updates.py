@@ -7,11 +7,14 @@ the same attacks again: models that know their examples tell less of them. Last,
 be guessed of who took part, beside the accountant's epsilon.
 
     python benchmarks/study_updates.py --data DIR > benchmarks/results/study_updates.json
-    python benchmarks/study_updates.py --quick
+    python benchmarks/study_updates.py --data DIR --pictures docs/images
+    python benchmarks/study_updates.py --from benchmarks/results/study_updates.json \\
+        --page docs/what-an-update-gives-away.md
 
-DIR has the folder mnist; without it there are digits alone. It takes about half an hour on one
-core; --quick a minute, with figures that say little. Progress goes to standard error, the result as
-JSON to standard output.
+DIR has the folder mnist; without it there are digits alone. It takes half an hour on one core;
+--quick ten seconds, with figures that say little. Progress goes to standard error, the result as
+JSON to standard output. --pictures draws originals above what was rebuilt of them; --page puts the
+tables of a result into the page.
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import dure
 from dure.collectives.compression import parse
 from dure.federated.privacy.attacks.changes import Change
 from dure.federated.privacy.attacks.examine import Examination, Examiner, Row
 from dure.federated.privacy.attacks.recording import Recorded, read_updates
+from dure.record.png import strip
 from dure.run.audit import canary_epsilon
 
 JSON = dict[str, Any]
@@ -65,21 +72,25 @@ def first(task: dure.Task, examples: int, test: int = 1000) -> dure.Task:
     return dure.Task(task.model, task.loss, train, others, task.optimizer, name=task.name)
 
 
-def tasks(data: Path | None) -> Iterator[tuple[str, dure.Task, int]]:
-    """Name, task, and iterations of an inversion."""
-    yield "digits, 2NN", first(dure.load_task("digits"), 1437), 400
+FULL = Examination(sums=SUMS, changes=CHANGES, groups=4, iterations=400, seed=SEED)
+LESS = replace(
+    FULL,
+    changes=CHANGES[:2],
+    iterations=200,
+    most=40,
+    attacks=("labels", "first-layer", "geiping", "membership"),
+)
+"""Of convolutions, whose gradients of gradients take long: no DLG, and no large sums."""
+QUICK = replace(FULL, changes=CHANGES[:2], groups=1, iterations=20)
+
+
+def tasks(data: Path | None) -> Iterator[tuple[str, dure.Task, Examination]]:
+    """Name, task, and how it is attacked."""
+    yield "digits, 2NN", first(dure.load_task("digits"), 1437), FULL
     if data is not None:
-        examples = CLIENTS * EACH
-        yield (
-            "MNIST, 2NN",
-            first(dure.load_task("mnist", data=data / "mnist", model="2nn"), examples),
-            400,
-        )
-        yield (
-            "MNIST, CNN",
-            first(dure.load_task("mnist", data=data / "mnist", model="cnn"), examples),
-            300,
-        )
+        for name, model, wanted in (("MNIST, 2NN", "2nn", FULL), ("MNIST, CNN", "cnn", LESS)):
+            task = dure.load_task("mnist", data=data / "mnist", model=model)
+            yield name, first(task, CLIENTS * EACH), wanted
 
 
 def recorded(task: dure.Task, batch: int, rounds: int) -> list[Recorded]:
@@ -116,25 +127,17 @@ def written(row: Row) -> JSON:
     }
 
 
-def study(name: str, task: dure.Task, iterations: int, quick: bool) -> JSON:
+def study(name: str, task: dure.Task, full: Examination) -> JSON:
     """All batch sizes of a task."""
-    found: JSON = {"guess": dict(Examiner(task, SEED, Examination()).guess()), "batches": {}}
+    found: JSON = {"guess": dict(Examiner(task, SEED, full).guess()), "batches": {}}
     for batch in BATCHES:
-        # Large batches take long, and give hardly more figures.
-        groups = 1 if quick or batch == 100 else 4
         show(f"{name}, batch {batch}")
-        wanted = Examination(
-            sums=SUMS,
-            changes=CHANGES[:2] if quick else CHANGES if batch < 100 else CHANGES[:3],
-            groups=groups,
-            iterations=20 if quick else iterations,
-            seed=SEED,
-        )
+        # Large batches take long, and have more figures each.
+        wanted = full if batch < 100 else replace(full, groups=1, changes=full.changes[:3])
         cells = {"first round": attacked(name, task, recorded(task, batch, 1), wanted)}
-        if not quick and "CNN" not in name and batch < 100:
-            trained = Examination(sums=(1,), groups=groups, iterations=iterations, seed=SEED)
-            rounds = LATER + 1
-            updates = recorded(task, batch, rounds)
+        if full == FULL and batch < 100:
+            trained = replace(wanted, sums=(1,), changes=CHANGES[:1])
+            updates = recorded(task, batch, LATER + 1)
             cells[f"after {LATER} rounds"] = attacked(name, task, updates, trained)
         found["batches"][str(batch)] = cells
     return found
@@ -165,14 +168,152 @@ def canaries(quick: bool) -> list[JSON]:
     return found
 
 
+def pictures(data: Path, folder: Path) -> None:
+    """MNIST: single examples, batches of 8, sums of 8 such batches, and noise."""
+    task = first(dure.load_task("mnist", data=data / "mnist", model="2nn"), CLIENTS * EACH)
+    for batch, size, change in (
+        (1, 1, CHANGES[0]),
+        (8, 1, CHANGES[0]),
+        (8, 8, CHANGES[0]),
+        (1, 1, CHANGES[1]),
+    ):
+        wanted = Examination(
+            sums=(size,), changes=(change,), groups=1 if batch > 1 else 8, attacks=("geiping",)
+        )
+        examiner = Examiner(task, SEED, wanted)
+        updates = recorded(task, batch, 1)
+        # Eight pictures in each strip: of single examples those of eight updates.
+        some = [updates] if batch > 1 else [[one] for one in updates[:8]]
+        shown = [examiner.rows(each)[0].pictures for each in some]
+        true = torch.cat([one.true for one in shown if one is not None])[:8]
+        found = torch.cat([one.found for one in shown if one is not None])[:8]
+        name = f"update-{batch}-{size}{'-noise' if change.noise else ''}.png"
+        content = strip(
+            [true.double().numpy(), found.double().numpy()], float(true.min()), float(true.max())
+        )
+        (folder / name).write_bytes(content)
+        show(f"{folder / name}")
+
+
+SHOWN = {"first-layer": "closed form", "dlg": "DLG", "geiping": "Geiping"}
+
+
+def tables(result: JSON) -> dict[str, list[str]]:
+    """The tables of the page, by their names there."""
+    return {
+        "inputs": list(inputs_table(result)),
+        "changes": list(changes_table(result)),
+        "members": list(members_table(result)),
+        "canaries": list(canaries_table(result)),
+    }
+
+
+def cell(rows: Sequence[JSON], attack: str, size: int, change: str, figure: str) -> str:
+    """A figure with its interval; a dash where the attack was not made."""
+    for row in rows:
+        if (row["attack"], row["sum"], row["change"]) == (attack, size, change):
+            if figure not in row["figures"]:
+                return "–"
+            value, low, high = row["figures"][figure]
+            scale = 100 if figure == "labels_right" else 1
+            digits = 2 if figure in ("ssim", "auc") or figure.startswith("tpr") else 0
+            unit = " %" if figure == "labels_right" else ""
+            if low == high:
+                return f"{scale * value:.{digits}f}{unit}"
+            ends = f"{scale * low:.{digits}f} to {scale * high:.{digits}f}"
+            return f"{scale * value:.{digits}f}{unit} ({ends})"
+    return "–"
+
+
+def inputs_table(result: JSON) -> Iterator[str]:
+    """Labels, and the PSNR of each attack, as updates are sent."""
+    heads = ["labels right", *(f"{words}, PSNR" for words in SHOWN.values()), "Geiping, SSIM"]
+    yield f"| | batch | updates in a sum | {' | '.join(heads)} |"
+    yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
+    for name, found in result["tasks"].items():
+        for batch, cells in found["batches"].items():
+            for when, rows in cells.items():
+                for size in SUMS if when == "first round" else SUMS[:1]:
+                    label = name if when == "first round" else f"{name}, {when}"
+                    got = [cell(rows, "labels", size, "as sent", "labels_right")]
+                    got += [cell(rows, attack, size, "as sent", "psnr") for attack in SHOWN]
+                    got += [cell(rows, "geiping", size, "as sent", "ssim")]
+                    yield f"| {label} | {batch} | {size} | {' | '.join(got)} |"
+
+
+def changes_table(result: JSON) -> Iterator[str]:
+    """The same under noise and compression, for batches of 8."""
+    heads = "updates in a sum | update | labels right | closed form, PSNR | Geiping, PSNR | SSIM"
+    yield f"| | {heads} |"
+    yield "| --- | --: | --- | --: | --: | --: | --: |"
+    for name, found in result["tasks"].items():
+        rows = found["batches"]["8"]["first round"]
+        for size in SUMS:
+            for change in dict.fromkeys(row["change"] for row in rows):
+                got = [
+                    cell(rows, "labels", size, change, "labels_right"),
+                    cell(rows, "first-layer", size, change, "psnr"),
+                    cell(rows, "geiping", size, change, "psnr"),
+                    cell(rows, "geiping", size, change, "ssim"),
+                ]
+                yield f"| {name} | {size} | {change} | {' | '.join(got)} |"
+
+
+def members_table(result: JSON) -> Iterator[str]:
+    """AUC against clients' models, by batch size."""
+    yield "| | batch | AUC, model of 1 update | of a sum of 8 | noise 1, 1 update |"
+    yield "| --- | --: | --: | --: | --: |"
+    for name, found in result["tasks"].items():
+        for batch, cells in found["batches"].items():
+            rows = cells["first round"]
+            got = [
+                cell(rows, "membership", 1, "as sent", "auc"),
+                cell(rows, "membership", 8, "as sent", "auc"),
+                cell(rows, "membership", 1, "noise 1", "auc"),
+            ]
+            yield f"| {name} | {batch} | {' | '.join(got)} |"
+
+
+def canaries_table(result: JSON) -> Iterator[str]:
+    yield "| noise z | accountant: at most | canaries: at least | guesses right | test accuracy |"
+    yield "| --: | --: | --: | --: | --: |"
+    for row in result["canaries"]:
+        most = "–" if row["accountant"] is None else f"{row['accountant']:.1f}"
+        yield (
+            f"| {row['noise']:g} | {most} | {row['epsilon_at_least']:.2f} | {row['right']} of "
+            f"{row['guessed']} | {100 * row['test_accuracy']:.0f} % |"
+        )
+
+
+def write_page(result: JSON, page: Path) -> None:
+    """Puts the tables between their marks."""
+    text = page.read_text()
+    for name, lines in tables(result).items():
+        begin = f"<!-- {name} -->"
+        end = f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{after}"
+    page.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, help="the folder that has mnist")
     parser.add_argument("--quick", action="store_true", help="little of everything")
+    parser.add_argument("--pictures", type=Path, help="draw pictures into this folder, and end")
+    parser.add_argument("--from", type=Path, dest="there", help="a result that is there")
+    parser.add_argument("--page", type=Path, help="put the tables of that result into this page")
     asked = parser.parse_args()
+    if asked.there is not None:
+        write_page(json.loads(asked.there.read_text()), asked.page)
+        return
+    if asked.pictures is not None:
+        pictures(asked.data, asked.pictures)
+        return
     result: JSON = {"seed": SEED, "clients": CLIENTS, "tasks": {}}
-    for name, task, iterations in tasks(None if asked.quick else asked.data):
-        result["tasks"][name] = study(name, task, iterations, asked.quick)
+    for name, task, full in tasks(None if asked.quick else asked.data):
+        result["tasks"][name] = study(name, task, QUICK if asked.quick else full)
     result["canaries"] = canaries(asked.quick)
     print(json.dumps(result, indent=1))
 

@@ -29,7 +29,8 @@ ROOMS = [
     {"record", "data"},
     {"collectives", "fleet", "protocol", "wire"},
     {"contracts"},
-    {"tasks", "privacy"},
+    {"tasks"},
+    {"privacy"},
     {"worlds", "parallel", "averaging", "federated", "parameter_server", "split"},
     {"report"},
     {"run", "bench"},
@@ -41,6 +42,7 @@ ROOMS = [
 MAY = {
     ("averaging", "parallel"),
     ("parameter_server", "parallel"),
+    ("privacy", "tasks"),
     ("split", "parallel"),
     ("references", "errors"),
     ("settings", "errors"),

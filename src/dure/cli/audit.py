@@ -34,12 +34,12 @@ class AuditOptions:
         sums: how many updates are added up before they are attacked, as secure aggregation does.
         noise: noise multipliers with which each attack is made again, after clipping; 0 is none.
         compression: with which each attack is made again, such as none, int8, top-k:0.01.
-        attacks: which of labels, first layer, dlg, geiping and membership.
+        attacks: which of labels, first-layer, dlg, geiping and membership.
         groups: sums of each size that are attacked.
         most: examples of a sum that are rebuilt, at the most.
         iterations: of the inversions.
         canaries: clients in whose places canaries are, in one more training; 0 trains nothing.
-        delta: of their bound on epsilon.
+        delta: of their bound on epsilon; by default that of the run's promise, or 1e-5.
         seed: of where attacks begin.
         task: the task, path/to/file.py:name, where the run was not begun here.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
@@ -54,7 +54,7 @@ class AuditOptions:
     most: int = 100
     iterations: int = 400
     canaries: int = 0
-    delta: float = 1e-5
+    delta: float | None = None
     seed: int = 0
     task: str | None = None
     strategy: str | None = None
@@ -182,5 +182,11 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"canaries: {canaries['right']} of {canaries['guessed']} guesses right, so epsilon is "
             f"at least {canaries['epsilon_at_least']:.3g} (delta {canaries['delta']:g}, 95 %)"
+        )
+    promised = content.get("promised")
+    if promised:
+        lines.append(
+            f"the accountant promises epsilon at most {promised['epsilon']:.3g} (delta "
+            f"{promised['delta']:g})"
         )
     return lines

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self, get_args
 from torch import Tensor, nn
 
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Kind, Learner, Place, Strategy, examples_for
+from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, examples_for
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
@@ -30,7 +30,9 @@ from dure.federated.client.clients import LocalWork
 from dure.federated.client.poisoning import check_poison
 from dure.federated.engines.choose import Setting, check_engine, engine_for
 from dure.federated.engines.job import Engine
+from dure.federated.engines.noised import check_noised
 from dure.federated.privacy.choice import NOTHING, Privacy, privacy_of
+from dure.federated.privacy.example_level import check_example_level
 from dure.federated.privacy.secure_aggregation.checks import (
     check_conditions,
     check_groups,
@@ -53,6 +55,8 @@ from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count
 from dure.privacy.accountant import check_delta
+from dure.privacy.example_level import proven
+from dure.privacy.per_example.refused import check_layers
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
 from dure.tensors.flat import check_apart
@@ -117,6 +121,9 @@ class Federated(Strategy):
     # Before, what the server and its clients keep was one state.
     oldest_checkpoint: ClassVar[int] = 2
     sends_partial_work: ClassVar[bool] = False
+    noises_steps: ClassVar[bool] = True
+    """Whether its clients' local training may be DP-SGD's."""
+
     letters: ClassVar[Mapping[str, str]] = {
         "clients": "K",
         "fraction": "C",
@@ -173,6 +180,8 @@ class Federated(Strategy):
 
         model: the task's, where there is one already.
         """
+        if self.privacy.example is not None:
+            check_noised(wanted)
         check_engine(task, wanted, model)
 
     # What they share
@@ -208,12 +217,18 @@ class Federated(Strategy):
             return self
         # Before the noise is looked for, which takes seconds.
         self._check_privacy()
-        noise = chosen_noise(user, self, stop.rounds)
+        noise = chosen_noise(user, self, stop.rounds, self.count(task) or 1)
         return replace(self, privacy=replace(self.privacy, user=replace(user, noise=noise)))
 
     def _check_privacy(self) -> None:
         """Raises ValueError where clients would not have what they are promised."""
         check_delta(self.delta)
+        check_example_level(self.privacy, self.epsilon, self.fine_tune)
+        if self.privacy.example is not None and not self.noises_steps:
+            raise ValueError(
+                f"dp-sgd: a client of {self.name} computes other gradients than those of one "
+                f"training: take fed-avg, fed-prox or scaffold"
+            )
         user = self.privacy.user
         if user is not None:
             secure = self.privacy.secure is not None
@@ -270,7 +285,7 @@ class Federated(Strategy):
         self.optimizer()
         self._check_privacy()
         if self.privacy.user is not None:
-            check_budget(self.privacy.user, self)
+            check_budget(self.privacy.user, self, self.count(task) or 1)
         self.check_task(task)
         # A rule that needs more updates than a round has is refused before anything is computed.
         clients = self.count(task)
@@ -298,6 +313,8 @@ class Federated(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a batch that is too small for the model, or shared memory."""
         check_apart(model)
+        if self.privacy.example is not None:
+            check_layers(model)
         # A server that has no data leaves it to its clients, which check it too.
         singly = self.batch_size == 1 and len(task.train) > 0
         if singly and needs_two(model, examples_for(model, task)[0]):
@@ -305,6 +322,14 @@ class Federated(Strategy):
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
                 "example: take a batch_size of 2 or more"
             )
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Tries how the gradients of single examples are clipped, where that is wanted."""
+        self.check_model(task, model, workers)
+        # A server that has no data leaves it to its clients.
+        if self.privacy.example is None or not len(task.train):
+            return None
+        return proven(task, model)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for liars that cannot be, and engines that cannot compute the task."""
@@ -330,12 +355,22 @@ class Federated(Strategy):
             )
         if self.privacy.secure is not None:
             check_conditions(self.privacy.secure, conditions)
+        if self.privacy.example is not None and not conditions.arrival.still:
+            raise ValueError(
+                f"dp-sgd: with the arrival {conditions.arrival} clients have other examples at "
+                f"other times, and what they tell of them is not counted: leave it out"
+            )
         if self.freeze_at is not None:
             self._check_frozen(task, model, conditions)
         if conditions.keep_updates and self._divides(task, model):
             raise ValueError(
                 f"keep_updates keeps whole updates to attack them, and clients of {self.name} send "
                 f"a part of the model: leave it out"
+            )
+        if conditions.keep_updates and attack.poisons:
+            raise ValueError(
+                f"keep_updates names the examples of an update, and {attack} puts spoilt ones in "
+                f"their place: leave out one of the two"
             )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)

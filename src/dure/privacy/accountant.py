@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,10 @@ COARSEST = 5e-4
 
 MOST_POINTS = 100_000
 """About how many of them a release may have, so that it is computed in less than a second."""
+
+MOST_NOISE = 2.0**20
+LEAST_NOISE = 2.0**-10
+"""Where the least noise for an epsilon is looked for."""
 
 MEANINGLESS = 100.0
 """An epsilon that promises nothing: looser bounds do, which cost less."""
@@ -120,30 +124,33 @@ def noise_for(
     Of four digits, the last one rounded up. Raises ValueError for an epsilon that is not above 0,
     and for one that takes more noise than anybody adds.
     """
-    if not 0 < wanted < math.inf:
-        raise ValueError(f"epsilon is {wanted}, but what may be told is above 0 and finite")
     if times < 1:
         return 0.0
+    return least_noise(
+        wanted, lambda noise: epsilon([Releases(rate, noise, times)], delta, relation)
+    )
 
-    def told(noise: float) -> float:
-        # 0 is less than anybody asks for, and has no logarithm.
-        return max(epsilon([Releases(rate, noise, times)], delta, relation), 1e-9)
 
+def least_noise(wanted: float, told: Callable[[float], float]) -> float:
+    """As `noise_for`. told: the epsilon with a noise; it falls as the noise rises."""
+    if not 0 < wanted < math.inf:
+        raise ValueError(f"epsilon is {wanted}, but what may be told is above 0 and finite")
     high, low = 1.0, 0.5
     while (least := told(high)) > wanted:
         low, high = high, 2 * high
-        if high > 2.0**30:
+        if high > MOST_NOISE:
             raise ValueError(
-                f"no noise makes {times} releases tell at most an epsilon of {wanted}: ask for "
-                f"fewer of them, or a larger epsilon"
+                f"no noise keeps all that is released within an epsilon of {wanted}: ask for less, "
+                f"or a larger epsilon"
             )
-    while (most := told(low)) <= wanted and low > 2.0**-10:
+    while (most := told(low)) <= wanted and low > LEAST_NOISE:
         low, high, least = low / 2, low, most
     # Epsilon falls about as a power of the noise: the place between is guessed so, and looked at
     # from both sides.
     while high / low > 1.0004:
-        share = math.log(most / wanted) / math.log(most / least)
-        guess = low * (high / low) ** min(max(share, 0.05), 0.95)
+        # 0 is less than anybody asks for, and has no logarithm.
+        spread = math.log(most / max(least, 1e-9))
+        guess = low * (high / low) ** min(max(math.log(most / wanted) / spread, 0.05), 0.95)
         for noise in (guess * 1.00015, guess / 1.00015):
             if low < noise < high:
                 found = told(noise)
@@ -151,10 +158,10 @@ def noise_for(
                     high, least = noise, found
                 else:
                     low, most = noise, found
-    noise = _upwards(high)
+    noise = upwards(high)
     # The grid of losses is another for another noise, so the bound may jump in its last digits.
     while told(noise) > wanted:
-        noise = _upwards(noise * 1.0002)
+        noise = upwards(noise * 1.0002)
     return noise
 
 
@@ -301,8 +308,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _upwards(number: float) -> float:
-    """Rounded up to four digits."""
+def upwards(number: float) -> float:
+    """A number, rounded up to four digits."""
     digit = 10.0 ** (math.floor(math.log10(number)) - 3)
     return float(f"{math.ceil(number / digit - 1e-9) * digit:.4g}")
 

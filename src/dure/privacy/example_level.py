@@ -102,10 +102,13 @@ def planned(
     return replace(settings, noise=noise_for(budget.epsilon, budget.delta, rate, times))
 
 
-def promise(settings: DPSGD, rate: float, delta: float) -> Promise:
-    """What DP-SGD promises, in words."""
+def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = None) -> Promise:
+    """What DP-SGD promises, in words.
+
+    repeats: whether the noise follows from the run's seed; by default as the settings say.
+    """
     against = "whoever sees the weights and gradients of the run, but not its losses and metrics"
-    if settings.draws == "seed":
+    if settings.draws == "seed" if repeats is None else repeats:
         against += ", and does not know its seed, from which the noise was drawn"
     return Promise(
         unit="example",
@@ -132,9 +135,9 @@ def noised_mean(
 
     position: of the step, for which noise is drawn once.
     """
-    deviation = settings.clip * settings.noise
-    if not deviation:
+    if not settings.noise:
         return [total / expected for total in sums]
+    deviation = settings.clip * settings.noise
     # As one: a key, and what is done with it, takes as long as thousands of numbers.
     whole = torch.cat([total.detach().reshape(-1) for total in sums])
     noised = _noised(whole, secret.key("dp-sgd noise", *position), deviation, expected)

@@ -15,12 +15,13 @@ The file has one JSON object a line: {"number": 7, "rate": 0.1, "noise": 1.2, "t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dure.errors import RunFolderError, warn
-from dure.privacy.accountant import Relation, Releases, epsilon
+from dure.privacy.accountant import Releases, epsilon
 from dure.record.disk import Lines, sync_folder
 
 FILE = "privacy.jsonl"
@@ -38,8 +39,9 @@ class Ledger:
     """What was charged so far.
 
     delta: with which epsilon is said. folder: of the run, where it is written down; None keeps it
-    in memory. repeats: whether the noise of a round is the same when it is drawn again. Raises
-    RunFolderError for a file that is no ledger.
+    in memory. repeats: whether the noise of a round is the same when it is drawn again. told: the
+    epsilon of releases; by default of Gaussian ones, of a unit more or less. unit: what is charged.
+    Raises RunFolderError for a file that is no ledger.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class Ledger:
         delta: float,
         folder: Path | None = None,
         repeats: bool = False,
-        relation: Relation = "add-or-remove",
+        told: Callable[[Sequence[Releases]], float] | None = None,
         unit: str = "round",
     ) -> None:
         self.delta = delta
         self.repeats = repeats
-        self.relation: Relation = relation
         self.unit = unit
+        self._told = told if told is not None else partial(epsilon, delta=delta)
         self.entries: list[Entry] = []
         self._charged: set[int] = set()
         self._lines: Lines | None = None
@@ -84,7 +86,11 @@ class Ledger:
 
     def epsilon(self, *more: Releases) -> float:
         """What all that was charged tells of anybody; `more`: as if these were charged too."""
-        return epsilon([*self.spent, *more], self.delta, self.relation)
+        return self._told([*self.spent, *more])
+
+    def has(self, number: int) -> bool:
+        """Whether this round was ever charged."""
+        return number in self._charged
 
     def paid(self, number: int) -> bool:
         """Whether this round costs nothing any more."""

@@ -24,20 +24,21 @@ class PoissonBatches:
     """The batches of n examples; it stands in for `dure.data.batches.Batches`.
 
     batch_size: B, the mean; None, or n and more, is all the data in every step. secret: answers the
-    same question alike, for a batch may be asked for by loaders too. client: whose examples.
+    same question alike where a batch may be asked for twice, by loaders say. where: what tells
+    these batches from others of the secret, such as (client, turn).
     """
 
-    def __init__(self, n: int, batch_size: int | None, secret: Secret, client: int = 0) -> None:
+    def __init__(self, n: int, batch_size: int | None, secret: Secret, *where: int) -> None:
         self.n = n
         self.batch_size = n if batch_size is None else min(batch_size, n)
         self.rate = self.batch_size / n
         self.steps_per_epoch = -(-n // self.batch_size)
         self._secret = secret
-        self._client = client
+        self._where = where
 
     def at(self, step: int) -> Tensor:
         """The indices of `step`'s batch, int64, in order; perhaps none."""
         if self.rate == 1:
             return torch.arange(self.n)
-        key = self._secret.key("dp-sgd batch", self._client, step)
+        key = self._secret.key("dp-sgd batch", *self._where, step)
         return coins(key, self.rate, self.n).nonzero().flatten()

@@ -283,7 +283,7 @@ def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
     return Leakage(defence, exposure, numbers(mapping(told.get("measured"))))
 
 
-def promises_of(summary: Mapping[str, Any]) -> list[Any]:
+def promises_of(summary: Mapping[str, Any]) -> Sequence[Any]:
     """What the run promises of differential privacy, a mapping each (`Promise.facts`)."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     return listing(facts.get("promises"))

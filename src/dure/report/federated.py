@@ -95,7 +95,9 @@ def _bits(federation: Federation) -> str | None:
 
 def _came(run: Run, federation: Federation) -> str:
     """40 updates, 3 late, 2 dropped out."""
-    said = [plural(sum(federation.turns.values()), "update")]
+    # Where it is not told who took part, it is told how often somebody did.
+    updates = sum(federation.turns.values()) or _outcomes(run, federation).get("accepted", 0)
+    said = [plural(updates, "update")]
     for outcome, number in _outcomes(run, federation).items():
         if outcome != "accepted":
             # Of a network, an outcome may be a sentence of why there was no update.

@@ -348,13 +348,14 @@ class Audit:
     """What `dure audit` has found out about a run.
 
     guess: how near a guess without updates comes. sums_only: whether the server had no single ones.
-    canaries: what they told; empty without.
+    canaries: what they told; promised: epsilon and delta by the accountant; both may be empty.
     """
 
     rows: Sequence[Attacked]
     guess: Mapping[str, float]
     sums_only: bool
     canaries: Mapping[str, float]
+    promised: Mapping[str, float]
 
 
 @dataclass(frozen=True)

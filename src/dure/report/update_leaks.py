@@ -43,6 +43,7 @@ def audit_of(folder: Path, raw: Mapping[str, Any]) -> Audit | None:
         guess=numbers(mapping(raw.get("guess"))),
         sums_only=raw.get("sums_only") is True,
         canaries=numbers(mapping(raw.get("canaries"))),
+        promised=numbers(mapping(raw.get("promised"))),
     )
 
 
@@ -144,6 +145,11 @@ def _asides(audit: Audit) -> list[str]:
             f"{plural(told.get('canaries'), 'canary client')}: {count(told['right'])} of "
             f"{count(told['guessed'])} guesses were right, so epsilon is at least "
             f"{told['epsilon_at_least']:.3g} at delta {told['delta']:g}, with 95 % confidence."
+        )
+    if {"epsilon", "delta"} <= audit.promised.keys():
+        lines.append(
+            f"The accountant of this run promises an epsilon of at most "
+            f"{audit.promised['epsilon']:.3g} at delta {audit.promised['delta']:g}."
         )
     return lines
 

@@ -32,6 +32,7 @@ from dure.record.disk import told, write_atomically
 from dure.record.png import strip
 from dure.record.run import RunFolder
 from dure.record.weights import weights_from_bytes
+from dure.report.values import listing, mapping, numbers
 from dure.run.begun import Asks
 from dure.run.config import asked_in
 from dure.run.train import found_again, train
@@ -41,6 +42,8 @@ from dure.worlds.simulated import Simulated
 FILE = "audit.json"
 FOLDER = "audit"
 VERSION = 1
+DELTA = 1e-5
+"""Of the bound that canaries give, where the run promises nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ def audit(
     examination: Examination | None = None,
     *,
     canaries: int = 0,
-    delta: float = 1e-5,
+    delta: float | None = None,
     task: Task | str | None = None,
     strategy: Strategy | str | None = None,
     say: Say = lambda what, done, of: None,
@@ -64,7 +67,8 @@ def audit(
     """Attacks the updates that a simulation has kept (`Simulated(keep_updates=5)`).
 
     canaries: clients whose places canaries take in one more training; 0 trains nothing. delta: of
-    their bound on epsilon. task, strategy: as in `dure.resume`, where the run was not begun here.
+    their bound on epsilon; None is that of the run's promise, or 1e-5. task, strategy: as in
+    `dure.resume`, where the run was not begun here.
 
     Raises RunFolderError for a folder without recorded updates, and ValueError for canaries that do
     not fit.
@@ -92,13 +96,30 @@ def audit(
         "guess": dict(examiner.guess()),
         "rows": _written(path, rows),
     }
+    promised = _promised(path)
+    if promised is not None:
+        content["promised"] = promised
     if canaries:
         say("canaries: training once more", 0, 1)
+        if delta is None:
+            delta = DELTA if promised is None else promised["delta"]
         content["canaries"] = canary_epsilon(
             task, strategy, world, asked.stop, canaries, asked.seed, delta
         )
     RunFolder(path).write_json(FILE, content)
     return Audited(rows, content)
+
+
+def _promised(path: Path) -> dict[str, float] | None:
+    """Epsilon and delta of clients by the run's accountant; None where nothing is promised."""
+    if not (path / "summary.json").is_file():
+        return None
+    summary = RunFolder(path).read_json("summary.json")
+    facts = mapping(next(iter(listing(summary.get("facts"))), None))
+    told = numbers(mapping(facts.get("user_level")))
+    if not {"epsilon", "delta"} <= told.keys():
+        return None
+    return {"epsilon": told["epsilon"], "delta": told["delta"]}
 
 
 def _final(path: Path) -> dict[str, Tensor] | None:
@@ -155,7 +176,7 @@ def canary_epsilon(
     stop: Stop,
     count: int,
     seed: int = 0,
-    delta: float = 1e-5,
+    delta: float = DELTA,
 ) -> dict[str, Any]:
     """Trains with canaries in the places of `count` clients: what their guesses say of epsilon.
 

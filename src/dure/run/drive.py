@@ -294,7 +294,6 @@ class Driver:
                 "numbers": dict(position.numbers),
                 "bytes": self.travelled,
                 "evaluated": position.last_evaluation,
-                "numbers": dict(position.numbers),
                 "proofs": [tuple(proof) for proof in self.proofs],
             }
         )

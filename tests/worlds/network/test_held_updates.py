@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +20,7 @@ import torch
 from toy_sums import SEED, Played, Toy, install, noted
 
 import dure
+from dure.errors import PolicyError
 from dure.protocol.messages import Answer, Say
 from dure.worlds.network.client.audit import verify
 from dure.worlds.network.server import desk
@@ -86,7 +88,8 @@ def test_sums_of_all_clients_make_the_model_and_a_replay_has_the_same_bits(
     assert not any(client.words("sent") for client in clients)
     assert run.summary["facts"][0]["outcomes"]["accepted"] == 6
     made = noted(notes, "made")
-    replayed = dure.replay(tmp_path / "run", task=small_task())
+    dure.backup(tmp_path / "run", tmp_path / "copy")
+    replayed = dure.replay(tmp_path / "copy", task=small_task())
     assert (replayed.rounds, replayed.same) == (2, True)
     assert noted(notes, "made") == made
 
@@ -225,3 +228,31 @@ def test_training_that_fails_says_neither_how_nor_why(
         rows = journal.execute("SELECT body FROM events WHERE kind = 'failed'").fetchall()
     assert {body for (body,) in rows} == {b"its own code raised NoUpdate"}
     assert "finite" not in log.read_text()
+
+
+def test_a_training_loop_of_its_own_takes_no_part(notes: Path, tmp_path: Path) -> None:
+    declined: list[Exception] = []
+
+    def own(url: str) -> None:
+        try:
+            dure.Client(url, examples=5)
+        except PolicyError as error:
+            declined.append(error)
+        players.append(Played(url, 0))
+
+    def begins(url: str) -> Played:
+        # The server is open once this has returned.
+        threading.Thread(target=own, args=(url,), daemon=True).start()
+        return Played(url, 1)
+
+    players: list[Played] = []
+    run, _ = serve(tmp_path, begins, rounds=1, strategy=dure.FedAvg(clients=2, batch_size=4))
+    players[0].leave()
+    players[0].join()
+    assert "would send bare updates" in str(declined)
+    assert run.summary["steps"] == 1
+
+
+def test_clients_have_some_time_to_answer() -> None:
+    with pytest.raises(ValueError, match="exchange_seconds is 0"):
+        dure.Network(exchange_seconds=0)

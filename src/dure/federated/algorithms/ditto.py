@@ -42,6 +42,7 @@ class Ditto(Federated):
 
     name: ClassVar[str] = "ditto"
     title: ClassVar[str] = "Ditto"
+    noises_steps: ClassVar[bool] = False
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.lam < float("inf"):

@@ -52,6 +52,7 @@ class PerFedAvg(Federated):
 
     name: ClassVar[str] = "per-fed-avg"
     title: ClassVar[str] = "Per-FedAvg"
+    noises_steps: ClassVar[bool] = False
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha < float("inf"):

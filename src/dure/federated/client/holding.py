@@ -21,6 +21,9 @@ from dure.protocol.messages import Answer, Assignment, Say, Update
 from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
 
+ANY = 3
+"""As many members as any sum may have."""
+
 
 @dataclass
 class _Held:
@@ -105,7 +108,7 @@ class Holding:
             raise ValueError("its loss has counted nothing")
         extras = self.algorithm.expects(asked)
         # However many members there are, vectors have the same length.
-        length = self.sums.contribution(asked, extras, 2).length
+        length = self.sums.contribution(asked, extras, ANY).length
         context = context_of(
             say.body,
             self.sums.settings,
@@ -120,7 +123,10 @@ class Holding:
 
         def vector() -> Tensor:
             return how.encode(
-                update, asked, weight, lambda part: self.secret.key("rounding", *position, part)
+                update,
+                asked,
+                weight,
+                lambda purpose, number: self.secret.key(purpose, *position, number),
             )
 
         return Client(

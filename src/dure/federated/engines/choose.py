@@ -27,6 +27,7 @@ from dure.data.examples import Examples
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.loop import LoopEngine
+from dure.federated.engines.noised import Noised
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
@@ -94,6 +95,7 @@ class Setting(NamedTuple):
     sums: bool = False
     chunk: int = 0
     threads: int | None = None
+    noised: Noised | None = None
 
 
 def engine_for(setting: Setting) -> Engine:
@@ -110,6 +112,7 @@ def engine_for(setting: Setting) -> Engine:
         examples=setting.examples,
         batch_size=setting.batch_size,
         seed=setting.seed,
+        noised=setting.noised,
     )
     batched = _batched(setting) if way is None or way.batched else ""
     made = _Made(setting, loop, batched)
@@ -119,6 +122,8 @@ def engine_for(setting: Setting) -> Engine:
 
 
 def _batched(setting: Setting) -> BatchedEngine | str:
+    if setting.noised is not None:
+        return "the gradients of single examples are clipped"
     return batched_engine(
         task=setting.task,
         model=setting.model,

@@ -10,6 +10,8 @@ many: the same bits from a few calls. Large models are not copied: there the cal
 to the memory that a copy moves. Nor are those of plain SGD, which is one call anyway
 (`optimizers`), nor those of an optimizer with hooks, which see the parameters as they are.
 
+With `noised` a client's steps are those of DP-SGD (`noised`).
+
 Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 """
 
@@ -27,6 +29,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
+from dure.federated.engines.noised import Noised, NoisedSteps
 from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import home_of, to_device
@@ -55,14 +58,23 @@ class LoopEngine(Engine):
     """Trains for one client after another.
 
     model: a fresh one, which becomes the engine's own. examples: of all clients, in the model's
-    dtype. batch_size: of a client's step; None is all of its data.
+    dtype. batch_size: of a client's step; None is all of its data. noised: examples are protected.
     """
 
     name = "loop"
 
     def __init__(
-        self, task: Task, model: nn.Module, examples: Examples, batch_size: int | None, seed: int
+        self,
+        task: Task,
+        model: nn.Module,
+        examples: Examples,
+        batch_size: int | None,
+        seed: int,
+        noised: Noised | None = None,
     ) -> None:
+        self.noised: NoisedSteps | None = None
+        if noised is not None:
+            self.noised = NoisedSteps(noised, task, model, examples, batch_size)
         self.task = task
         self.model = model
         self.examples = examples
@@ -98,10 +110,12 @@ class LoopEngine(Engine):
     def _train(self, job: Job) -> Trained:
         losses: list[Tensor] = []
         counts: list[float] = []
-        order, sizes = batches(job, self.batch_size, self.seed)
         try:
             self._load(job)
-            self._steps(job, order, sizes, losses, counts)
+            if self.noised is None:
+                samples = self._steps(job, losses, counts)
+            else:
+                samples = self._noised_steps(self.noised, job, losses, counts)
         except (DureError, _NoGradientError):
             raise
         except (Exception, SystemExit) as error:
@@ -124,7 +138,7 @@ class LoopEngine(Engine):
         return Trained(
             delta=delta,
             buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
-            samples=len(order),
+            samples=samples,
             loss=total / counted if counted else 0.0,
             counted=counted,
         )
@@ -133,15 +147,12 @@ class LoopEngine(Engine):
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
 
-    def _steps(
-        self,
-        job: Job,
-        order: Tensor,
-        sizes: Sequence[int],
-        losses: list[Tensor],
-        counts: list[float],
-    ) -> None:
-        """The steps of the job. losses, counts: get the loss of each, and what that counted."""
+    def _steps(self, job: Job, losses: list[Tensor], counts: list[float]) -> int:
+        """The steps of the job; how many examples they had.
+
+        losses, counts: get the loss of each, and what that counted.
+        """
+        order, sizes = batches(job, self.batch_size, self.seed)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
@@ -162,6 +173,30 @@ class LoopEngine(Engine):
             counts.append(counted)
             loss.backward()  # type: ignore[no-untyped-call]
             step()
+        return len(order)
+
+    def _noised_steps(
+        self, noised: NoisedSteps, job: Job, losses: list[Tensor], counts: list[float]
+    ) -> int:
+        """`_steps` of DP-SGD: how many examples they had in the mean, for it tells no more."""
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
+        self.model.train()
+        step = self.updates.begin(job)
+        coins = noised.batches(job)
+        for number in range(job.steps):
+            if self.look is not None:
+                self.look()
+            chosen = coins.at(number)
+            batch = None
+            if len(chosen):
+                read = self.examples.batch(job.indices.index_select(0, chosen))
+                batch = to_device(read, self.device)
+            sums, loss = noised.clipped(batch)
+            noised.leave(sums, coins.batch_size, job, number)
+            losses.append(torch.tensor(loss))
+            counts.append(float(coins.batch_size) if batch is not None else 0.0)
+            step()
+        return job.steps * coins.batch_size
 
 
 def check_frozen(frozen: Frozen, job: Job) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregationPlus
 
 
 class Exposure(NamedTuple):
@@ -18,11 +19,10 @@ class Exposure(NamedTuple):
     what: str
 
 
-def exposure(privacy: Privacy, lies: bool = False) -> list[Exposure]:
-    """Of everybody who gets something.
-
-    lies: whether sums are kept from a server that does not follow the protocol, too.
-    """
+def exposure(privacy: Privacy, roster: bool = False) -> list[Exposure]:
+    """Of everybody who gets something. roster: whether clients know each other by their owner's."""
+    # A few neighbours of each could all be the server's, whoever has signed who they are.
+    lies = roster and not isinstance(privacy.secure, SecureAggregationPlus)
     return [
         Exposure("the server", _server(privacy, lies)),
         Exposure("other clients", "the model of each round in which they take part"),

@@ -134,8 +134,10 @@ class Combining:
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None
-        # Where its loss has counted nothing, a client has learned nothing.
-        taken = self.model.fold(update, scale, weight, start) if weight > 0 else None
+        # Where its loss has counted nothing, a client has learned nothing; with noise of its own it
+        # does not say what was counted.
+        learned = weight > 0 or self.model.private is not None
+        taken = self.model.fold(update, scale, weight, start) if learned else None
         told = (update.client, update.samples, update.count, update.loss)
         self._folded.append(Folded(*told, staleness))
         return taken

@@ -30,11 +30,13 @@ What is counted is counted to its end.
 class Log:
     """What is remembered of a run for its report.
 
-    liars: who lies in a round; None where nobody does.
+    liars: who lies in a round; None where nobody does. names: whether it is remembered who took
+    part. It is not where differential privacy counts on that nobody knows whose coins fell how.
     """
 
-    def __init__(self, liars: Callable[[int], Collection[int]] | None) -> None:
+    def __init__(self, liars: Callable[[int], Collection[int]] | None, names: bool = True) -> None:
         self.liars = liars
+        self.names = names
         self.flights: list[list[Any]] = []
         self.outcomes: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
@@ -54,9 +56,11 @@ class Log:
         """What happened until a new model was made, and what it was made of."""
         flown = [flight for flight in flown if flight.outcome != STEP]
         self.outcomes.update([flight.outcome for flight in flown])
-        self.turns.update(result.clients)
         self.staleness.update(result.staleness)
         self.refusals.update(result.refused.values())
+        if not self.names:
+            return
+        self.turns.update(result.clients)
         self.wrong.update(result.wrong)
         # Counters above go on; lists of a long run would grow without bound.
         for flight in flown[: MOST - len(self.flights)]:

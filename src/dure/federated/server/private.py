@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,8 +11,12 @@ from torch import Tensor
 class Private(Protocol):
     """It gathers a round's contributions in place of the rule, and releases them with noise.
 
-    expected: q·W, by which sums were divided.
+    expected: q·W, by which sums were divided. repeats: whether coins and noise follow from a seed.
     """
+
+    @property
+    def repeats(self) -> bool:
+        """As above."""
 
     @property
     def expected(self) -> float:
@@ -50,3 +54,22 @@ class Private(Protocol):
 
     def close(self) -> None:
         """The run has ended."""
+
+
+class Account(Protocol):
+    """The account of what clients that train by DP-SGD tell of their examples."""
+
+    def asked(self, clients: Iterable[int]) -> None:
+        """Each of these has trained once more, as far as is known."""
+
+    def numbers(self) -> dict[str, float]:
+        """What the history tells, such as epsilon."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is promised, for the report."""
+
+    def state(self) -> Any:
+        """What it needs to go on, as a tree for checkpoints."""
+
+    def restore(self, state: Any) -> None:
+        """The inverse of `state`."""

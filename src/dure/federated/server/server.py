@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,15 @@ from dure.data.keys import said
 from dure.errors import RunFolderError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.choice import NOTHING, Privacy
-from dure.federated.privacy.exposure import exposure
-from dure.federated.privacy.secure_aggregation.settings import SecureAggregationPlus
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.private import Private
+from dure.federated.server.private import Account, Private
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.summing import Summing
 from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
@@ -52,10 +50,6 @@ from dure.tasks.modes import in_mode
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import Frozen, frozen_of
-
-if TYPE_CHECKING:
-    # It needs the extra "privacy", which runs without secure aggregation do without.
-    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
 
 VERSION = 2
 """The version of the state in checkpoints.
@@ -76,9 +70,11 @@ class Server(Learner):
     None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
     round, for the report; None where that is not known. names: of the clients, where the data have
     some. freeze_at: the round whose model clients measure beside every later one; None is none.
-    privacy: what is protected. secure: what sums updates that nobody but their clients sees; None
-    where clients send them. private: differential privacy of clients, where that is wanted. toss:
-    the coins of clients, where the pacing tosses.
+    exposure: who could learn what. repeats: whether the run has the same bits again. secure: what
+    sums updates that nobody but their clients sees; None where clients send them. private:
+    differential privacy of clients, where that is wanted. examples: the account of what clients
+    tell of their examples, where these are protected. toss: the coins of clients, where the pacing
+    tosses.
     """
 
     unit = "round"
@@ -103,9 +99,11 @@ class Server(Learner):
         liars: Callable[[int], Collection[int]] | None = None,
         names: Sequence[str] | None = None,
         freeze_at: int | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureRounds | None = None,
+        exposure: Sequence[tuple[str, str]] = (),
+        repeats: bool = True,
+        secure: Summing | None = None,
         private: Private | None = None,
+        examples: Account | None = None,
         toss: Toss | None = None,
     ) -> None:
         self.task = task
@@ -113,10 +111,8 @@ class Server(Learner):
         self.test = test
         self.algorithm = algorithm
         self.carrier = carrier
-        self.privacy = privacy if privacy is not None else NOTHING
-        # A few neighbours of each could all be the server's, whoever has signed who they are.
-        all_pairs = not isinstance(self.privacy.secure, SecureAggregationPlus)
-        self._signed = secure is not None and secure.roster is not None and all_pairs
+        self.exposure = exposure
+        self.repeats = repeats
         self.secure = secure
         self.group = group
         self.sample = sample
@@ -130,6 +126,7 @@ class Server(Learner):
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
         self.private = private
+        self.told_of_examples = examples
         self.coordinator = Coordinator(
             model=GlobalModel(
                 shared,
@@ -152,11 +149,14 @@ class Server(Learner):
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
         self.meter.name = "server"
-        self.counted = _meters(len(sizes), names)
-        self.log = Log(liars)
+        # Of a simulation everybody may know who took part: its seed says so.
+        open = private is None or private.repeats
+        self.counted = _meters(len(sizes), names, together=not open)
+        self.log = Log(liars, names=open)
         self.names = names
         self._told_refused = False
         self._told_vain = False
+        self._told_cut = False
         self.said = Said(task.measures)
         self._told_failed = False
         self.freeze_at = freeze_at
@@ -248,7 +248,7 @@ class Server(Learner):
             # Its memory goes before the next one comes.
             del update, taken
 
-    def _sum(self, tickets: Sequence[int], secure: SecureRounds) -> None:
+    def _sum(self, tickets: Sequence[int], secure: Summing) -> None:
         """Takes the sums of these tickets' updates, which stay with their clients."""
         coordinator = self.coordinator
         asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
@@ -269,13 +269,21 @@ class Server(Learner):
             coordinator.lost(ticket, reason)
 
     def _tell(self, number: int, result: Result) -> None:
-        """Warns of the first client of the run that is refused, and the first round in vain.
+        """Warns of the first client of the run that is refused, the first round in vain, and the
+        first value that was cut off.
 
         All are counted (`facts`), so that a run that goes on says it once.
         """
+        round = number + 1
+        if result.cut and not self._told_cut:
+            self._told_cut = True
+            warn(
+                f"round {round}: {result.cut:,} values of updates were beyond the range of secure "
+                f"aggregation and were cut off: give a larger range (the history has the number of "
+                f"each round, as cut)"
+            )
         if not result.refused:
             return
-        round = number + 1
         if not self._told_refused and self.log.liars is None:
             self._told_refused = True
             reason = next(iter(result.refused.values()))
@@ -350,7 +358,15 @@ class Server(Learner):
             # Of secure sums alone: values that were beyond the range.
             **({} if result.cut is None else {"cut": float(result.cut)}),
             **({} if self.private is None else self.private.numbers()),
+            **self._example_numbers(flown),
         }
+
+    def _example_numbers(self, flown: Sequence[Flight]) -> dict[str, float]:
+        """What clients have told of their examples, in these flights too."""
+        if self.told_of_examples is None:
+            return {}
+        self.told_of_examples.asked(one.client for one in flown if one.outcome != STEP)
+        return self.told_of_examples.numbers()
 
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
@@ -441,6 +457,9 @@ class Server(Learner):
                 "measured": self.said.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
                 "private": None if self.private is None else self.private.state(),
+                "examples": None
+                if self.told_of_examples is None
+                else self.told_of_examples.state(),
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -479,6 +498,8 @@ class Server(Learner):
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
         if self.private is not None:
             self.private.restore(server["private"])
+        if self.told_of_examples is not None:
+            self.told_of_examples.restore(server["examples"])
         self.carrier.restore(state["carrier"])
         model = self.coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
@@ -494,19 +515,22 @@ class Server(Learner):
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
         private = {} if self.private is None else self.private.facts()
+        if self.told_of_examples is not None:
+            promised = self.told_of_examples.facts()["promises"]
+            private["promises"] = [*private.get("promises", ()), *promised]
         return {
             **self.carrier.facts(),
             **self.log.facts(),
             **self.said.facts(),
             **private,
             **self._bits(),
-            "exposure": [list(one) for one in exposure(self.privacy, self._signed)],
+            "exposure": [list(one) for one in self.exposure],
         }
 
     def _bits(self) -> dict[str, Any]:
         """Where clients are elsewhere and something protects them: no run has these bits again."""
         told = self.carrier.facts()
-        if "bits" not in told or self.privacy == NOTHING:
+        if "bits" not in told or self.repeats:
             return {}
         why = "what protects clients is drawn from the system, and never again"
         return {"bits": "close", "differs": [*told.get("differs", ()), why]}
@@ -515,9 +539,9 @@ class Server(Learner):
         return [self.meter, *self.counted]
 
 
-def _meters(clients: int, names: Sequence[str] | None) -> list[Meter]:
-    if clients <= MOST_METERS:
+def _meters(clients: int, names: Sequence[str] | None, together: bool) -> list[Meter]:
+    if clients <= MOST_METERS and not together:
         return [Meter(said(client, names)) for client in range(clients)]
-    together = Meter(f"{clients} clients")
-    together.stands_for = clients
-    return [together]
+    one = Meter(f"{clients} clients")
+    one.stands_for = clients
+    return [one]

@@ -289,8 +289,10 @@ class Upload:
         with suppress(OSError):
             os.truncate(self._part, self.offset)
 
-    def complete(self) -> None:
+    def complete(self, lasts: bool = True) -> None:
         """All is here, and on the disk when this returns. May be called again.
+
+        lasts: False where it is of no use after a power failure, and need not be on the disk.
 
         Raises PartError if bytes are missing, or if they are not what was announced: then nothing
         of them is kept. Raises RunFolderWriteError likewise if the disk fails.
@@ -309,9 +311,11 @@ class Upload:
                 raise PartError("the update is not what its digest says: send it again")
             try:
                 with told(self._part):
-                    _sync(self._part)
+                    if lasts:
+                        _sync(self._part)
                     os.replace(self._part, self._whole)
-                    sync_folder(self._folder)
+                    if lasts:
+                        sync_folder(self._folder)
             except RunFolderWriteError:
                 # Nobody can tell what a failed sync has left on the disk.
                 self._empty()

@@ -109,6 +109,11 @@ class Network(World):
         refuse_under_torchrun("a server")
         # Raises ValueError for a budget that is none.
         _ = self.conditions
+        if not self.exchange_seconds > 0:
+            raise ValueError(
+                f"exchange_seconds is {self.exchange_seconds}, but clients need more than 0 "
+                f"seconds to answer"
+            )
         # A run that goes on may be started in another folder.
         for name in ("certificate", "key", "client_ca", "log", "roster"):
             value = getattr(self, name)

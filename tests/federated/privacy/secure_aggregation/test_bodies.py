@@ -106,6 +106,12 @@ def test_what_is_too_long_too_deep_or_of_another_type_is_refused(body: bytes) ->
             from_body(body, kind)
 
 
+def test_a_message_that_is_too_long_is_not_even_read() -> None:
+    long = to_body(Survivors(())) + bytes(MOST_BODY)
+    with pytest.raises(ProtocolError, match=f"has {len(long)} bytes, and may have {MOST_BODY}"):
+        from_body(long, Survivors)
+
+
 def mutated(draw: st.DrawFn, body: bytes) -> bytes:
     """A message with some bytes changed, left out, or put in."""
     for _ in range(draw(st.integers(1, 3))):

@@ -179,6 +179,16 @@ def test_the_order_of_answers_and_answers_that_come_twice_change_nothing() -> No
     assert torch.equal(again, summed)
 
 
+def test_once_the_vectors_are_there_shares_enough_are_enough() -> None:
+    of = context(6, threshold=5, fewest=6)
+    machine = server(of)
+    summed, who = run_all(machine, clients(of), {UNMASK: [13]})
+    assert who == list(of.members)
+    assert torch.equal(summed, total(who))
+    with pytest.raises(TooFewError, match="5 of 6 clients"):
+        run_all(server(of), clients(of), {MASK: [13]})
+
+
 def test_the_result_is_there_after_the_last_stage_only() -> None:
     with pytest.raises(ValueError, match="after the last stage"):
         server(context(3)).result()

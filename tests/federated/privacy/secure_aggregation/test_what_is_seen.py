@@ -213,10 +213,14 @@ def test_a_masked_vector_has_four_bytes_an_integer_and_messages_few() -> None:
     machine = server(small)
     members = clients(small)
     up = 0
+    down = 0
     while machine.stage is not None:
+        down += len(machine.ask()[10])
         answers = run_stage(machine, members)
         up += len(answers[10][0])
-    assert up < 0.02 * 4 * of.length
+    assert up == pytest.approx(148 * 100, rel=0.03)
+    assert down == pytest.approx(189 * 100, rel=0.03)
+    assert up + down < 0.02 * 4 * of.length
 
 
 # What no text has in it

@@ -1,20 +1,23 @@
 """What a client with differential privacy adds to a sum: clipped, weighted by a fixed rule.
 
-    w_k · clip(Δ_k, S')   of weights, statistics of batch norm and extras, as one vector, quantised
-    whole numbers         the samples; what the loss has counted in them, and the loss times that
+    v = w_k · clip(Δ_k, S)  of weights, statistics of batch norm and extras, as one vector
+    server adds noise:      v, quantised
+    clients add noise:      v, rotated and rounded, and a share of noise (`user_level.distributed`)
+    whole numbers           the samples; what the loss has counted in them, and the loss times that
 
 The server sees the sum alone, and so cannot clip: clients do, and nobody can see to it that they
-have. Rounding makes a vector longer by at most √d steps, so it is clipped to S' = S - √d · step
-before: what is added is no longer than S. n_k is not sent: the denominator is fixed. The loss lies
-outside of epsilon, as all that is measured does.
+have. Quantising makes a vector longer by at most √d steps, so it is clipped to S - √d · step
+before: what is added is no longer than S. n_k is not sent: the denominator is fixed. The loss and
+the samples lie outside of epsilon, as all that is measured does.
 
-The rule is `dure.federated.privacy.user_level.estimator`'s; the server adds the noise to the sum.
+The rule is `dure.federated.privacy.user_level.estimator`'s, which gets the sum.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,9 +28,11 @@ from dure.federated.privacy.secure_aggregation.contribution import (
     MIDDLE,
     MOST,
     POINT,
+    Key,
     Total,
 )
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
+from dure.federated.privacy.user_level import distributed
 from dure.federated.privacy.user_level.estimator import Estimator, Roster, weight
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.global_model import changes
@@ -51,46 +56,68 @@ class Clipping(NamedTuple):
 
 @dataclass(frozen=True)
 class ClippedContribution:
-    """How updates become vectors. members: of the sum."""
+    """How updates become vectors.
+
+    members: of the sum; fewest: that it is made of. turn: names the round, for its rotation, which
+    all know.
+    """
 
     clipping: Clipping
     members: int
+    fewest: int
+    turn: str
 
     @property
-    def quantisation(self) -> Quantisation:
-        return Quantisation(self.clipping.settings.clip, self.members)
+    def elements(self) -> int:
+        """d, numbers of a contribution."""
+        return sum(map(sum, self.clipping.pieces))
 
     @property
     def values(self) -> int:
-        """Numbers that are quantised."""
-        return sum(map(sum, self.clipping.pieces))
+        """Integers that stand for them."""
+        return self._noised.padded if self._noised is not None else self.elements
 
     @property
     def length(self) -> int:
         """Integers of 32 bits in a vector."""
-        return self.values + WHOLES * self.quantisation.digits(MOST)
+        return self.values + WHOLES * self._quantisation.digits(MOST)
+
+    @property
+    def _quantisation(self) -> Quantisation:
+        return Quantisation(self.clipping.settings.clip, self.members)
+
+    @property
+    def _noised(self) -> distributed.Plan | None:
+        """Where clients add the noise: how."""
+        settings = self.clipping.settings
+        if settings.where != "distributed":
+            return None
+        return distributed.Plan(
+            self.elements, settings.clip, settings.noise, self.members, self.fewest
+        )
+
+    @property
+    def _signs(self) -> bytes:
+        return hashlib.sha256(f"dure rotation of {self.turn}".encode()).digest()
 
     @property
     def bound(self) -> float:
-        """S', to which a contribution is clipped before it is rounded.
-
-        Raises ValueError where rounding alone is longer than S.
-        """
-        rounding = math.sqrt(self.values) * self.quantisation.step
-        bound = self.clipping.settings.clip - rounding
+        """To which a contribution is clipped. Raises ValueError where rounding alone is longer."""
+        clip = self.clipping.settings.clip
+        if self._noised is not None:  # whose plan has room for rounding
+            return clip
+        bound = clip - math.sqrt(self.elements) * self._quantisation.step
         if bound <= 0:
             raise ValueError(
-                f"a sum of {self.members} clients of {self.values:,} numbers each rounds by more "
-                f"than clip, {self.clipping.settings.clip}: sum fewer clients"
+                f"a sum of {self.members} clients of {self.elements:,} numbers each rounds by more "
+                f"than clip, {clip}: sum fewer clients"
             )
         return bound
 
-    def encode(
-        self, update: Update, asked: Assignment, share: float, key: Callable[[int], bytes]
-    ) -> Tensor:
+    def encode(self, update: Update, asked: Assignment, share: float, key: Key) -> Tensor:
         """The vector of an update, int32. share: not used, the weight is that of the settings.
 
-        key: for the rounding, by number. Raises ValueError for an update that is not finite.
+        key: for this vector alone. Raises ValueError for an update that is not finite.
         """
         settings = self.clipping.settings
         estimator = Estimator(
@@ -98,8 +125,14 @@ class ClippedContribution:
         )
         clipped = estimator.clipped(self._contribution(update, asked))
         joined = torch.cat([one.reshape(-1).cpu() for one in clipped])
-        how = self.quantisation
-        values, _ = how.encode(joined, key(0), weight(settings, update.examples))
+        if not bool(joined.isfinite().all()):
+            raise ValueError("an update is not finite")
+        weighs = weight(settings, update.examples)
+        how = self._quantisation
+        if self._noised is not None:
+            values = distributed.encode(self._noised, joined * weighs, self._signs, key).int()
+        else:
+            values, _ = how.encode(joined, key("rounding", 0), weighs)
         count = max(0, round(update.count * POINT))
         loss = round(update.loss * update.count * POINT) + MIDDLE
         return torch.cat([values, how.encode_whole([update.samples, count, loss], MOST)])
@@ -118,9 +151,12 @@ class ClippedContribution:
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:
         """What the sum of the vectors of so many clients says."""
-        how = self.quantisation
+        how = self._quantisation
         samples, count, loss = how.decode_whole(total[self.values :], MOST, clients)
-        flat = how.decode(total[: self.values], clients)
+        if self._noised is not None:
+            flat = distributed.decode(self._noised, total[: self.values], self._signs)
+        else:
+            flat = how.decode(total[: self.values], clients)
         like = self.clipping.like
         parts = torch.split(flat, [one.numel() for one in like])
         counted = count / POINT

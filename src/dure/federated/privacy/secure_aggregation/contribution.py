@@ -40,6 +40,9 @@ MIDDLE = 1 << 45
 MOST = 1 << 46
 """More than any whole number that travels."""
 
+Key = Callable[[str, int], bytes]
+"""(purpose, number) -> a key of a client's own, drawn once."""
+
 WHOLES = 5
 """Whole numbers that are always there, before those of counting buffers."""
 
@@ -116,19 +119,17 @@ class Contribution:
         """Integers of 32 bits in a vector."""
         return self.shape.values + self.shape.wholes * self.quantisation.digits(MOST)
 
-    def encode(
-        self, update: Update, asked: Assignment, weight: float, key: Callable[[int], bytes]
-    ) -> Tensor:
+    def encode(self, update: Update, asked: Assignment, weight: float, key: Key) -> Tensor:
         """The vector of an update, int32.
 
-        weight: n_k. key: for the rounding of each part of this vector, by its number. Raises
-        ValueError for an update that is not finite, or counters that fall.
+        weight: n_k. key: for this vector alone. Raises ValueError for an update that is not finite,
+        or counters that fall.
         """
         whole = min(max(1, round(weight)), self.most)
         moved = [*update.delta, *changes(update.buffers, asked.buffers)]
         how = self.quantisation
-        values, cut = how.encode(_joined(moved), key(0), whole / self.most)
-        extras, more = how.encode(_joined(update.extra), key(1))
+        values, cut = how.encode(_joined(moved), key("rounding", 0), whole / self.most)
+        extras, more = how.encode(_joined(update.extra), key("rounding", 1))
         cut += more
         count = max(0, round(update.count * POINT))
         loss = round(update.loss * update.count * POINT) + MIDDLE

@@ -12,7 +12,7 @@ be alone with others of its kind.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,10 @@ from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
 from dure.federated.privacy.secure_aggregation.server import Server
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.server.combining import Summed
-from dure.protocol.messages import Answer, Assignment, Say
+from dure.federated.server.summing import Exchange
+from dure.protocol.messages import Assignment, Say
 from dure.randomness.secret import Secret
 from dure.randomness.turn import Turn
-
-Exchange = Callable[[Sequence[Say]], Iterator[Answer]]
-"""`Carrier.exchange`."""
 
 Roster = Mapping[int, str]
 """The public identity of each client, as its owner has signed it."""
@@ -69,7 +67,8 @@ class Sums:
     ) -> Contribution | ClippedContribution:
         """How updates become vectors, in a sum of so many. extras: what theirs look like."""
         if self.clipping is not None:
-            return ClippedContribution(self.clipping, members)
+            fewest = bounds(self.settings, members).fewest
+            return ClippedContribution(self.clipping, members, fewest, f"{self.run} {asked.round}")
         quantisation = Quantisation(self.settings.range, members)
         return Contribution(Shape.of(asked, extras), quantisation, self.settings.most_examples)
 

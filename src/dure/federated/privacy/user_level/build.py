@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.user_level.checks import Rounds, relation_of
+from dure.federated.privacy.user_level.checks import Rounds, told_of
 from dure.federated.privacy.user_level.estimator import Estimator, roster
 from dure.federated.privacy.user_level.release import NoisedRounds
 from dure.federated.privacy.user_level.settings import UserLevel
@@ -42,16 +42,17 @@ def noised_rounds(
     of each client, 0 where that is not known yet. keyed: whether a client is a key of the data.
     once: the carrier's. folder: of the run.
     """
-    local = user.where == "local"
-    # What comes is clipped and noised already: here it is only summed.
-    here = replace(user, clip=math.inf, noise=0.0, clipping="flat") if local else user
+    here = user
+    if user.where != "server":
+        # What comes is clipped and noised already: here it is only summed.
+        here = replace(user, clip=math.inf, noise=0.0, clipping="flat")
     like, pieces = contribution(model, algorithm)
     return NoisedRounds(
         estimator=Estimator(here, roster(user, strategy.fraction, sizes), pieces, here.clip),
         settings=user,
         like=like,
         promise=promise(user, strategy, keyed),
-        ledger=Ledger(strategy.delta, folder, secret.repeats, relation_of(user)),
+        ledger=Ledger(strategy.delta, folder, secret.repeats, told_of(user, strategy, len(sizes))),
         budget=strategy.epsilon,
         secret=secret,
         once=once,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from dure.federated.aggregate import Aggregator, Mean
+from dure.federated.privacy.user_level import distributed
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.sampling import Coins, Selection
 from dure.privacy.accountant import Relation, Releases, epsilon, noise_for
@@ -59,10 +61,10 @@ def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secur
         raise ValueError(f"epsilon is {strategy.epsilon}, but a budget is above 0 and finite")
 
 
-def check_budget(user: UserLevel, strategy: Rounds) -> None:
+def check_budget(user: UserLevel, strategy: Rounds, clients: int) -> None:
     """Raises ValueError where not even one round keeps to the budget."""
     if strategy.epsilon is not None:
-        told = epsilon([one_round(user, strategy)], strategy.delta, relation_of(user))
+        told = told_of(user, strategy, clients)([one_round(user, strategy)])
         if told > strategy.epsilon:
             raise ValueError(
                 f"one round alone tells an epsilon of {told:.4g}, and the budget is "
@@ -94,7 +96,17 @@ def one_round(user: UserLevel, strategy: Rounds) -> Releases:
     return Releases(1.0 if user.where == "local" else strategy.fraction, user.noise)
 
 
-def chosen_noise(user: UserLevel, strategy: Rounds, rounds: int | None) -> float:
+def told_of(
+    user: UserLevel, strategy: Rounds, clients: int
+) -> Callable[[Sequence[Releases]], float]:
+    """The account of so many clients: the epsilon of releases."""
+    if user.where == "distributed":
+        plan = distributed.account_plan(user.clip, user.noise, clients)
+        return lambda spent: distributed.told(plan, spent, strategy.delta)
+    return lambda spent: epsilon(spent, strategy.delta, relation_of(user))
+
+
+def chosen_noise(user: UserLevel, strategy: Rounds, rounds: int | None, clients: int) -> float:
     """The least noise with which so many rounds keep to the budget.
 
     Raises ValueError where the rounds are not known.
@@ -106,4 +118,6 @@ def chosen_noise(user: UserLevel, strategy: Rounds, rounds: int | None) -> float
             f"(Stop(rounds=...)), or a noise, such as user-level:{user.clip:g}:1.1"
         )
     rate = one_round(user, strategy).rate
+    if user.where == "distributed":
+        return distributed.noise_for(strategy.epsilon, strategy.delta, rate, rounds, clients)
     return noise_for(strategy.epsilon, strategy.delta, rate, rounds, relation_of(user))

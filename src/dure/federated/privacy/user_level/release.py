@@ -9,8 +9,9 @@
 again, and no second noise is ever drawn for a round. Keys are drawn for one purpose and round each
 (`dure.randomness.secret`), in a deployment from the system.
 
-What is promised, and to whom, is in `dure.privacy.promise`. With `where=local` the noise is in what
-clients send already (`local`), and each release of a client is charged by itself.
+What is promised, and to whom, is in `dure.privacy.promise`. With `where=local` and
+`where=distributed` the noise is in what comes already (`local`, `distributed`): a round is then
+charged before anybody is asked.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from dure.federated.privacy.user_level.distributed import account_plan, against_server
 from dure.federated.privacy.user_level.estimator import Estimator
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.tossing import Once
@@ -34,9 +37,9 @@ from dure.randomness.secret import Secret
 class NoisedRounds:
     """User-level privacy at work on the server.
 
-    estimator: of the run. settings: the run's; with local noise the estimator has none. like: what
-    a contribution looks like. promise: in words. ledger: what is spent. budget: the largest
-    epsilon; None is no limit. secret: where keys come from. once: the carrier's.
+    estimator: of the run. settings: the run's; where clients add noise the estimator has none.
+    like: what a contribution looks like. promise: in words. ledger: what is spent. budget: the
+    largest epsilon; None is no limit. secret: where keys come from. once: the carrier's.
     """
 
     def __init__(
@@ -53,7 +56,6 @@ class NoisedRounds:
     ) -> None:
         self.estimator = estimator
         self.settings = settings
-        self.local = settings.where == "local"
         self.like = like
         self.promise = promise
         self.ledger = ledger
@@ -61,7 +63,7 @@ class NoisedRounds:
         self.secret = secret
         self.once = once
         self._taken: Counter[int] = Counter()
-        """Local noise: how often each client was asked."""
+        """How often each client was asked."""
         self._next = 0
         """The number of the next round."""
 
@@ -69,16 +71,30 @@ class NoisedRounds:
     def expected(self) -> float:
         return self.estimator.roster.expected
 
+    @property
+    def repeats(self) -> bool:
+        return self.secret.repeats
+
     # A round
 
     def asks(self, number: int, clients: Sequence[int]) -> None:
-        if not self.local:
-            return
-        # What clients say themselves is seen one by one: it is paid for as of the one that was
-        # asked most often.
         before = max(self._taken.values(), default=0)
         self._taken.update(clients)
-        if max(self._taken.values(), default=0) > before:
+        most = max(self._taken.values(), default=0)
+        where = self.settings.where
+        # What clients say themselves is seen one by one: it is paid for as of the one that was
+        # asked most often. What they add to a sum is paid for before anybody adds it.
+        if where == "distributed" or (where == "local" and most > before):
+            self.once(f"paid {number}", lambda: self._pay(number))
+            self._note(number)
+
+    def _pay(self, number: int) -> dict[str, Any]:
+        self.ledger.charge(number + 1, self._one())
+        return {}
+
+    def _note(self, number: int) -> None:
+        """A round that was made before was paid for before, by whoever goes through it again."""
+        if not self.ledger.has(number + 1):
             self.ledger.charge(number + 1, self._one())
 
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
@@ -92,7 +108,7 @@ class NoisedRounds:
 
     def release(self, number: int) -> list[Tensor]:
         def make() -> dict[str, Any]:
-            if not self.local:
+            if self.settings.where == "server":
                 self.ledger.charge(number + 1, self._one())
             key = self.secret.key("noise", number)
             count_key = self.secret.key("noise of the count", number)
@@ -100,6 +116,8 @@ class NoisedRounds:
             return {"mean": mean, "bound": self.estimator.bound}
 
         made = self.once(f"model {number}", make)
+        if self.settings.where == "server":
+            self._note(number)
         # Not drawn again where it was made before.
         self.estimator.bound = made["bound"]
         self.estimator.forget()
@@ -109,7 +127,8 @@ class NoisedRounds:
 
     def _one(self) -> Releases:
         """What a round is, for the accountant."""
-        return Releases(1.0 if self.local else self.estimator.roster.rate, self.settings.noise)
+        rate = 1.0 if self.settings.where == "local" else self.estimator.roster.rate
+        return Releases(rate, self.settings.noise)
 
     # The account
 
@@ -120,34 +139,47 @@ class NoisedRounds:
 
     def numbers(self) -> dict[str, float]:
         told = {"epsilon": self.ledger.epsilon()}
+        if self.settings.where == "distributed":
+            told["epsilon_server"] = self._against_server()
         if self.estimator.adaptive:
             told["clip"] = self.estimator.bound
         return told
 
+    def _against_server(self) -> float:
+        """Epsilon against the server, which knows who was asked: of the one asked most often."""
+        settings = self.settings
+        plan = account_plan(settings.clip, settings.noise, self.estimator.roster.clients)
+        most = max(self._taken.values(), default=0)
+        return against_server(plan, most, self.ledger.delta) if most else 0.0
+
     def facts(self) -> dict[str, Any]:
-        epsilon = self.ledger.epsilon()
+        promises = [{**self.promise.facts(_finite(self.ledger.epsilon())), **self._settings()}]
+        if self.settings.where == "distributed":
+            server = replace(
+                self.promise, sampling="all", against="the server, which knows who was asked"
+            )
+            promises.append(server.facts(_finite(self._against_server())))
+        return {"promises": promises}
+
+    def _settings(self) -> dict[str, Any]:
         settings = self.settings
         roster = self.estimator.roster
-        return {
-            "promises": [
-                {
-                    **self.promise.facts(_finite(epsilon)),
-                    "epsilon_renyi": _finite(renyi_epsilon(self.ledger.spent, self.ledger.delta))
-                    if self.ledger.relation == "add-or-remove"
-                    else None,
-                    "budget": self.budget,
-                    "where": settings.where,
-                    "noise": settings.noise,
-                    "clip": _finite(
-                        self.estimator.bound if self.estimator.adaptive else settings.clip
-                    ),
-                    "clipping": settings.clipping,
-                    "rate": roster.rate,
-                    "roster": roster.clients,
-                    "weight": roster.weight,
-                }
-            ]
+        bound = self.estimator.bound if self.estimator.adaptive else settings.clip
+        told = {
+            "budget": self.budget,
+            "where": settings.where,
+            "noise": settings.noise,
+            "clip": _finite(bound),
+            "clipping": settings.clipping,
+            "rate": roster.rate,
+            "roster": roster.clients,
+            "weight": roster.weight,
         }
+        if settings.where == "server":
+            # Beside the tighter bound, as papers print it.
+            renyi = renyi_epsilon(self.ledger.spent, self.ledger.delta)
+            told["epsilon_renyi"] = _finite(renyi)
+        return told
 
     # Checkpoints
 

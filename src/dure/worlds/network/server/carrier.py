@@ -569,6 +569,8 @@ class NetworkCarrier:
             "begun": self._begun,
             "follows": self._follows,
             "once": self.making.state(),
+            # Of a round in which the server was interrupted; else there are none.
+            "flown": [list(one) for one in self.flown],
             "budget": self.budget.state(),
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
             "arrived": {
@@ -595,9 +597,10 @@ class NetworkCarrier:
         # Of a journal that an earlier version has begun, ticks say it.
         self._follows = state.get("follows", False)
         self.budget.restore(state["budget"])
-        # Checkpoints of dure up to 0.1 have none.
+        # Checkpoints of dure up to 0.1 have neither.
         if "once" in state:
             self.making.restore(state["once"])
+        self.flown = [Flight(*one) for one in state.get("flown", ())]
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dure.errors import RunFolderError
 from dure.protocol.carrier import STEP, Flight
@@ -72,7 +73,8 @@ class Once:
         for made in self._again:
             if made.what == what:
                 self._again.remove(made)
-                return self._read(made), made
+                # What travelled is in the checkpoint too.
+                return self._read(made), replace(made, travelled=[])
         while self._journal.behind:
             found = self._event()
             if found is not None:

@@ -119,7 +119,7 @@ class Uploads:
         """What lies here of an update; on the disk, where that is all of it."""
         upload = self.updates.open(said.ticket, said.bytes, said.digest)
         if not upload.left:
-            upload.complete()
+            upload.complete(lasts=not said.asking)
         return upload
 
     async def part(self, request: Request, admitted: Admitted) -> Response:
@@ -140,7 +140,7 @@ class Uploads:
                 # One after another: what is written down as whole stays as it is.
                 async with seat.sending:
                     self._wanted(seat, name)
-                    await asyncio.to_thread(_finish, part, admitted.digest)
+                    await asyncio.to_thread(_finish, part, admitted.digest, not said.asking)
                     return await self._received(seat, said, upload)
             except OvertakenError:
                 return _go_on(name, upload)
@@ -197,10 +197,10 @@ class Uploads:
         return Response(status_code=204)
 
 
-def _finish(part: Part, digest: str) -> None:
+def _finish(part: Part, digest: str, lasts: bool) -> None:
     part.done(digest)
     if not part.upload.left:
-        part.upload.complete()
+        part.upload.complete(lasts)
 
 
 def _go_on(name: str, upload: Upload) -> Response:

@@ -1,0 +1,90 @@
+"""DP-SGD in a client's local training: noise on every step, before anybody sees what came of it.
+
+    batch     every example of the client by its own coin, q = B / n of the client
+    gradient  (sum of clipped gradients + N(0, z² C²)) / B         (`dure.privacy.example_level`)
+
+An update is made of such gradients alone, so that it tells no more of an example than they do,
+whoever sees it: the server, or others in place of it. How many steps a client makes is known, and
+n, by which updates weigh. What the loss is on the client's batches is told without noise.
+
+Noise and coins are drawn for (client, turn, step), once each. In a simulation they follow from the
+seed; a client in a deployment draws them from its own system.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.federated.engines.job import Job
+from dure.privacy.dp_sgd import DPSGD
+from dure.privacy.example_level import noised_mean
+from dure.privacy.per_example.proof import choose
+from dure.privacy.per_example.way import trained
+from dure.privacy.poisson import PoissonBatches
+from dure.randomness.secret import Secret
+
+
+class Noised(NamedTuple):
+    """That examples are protected, and where noise and coins come from."""
+
+    settings: DPSGD
+    secret: Secret
+
+
+class NoisedSteps:
+    """Gradients of DP-SGD for an engine whose model all clients share.
+
+    Raises ValueError for a model or a loss that cannot be trained so.
+    """
+
+    def __init__(
+        self,
+        noised: Noised,
+        task: Task,
+        model: nn.Module,
+        examples: Examples,
+        batch_size: int | None,
+    ) -> None:
+        self.settings, self.secret = noised
+        self.parameters = trained(model)
+        self.way = choose(task, model, examples).made(model)
+        self.batch_size = batch_size
+
+    def batches(self, job: Job) -> PoissonBatches:
+        """The batches of a job: positions in its indices."""
+        examples = job.indices.numel()
+        return PoissonBatches(examples, self.batch_size, self.secret, job.client, job.turn)
+
+    def clipped(self, batch: tuple[Any, Any] | None) -> tuple[list[Tensor], float]:
+        """(sums of clipped gradients, mean loss); of no examples where the coins gave none.
+
+        The loss is not finite where the gradient of an example is not.
+        """
+        if batch is None:
+            return [torch.zeros_like(parameter) for parameter in self.parameters], 0.0
+        found = self.way.clipped(*batch, self.settings.clip)
+        finite = bool(found.norms.isfinite().all())
+        return found.sums, float(found.losses.double().mean()) if finite else math.nan
+
+    def leave(self, sums: Sequence[Tensor], expected: int, job: Job, step: int) -> None:
+        """Leaves the gradient of a job's step in the parameters."""
+        position = (job.client, job.turn, step)
+        found = noised_mean(sums, self.settings, expected, self.secret, *position)
+        for parameter, gradient in zip(self.parameters, found, strict=True):
+            parameter.grad = gradient
+
+
+def check_noised(wanted: str) -> None:
+    """Raises ValueError for an engine that cannot clip the gradients of single examples."""
+    if wanted not in ("auto", "loop", "loop-processes"):
+        raise ValueError(
+            f"dp-sgd: the engine {wanted} does not clip the gradients of single examples: take "
+            f"loop, loop-processes or auto"
+        )

@@ -1,0 +1,369 @@
+"""Noise that clients add together, inside secure aggregation: the Skellam mechanism.
+
+Nobody is trusted with the noise: each client adds a share of it to its update before the sum is
+formed, and the server sees the sum alone. Secure aggregation sums integers, so noise is of
+integers:
+
+    clip       |w_k·Δ_k| <= S                                    w_k <= 1
+    rotate     v = H·D·Δ·s             D: random signs, H: Hadamard's matrix over √d, s: the scale
+    round      each coordinate up or down at random, with mean v, again until
+               |x|² <= Δ₂² = min( (S·s + √d)²,  S²s² + d/4 + √(2·log(1/β))·(S·s + √d/2) )
+               β = e^-½
+    noise      + Skellam(μ/t) on each coordinate                 the difference of two Poissons
+    sum        of n >= t clients, modulo R                       inside secure aggregation
+    decode     (H·D)^-1 · sum / s
+
+Sums of Skellam numbers are Skellam: t clients together add variance μ = (z·Δ₂)², n > t add more.
+**Shares are scaled to t**, the fewest clients of which secure aggregation makes a sum: fewer than
+planned would add less noise than was promised. Rotating and rounding in this way keep what is
+rounded about as short as it was, so z is nearly that of a Gaussian.
+
+    RDP of order α:  α·Δ₂²/(2μ) + min( ((2α-1)·Δ₂² + 6·Δ₁) / (4μ²),  3·Δ₁/(2μ) )
+                     Δ₁ <= min(√d·Δ₂, Δ₂²)
+
+There are two epsilons. The **server** knows who was selected, so against it nothing is amplified by
+sampling, and only the rounds count in which a client took part. **Recipients** of the models do not
+know: against them the RDP is that of a Poisson-sampled mechanism, by a bound that holds for any.
+
+Numbers are drawn by inverting the distribution, from 53 bits: what lies beyond adds below 2^-50 to
+delta for each coordinate. Cost: d log d for the rotation; up to twice the elements travel, as d is
+padded to a power of two. s is so large that rounding costs nothing to speak of, and so small that
+no sum wraps around.
+
+Sources: N. Agarwal, P. Kairouz, Z. Liu, "The Skellam Mechanism for Differentially Private Federated
+Learning", NeurIPS 2021 (theorem 3.5); P. Kairouz, Z. Liu, T. Steinke, "The Distributed Discrete
+Gaussian Mechanism for Federated Learning with Secure Aggregation", ICML 2021 (rounding); Y. Zhu,
+Y.-X. Wang, "Poisson Subsampled Rényi Differential Privacy", ICML 2019 (theorem 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.privacy.accountant import Releases, check_delta, least_noise
+from dure.randomness.keystream import coins, uniform
+
+ORDERS = (*range(2, 64), 72, 96, 128, 192, 256)
+"""Of Rényi divergences: whole numbers, of which the bounds are."""
+
+FINE = 64
+"""S·s, in √d: rounding then lengthens what is rounded by less than a ten-thousandth."""
+
+MOST_VARIANCE = 2.0**28
+"""Of a client's share of the noise, up to which it is drawn by a table."""
+
+ATTEMPTS = 100
+"""Times that rounding is tried: each succeeds with probability 1 - e^-½ or more."""
+
+TAIL = 12.0
+"""Deviations of noise for which the modulus has room: beyond lies less than 10^-30."""
+
+Keys = Callable[[str, int], bytes]
+"""(purpose, attempt) -> a key of a client's own, as `Secret.key` makes them for one round."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round's numbers, which all clients and the server know.
+
+    elements: d of an update. clip: S. noise: z, of the smallest sum. clients: the most in a sum.
+    threshold: t, the fewest. bits: of the modulus R.
+
+    Raises ValueError for numbers that do not fit each other.
+    """
+
+    elements: int
+    clip: float
+    noise: float
+    clients: int
+    threshold: int
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threshold <= self.clients:
+            raise ValueError(
+                f"distributed noise: threshold is {self.threshold}, but a sum is of 1 to "
+                f"{self.clients} clients"
+            )
+        if not (0 < self.clip < math.inf and 0 <= self.noise < math.inf):
+            raise ValueError(
+                f"distributed noise: clip is {self.clip} and noise {self.noise}, but both are "
+                f"finite, and clip is above 0"
+            )
+        if not self.scale * self.clip >= 1:
+            raise ValueError(
+                f"distributed noise: {self.bits} bits have no room for {self.clients} clients with "
+                f"noise {self.noise}: take more bits, or less noise"
+            )
+
+    @property
+    def padded(self) -> int:
+        """d, up to a power of two: the integers that travel."""
+        return 1 << max(0, self.elements - 1).bit_length()
+
+    @property
+    def scale(self) -> float:
+        """s: a power of two; with it no sum ever wraps around."""
+        # A coordinate of one client is at most S·s after the rotation, and one more by rounding;
+        # n clients add n/t times the noise of t.
+        spread = TAIL * self.noise * math.sqrt(self.clients / self.threshold)
+        room = 2.0 ** (self.bits - 2) / (self.clip * (self.clients + 2 * spread))
+        wanted = FINE * math.sqrt(self.padded) / self.clip
+        if self.noise:
+            most = math.sqrt(MOST_VARIANCE * self.threshold) / (2 * self.noise * self.clip)
+            wanted = min(wanted, most)
+        return 2.0 ** math.floor(math.log2(min(room, wanted)))
+
+    @property
+    def l2(self) -> float:
+        """Δ₂, the largest norm of what a client adds, rounded."""
+        length, size = self.clip * self.scale, self.padded
+        worst = (length + math.sqrt(size)) ** 2
+        likely = length**2 + size / 4 + (length + math.sqrt(size) / 2)  # √(2 log(1/β)) = 1
+        return math.sqrt(min(worst, likely))
+
+    @property
+    def l1(self) -> float:
+        """Δ₁, the largest sum of its absolute values."""
+        return min(math.sqrt(self.padded) * self.l2, self.l2**2)
+
+    @property
+    def variance(self) -> float:
+        """μ, of the noise on each coordinate of a sum of `threshold` clients."""
+        return (self.noise * self.l2) ** 2
+
+    @property
+    def share(self) -> float:
+        """The variance that each client adds."""
+        return self.variance / self.threshold
+
+
+def encode(plan: Plan, update: Tensor, signs: bytes, keys: Keys) -> Tensor:
+    """What a client gives to secure aggregation: int64 [padded], its share of the noise added.
+
+    update: float64 [elements], weighted and no longer than S. signs: the key of the round's
+    rotation, which all know. keys: of this client and round alone. Raises ValueError for an update
+    that is longer than S, or not finite.
+    """
+    norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
+    if not norm <= plan.clip * (1 + 1e-9):
+        raise ValueError(f"an update of norm {norm:g} is given, and it has to be clipped to S")
+    rotated = rotate(plan, update.double().cpu(), signs) * plan.scale
+    rounded = _rounded(plan, rotated, keys)
+    if not plan.noise:
+        return rounded
+    return rounded + skellam(keys("skellam noise", 0), plan.share, plan.padded)
+
+
+def decode(plan: Plan, total: Tensor, signs: bytes) -> Tensor:
+    """The sum of the updates, and of their noise: float64 [elements].
+
+    total: int64 [padded], the sum modulo R, of any of its representatives.
+    """
+    half = 1 << (plan.bits - 1)
+    centred = (total.long() + half).remainder(1 << plan.bits) - half
+    return unrotate(plan, centred.double() / plan.scale, signs)
+
+
+def rotate(plan: Plan, vector: Tensor, signs: bytes) -> Tensor:
+    """H·D·vector, of the same length: float64 [elements] -> [padded]."""
+    padded = torch.zeros(plan.padded, dtype=torch.float64)
+    padded[: plan.elements] = vector
+    return _hadamard(padded * _signs(plan, signs))
+
+
+def unrotate(plan: Plan, rotated: Tensor, signs: bytes) -> Tensor:
+    """The inverse of `rotate`."""
+    # Hadamard's matrix over √d is its own inverse.
+    return (_hadamard(rotated) * _signs(plan, signs))[: plan.elements]
+
+
+def _signs(plan: Plan, key: bytes) -> Tensor:
+    return coins(key, 0.5, plan.padded).double() * 2 - 1
+
+
+def _hadamard(vector: Tensor) -> Tensor:
+    """Hadamard's matrix over √d times a vector of d = 2^k elements, in d log d."""
+    size = len(vector)
+    result = vector.clone()
+    width = 1
+    while width < size:
+        pairs = result.view(-1, 2, width)
+        result = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
+        result = result.reshape(size)
+        width *= 2
+    return result / math.sqrt(size)
+
+
+def _rounded(plan: Plan, vector: Tensor, keys: Keys) -> Tensor:
+    """Each coordinate up or down with mean itself, again until the whole is short enough."""
+    low = vector.floor()
+    part = vector - low
+    for attempt in range(ATTEMPTS):
+        drawn = uniform(keys("stochastic rounding", attempt), plan.padded)
+        rounded = low + (drawn < part)
+        if float(rounded.norm()) <= plan.l2:
+            return rounded.long()
+    raise ArithmeticError(f"rounding has failed {ATTEMPTS} times, which happens once in 10^40")
+
+
+def skellam(key: bytes, variance: float, count: int) -> Tensor:
+    """`count` Skellam numbers of mean 0: int64. variance: of each, from 0 to `MOST_VARIANCE`.
+
+    Raises ValueError for more.
+    """
+    if not 0 <= variance <= MOST_VARIANCE:
+        raise ValueError(f"Skellam noise of variance {variance}: it is 0 to {MOST_VARIANCE:g}")
+    if not variance:
+        return torch.zeros(count, dtype=torch.int64)
+    first, below = _table(variance)
+    return torch.from_numpy(np.searchsorted(below, uniform(key, count).numpy(), "right") + first)
+
+
+@lru_cache(maxsize=8)
+def _table(variance: float) -> tuple[int, Any]:
+    """(the smallest number k, P[X <= k] of it and those that follow)."""
+    special = _scipy()
+    # Twelve deviations, and more where there is little of it: tails are those of Poisson.
+    far = math.ceil(TAIL * math.sqrt(variance) + 30)
+    mass = special.ive(np.abs(np.arange(-far, far + 1)), variance)
+    below = np.cumsum(mass)
+    # Sums of rounded numbers: the last is 1 up to their errors, so that no draw falls beyond.
+    below /= below[-1]
+    return -far, below
+
+
+def _scipy() -> Any:
+    try:
+        from scipy import special
+    except ImportError as error:
+        raise ImportError(
+            'differential privacy needs the extra: pip install "dure[privacy]"'
+        ) from error
+    return special
+
+
+# The account
+
+
+def divergences(plan: Plan, survivors: int | None = None) -> list[float]:
+    """RDP of one sum, for `ORDERS`. survivors: n clients in the sum; None is the threshold.
+
+    Raises ValueError for fewer than the threshold, which add less noise.
+    """
+    clients = plan.threshold if survivors is None else survivors
+    if clients < plan.threshold:
+        raise ValueError(
+            f"a sum of {clients} clients has less noise than was planned for "
+            f"{plan.threshold}: it must not be made"
+        )
+    return [divergence(plan.share * clients, plan.l2, plan.l1, order) for order in ORDERS]
+
+
+def divergence(variance: float, l2: float, l1: float, order: int) -> float:
+    """RDP of Skellam noise on what moves by at most so much; inf without noise."""
+    if not variance:
+        return math.inf
+    least = order * l2**2 / (2 * variance)
+    near = ((2 * order - 1) * l2**2 + 6 * l1) / (4 * variance**2)
+    return least + min(near, 3 * l1 / (2 * variance))
+
+
+def sampled(rate: float, alone: Callable[[int], float]) -> list[float]:
+    """RDP of any mechanism of Poisson-sampled clients, for `ORDERS`.
+
+    alone: its RDP without sampling, by order.
+    """
+    return [_sampled(order, rate, alone) for order in ORDERS]
+
+
+def _sampled(order: int, rate: float, alone: Callable[[int], float]) -> float:
+    if rate == 1:
+        return alone(order)
+    if not rate:
+        return 0.0
+    gone, there = math.log1p(-rate), math.log(rate)
+    terms = [(order - 1) * gone + math.log1p((order - 1) * rate)]
+    for many in range(2, order + 1):
+        chosen = math.lgamma(order + 1) - math.lgamma(many + 1) - math.lgamma(order - many + 1)
+        factor = 0.0 if many == 2 else math.log(3)
+        terms.append(
+            factor + chosen + (order - many) * gone + many * there + (many - 1) * alone(many)
+        )
+    largest = max(terms)
+    whole = largest + math.log(math.fsum(math.exp(term - largest) for term in terms))
+    # Never more than without sampling, and never below 0.
+    return min(max(whole, 0.0) / (order - 1), alone(order))
+
+
+def epsilon_of(divergences: Sequence[float], delta: float) -> float:
+    """The epsilon of RDP at `ORDERS`; rounds compose by adding theirs."""
+    check_delta(delta)
+    if not all(map(math.isfinite, divergences)):
+        return math.inf
+    try:
+        from dp_accounting.rdp import rdp_privacy_accountant
+    except ImportError as error:
+        raise ImportError(
+            'differential privacy needs the extra: pip install "dure[privacy]"'
+        ) from error
+    least, _ = rdp_privacy_accountant.compute_epsilon(
+        np.array(ORDERS, dtype=float), np.array(divergences), delta
+    )
+    return max(float(least), 0.0)
+
+
+def against_server(plan: Plan, times: int, delta: float) -> float:
+    """Epsilon against the server, of a client that took part in so many rounds."""
+    return epsilon_of([times * one for one in divergences(plan)], delta)
+
+
+def against_recipients(plan: Plan, rate: float, times: int, delta: float) -> float:
+    """Epsilon against whoever sees the models of so many rounds. rate: of each client's coin."""
+    return told(plan, [Releases(rate, plan.noise, times)], delta)
+
+
+def told(plan: Plan, spent: Sequence[Releases], delta: float) -> float:
+    """Epsilon of rounds with this plan's noise, or with more elements, or fewer clients.
+
+    Of such the integers are larger, so that Skellam noise is nearer to a Gaussian's.
+    """
+    whole = [0.0] * len(ORDERS)
+    for rate, noise, times in spent:
+        if rate and times:
+            one = _sampled_of(replace(plan, noise=noise), rate)
+            whole = [sum_ + times * more for sum_, more in zip(whole, one, strict=True)]
+    return epsilon_of(whole, delta) if any(whole) else 0.0
+
+
+@lru_cache(maxsize=64)
+def _sampled_of(plan: Plan, rate: float) -> tuple[float, ...]:
+    def alone(order: int) -> float:
+        return divergence(plan.variance, plan.l2, plan.l1, order)
+
+    return tuple(sampled(rate, alone)) if plan.noise else (math.inf,) * len(ORDERS)
+
+
+def noise_for(wanted: float, delta: float, rate: float, times: int, clients: int) -> float:
+    """The least z with which recipients learn at most epsilon = `wanted` in so many rounds.
+
+    clients: the most in a sum. Raises ValueError where no noise does that.
+    """
+
+    return least_noise(
+        wanted,
+        lambda noise: against_recipients(account_plan(1.0, noise, clients), rate, times, delta),
+    )
+
+
+def account_plan(clip: float, noise: float, clients: int) -> Plan:
+    """A plan of which the account bounds those of all rounds with so many clients or fewer."""
+    return Plan(1, clip, noise, clients, 1)
