@@ -11,8 +11,8 @@ be guessed of who took part, beside the accountant's epsilon.
     python benchmarks/study_updates.py --from benchmarks/results/study_updates.json \\
         --page docs/what-an-update-gives-away.md
 
-DIR has the folder mnist; without it there are digits alone. It takes about an hour on one core;
---quick ten seconds, with figures that say little. Progress goes to standard error, the result as
+DIR has the folder mnist; without it there are digits alone. It takes half an hour on one core;
+--quick half a minute, with figures that say little. Progress goes to standard error, the result as
 JSON to standard output. --pictures draws originals above what was rebuilt of them; --page puts the
 tables of a result into the page.
 """
@@ -24,6 +24,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,25 @@ def first(task: dure.Task, examples: int, test: int = 1000) -> dure.Task:
     return dure.Task(task.model, task.loss, train, others, task.optimizer, name=task.name)
 
 
-def tasks(data: Path | None) -> Iterator[tuple[str, dure.Task, int]]:
-    """Name, task, and iterations of an inversion."""
-    yield "digits, 2NN", first(dure.load_task("digits"), 1437), 400
+FULL = Examination(sums=SUMS, changes=CHANGES, groups=4, iterations=400, seed=SEED)
+LESS = replace(
+    FULL,
+    changes=CHANGES[:2],
+    iterations=200,
+    most=40,
+    attacks=("labels", "first-layer", "geiping", "membership"),
+)
+"""Of convolutions, whose gradients of gradients take long: no DLG, and no large sums."""
+QUICK = replace(FULL, changes=CHANGES[:2], groups=1, iterations=20)
+
+
+def tasks(data: Path | None) -> Iterator[tuple[str, dure.Task, Examination]]:
+    """Name, task, and how it is attacked."""
+    yield "digits, 2NN", first(dure.load_task("digits"), 1437), FULL
     if data is not None:
-        examples = CLIENTS * EACH
-        yield (
-            "MNIST, 2NN",
-            first(dure.load_task("mnist", data=data / "mnist", model="2nn"), examples),
-            400,
-        )
-        yield (
-            "MNIST, CNN",
-            first(dure.load_task("mnist", data=data / "mnist", model="cnn"), examples),
-            300,
-        )
+        for name, model, wanted in (("MNIST, 2NN", "2nn", FULL), ("MNIST, CNN", "cnn", LESS)):
+            task = dure.load_task("mnist", data=data / "mnist", model=model)
+            yield name, first(task, CLIENTS * EACH), wanted
 
 
 def recorded(task: dure.Task, batch: int, rounds: int) -> list[Recorded]:
@@ -122,25 +127,29 @@ def written(row: Row) -> JSON:
     }
 
 
-def study(name: str, task: dure.Task, iterations: int, quick: bool) -> JSON:
+def as_sent(wanted: Examination) -> Examination:
+    return replace(wanted, changes=wanted.changes[:1])
+
+
+def as_changed(wanted: Examination) -> Examination:
+    """Without DLG, which takes longest, and finds nothing under noise."""
+    attacks = [one for one in wanted.attacks if one != "dlg"]
+    return replace(wanted, changes=wanted.changes[1:], attacks=attacks)
+
+
+def study(name: str, task: dure.Task, full: Examination) -> JSON:
     """All batch sizes of a task."""
-    found: JSON = {"guess": dict(Examiner(task, SEED, Examination()).guess()), "batches": {}}
+    found: JSON = {"guess": dict(Examiner(task, SEED, full).guess()), "batches": {}}
     for batch in BATCHES:
-        # Large batches take long, and give hardly more figures.
-        groups = 1 if quick or batch == 100 else 4
         show(f"{name}, batch {batch}")
-        wanted = Examination(
-            sums=SUMS,
-            changes=CHANGES[:2] if quick else CHANGES if batch < 100 else CHANGES[:3],
-            groups=groups,
-            iterations=20 if quick else iterations,
-            seed=SEED,
-        )
-        cells = {"first round": attacked(name, task, recorded(task, batch, 1), wanted)}
-        if not quick and "CNN" not in name and batch < 100:
-            trained = Examination(sums=(1,), groups=groups, iterations=iterations, seed=SEED)
-            rounds = LATER + 1
-            updates = recorded(task, batch, rounds)
+        # Large batches take long, and have more figures each.
+        wanted = full if batch < 100 else replace(full, groups=1, changes=full.changes[:3])
+        updates = recorded(task, batch, 1)
+        cells = {"first round": attacked(name, task, updates, as_sent(wanted))}
+        cells["first round"] += attacked(name, task, updates, as_changed(wanted))
+        if full == FULL and batch < 100:
+            trained = replace(as_sent(wanted), sums=(1,))
+            updates = recorded(task, batch, LATER + 1)
             cells[f"after {LATER} rounds"] = attacked(name, task, updates, trained)
         found["batches"][str(batch)] = cells
     return found
@@ -198,7 +207,7 @@ def pictures(data: Path, folder: Path) -> None:
         show(f"{folder / name}")
 
 
-SHOWN = {"first layer": "closed form", "dlg": "DLG", "geiping": "Geiping"}
+SHOWN = {"first-layer": "closed form", "dlg": "DLG", "geiping": "Geiping"}
 
 
 def tables(result: JSON) -> dict[str, list[str]]:
@@ -255,7 +264,7 @@ def changes_table(result: JSON) -> Iterator[str]:
             for change in dict.fromkeys(row["change"] for row in rows):
                 got = [
                     cell(rows, "labels", size, change, "labels_right"),
-                    cell(rows, "first layer", size, change, "psnr"),
+                    cell(rows, "first-layer", size, change, "psnr"),
                     cell(rows, "geiping", size, change, "psnr"),
                     cell(rows, "geiping", size, change, "ssim"),
                 ]
@@ -315,8 +324,8 @@ def main() -> None:
         pictures(asked.data, asked.pictures)
         return
     result: JSON = {"seed": SEED, "clients": CLIENTS, "tasks": {}}
-    for name, task, iterations in tasks(None if asked.quick else asked.data):
-        result["tasks"][name] = study(name, task, iterations, asked.quick)
+    for name, task, full in tasks(None if asked.quick else asked.data):
+        result["tasks"][name] = study(name, task, QUICK if asked.quick else full)
     result["canaries"] = canaries(asked.quick)
     print(json.dumps(result, indent=1))
 

@@ -42,6 +42,7 @@ ROOMS = [
 MAY = {
     ("averaging", "parallel"),
     ("parameter_server", "parallel"),
+    ("privacy", "tasks"),
     ("split", "parallel"),
     ("references", "errors"),
     ("settings", "errors"),

@@ -40,7 +40,7 @@ def test_a_recorded_run_is_attacked_and_shown(
     rows = content["rows"]
     cells = {(row["attack"], row["sum"], row["change"]) for row in rows}
     changes = ("as sent", "int8", "noise 1")
-    attacks = ("labels", "first layer", "dlg", "geiping", "membership")
+    attacks = ("labels", "first-layer", "dlg", "geiping", "membership")
     wanted = {(a, m, c) for a in attacks for m in (1, 8) for c in changes}
     assert cells == wanted | {("membership, global model", 200, "as sent")}
     for row in rows:

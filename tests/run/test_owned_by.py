@@ -261,9 +261,14 @@ def test_without_an_owner_a_secure_run_is_semi_honest(tmp_path: Path) -> None:
     with site(tmp_path, owner="") as here:
         assert here.trust(welcome(text)) == ""
         assert here.enter(welcome(text)) is None
-        said = here.trust(welcome(text, privacy=SECURE))
+        said = here.trust(welcome("", privacy=SECURE))
         assert said.startswith("semi-honest: ")
         assert "--owner" in said
+        assert here.reasons(welcome("", privacy=SECURE)) == []
+        # Where there is a roster, the others check it, and could not check this client.
+        (reason,) = here.reasons(welcome(text, privacy=SECURE))
+        assert "give it as --owner" in reason
+        assert here.reasons(welcome(text)) == []
     with site(tmp_path) as here:
         assert "semi-honest" not in here.trust(welcome(text, privacy=SECURE))
         # Its protocol holds against no other, whoever the clients are.

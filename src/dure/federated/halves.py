@@ -9,10 +9,10 @@ process under a virtual clock, as they are; over a network, where each half is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
-from dure.data.partition import NaturalKey, Partition, Parts
+from dure.data.partition import Partition, Parts
 from dure.data.partition.natural_key import strangers
 from dure.errors import warn
+from dure.federated import protecting
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm, Start, start_of
 from dure.federated.client.clients import Clients, Keep, LocalWork, Make
@@ -34,13 +35,9 @@ from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.noised import Noised
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
-from dure.federated.privacy.choice import NOTHING, Privacy
-from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
+from dure.federated.privacy.choice import Privacy
 from dure.federated.privacy.exposure import exposure
-from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
-from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.private import Private
 from dure.federated.server.sampling import Selection
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
@@ -51,39 +48,13 @@ from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
-from dure.tasks.batch_norm import needs_two, statistics
+from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
-
-if TYPE_CHECKING:
-    # They need the extra "privacy", which runs without secure aggregation do without.
-    from dure.federated.client.holding import Holding
-    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
-    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
-    from dure.federated.privacy.user_level.local import LocalNoise
-    from dure.wire.signatures import Key
-
-SIMULATED = "simulation"
-"""The name under which clients of a simulation sum."""
-
-
-class Site(NamedTuple):
-    """What a client on a machine of its own knows of the run, for sums of updates.
-
-    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
-    identities: public keys of all clients, by number, where their owner has signed them.
-    smallest_cohort: the fewest clients of a sum in which it takes part.
-    """
-
-    run: str
-    refuses: Callable[[str], None]
-    key: Key | None = None
-    identities: Mapping[int, str] | None = None
-    smallest_cohort: int = 1
 
 
 class Says(Protocol):
@@ -167,21 +138,14 @@ def server_half(
     train, test = examples_for(model, task)
     sample = test or train
     clients = len(carrier.join().sizes)
-    rule = strategy.rule()
-    secure = None
-    if strategy.privacy.secure is not None:
-        clipping = _clipping(
-            strategy.privacy, task, model, strategy.algorithm(start_of(task, model, clients))
-        )
-        secure, rule = _secure(strategy.privacy.secure, rule, clipping, place, seed)
+    secret = protecting.secret_of(place, seed)
+    secure, rule = protecting.secure(strategy, task, model, place, clients, secret)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
         attack = place.conditions.attack
         lying = _lying(place.conditions, clients, seed)
     pacing = strategy.pacing(clients)
-    # A simulation repeats itself; what protects clients elsewhere nobody may draw again.
-    secret = Secret.simulated(seed) if place.network is None else Secret.system()
     return Server(
         task=task,
         model=model,
@@ -200,86 +164,23 @@ def server_half(
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
         exposure=exposure(strategy.privacy, place.identities is not None),
-        # What protects clients elsewhere is the system's, and is not drawn again.
-        repeats=place.network is None or strategy.privacy == NOTHING,
+        repeats=protecting.repeats(strategy.privacy, place),
         secure=secure,
-        private=_private(strategy, task, model, place, carrier, secret, seed),
-        examples=_account(strategy, carrier.join().sizes, place.network is None),
+        private=protecting.noised(strategy, task, model, place, carrier, secret, seed),
+        examples=protecting.account(strategy, carrier.join().sizes, place.network is None),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
     )
-
-
-def _account(strategy: Says, sizes: Sequence[int], simulated: bool) -> ExampleAccount | None:
-    """What clients tell of their examples, where these are protected."""
-    example = strategy.privacy.example
-    if example is None:
-        return None
-    work = strategy.work()
-    steps = [work.steps_of(size) for size in sizes]
-    return ExampleAccount(
-        example, strategy.delta, sizes, steps, strategy.batch_size, simulated=simulated
-    )
-
-
-def _private(
-    strategy: Says,
-    task: Task,
-    model: nn.Module,
-    place: Place,
-    carrier: Carrier,
-    secret: Secret,
-    seed: int,
-) -> Private | None:
-    """Differential privacy of clients, where the strategy wants it."""
-    user = strategy.privacy.user
-    if user is None:
-        return None
-    sizes = carrier.join().sizes
-    copy = another(model, task, seed)
-    return noised_rounds(
-        user,
-        strategy,
-        model=copy,
-        algorithm=strategy.algorithm(start_of(task, copy, len(sizes))),
-        sizes=sizes,
-        keyed=isinstance(strategy.partition, NaturalKey),
-        once=carrier.once,
-        secret=secret,
-        folder=place.folder,
-    )
-
-
-def _secure(
-    settings: SecureAggregation,
-    rule: Aggregator,
-    clipping: Clipping | None,
-    place: Place,
-    seed: int,
-) -> tuple[SecureRounds, Aggregator]:
-    """(what sums a round's updates, the rule for the sums' means)."""
-    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
-
-    here = place.network is None
-    run = SIMULATED if here else str(place.config.get("run", ""))
-    groups, of_means = parted(rule)
-    secret = Secret.simulated(seed) if here else Secret.system()
-    return SecureRounds(Sums(settings, run, clipping), groups, secret, place.identities), of_means
 
 
 def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
     """The server, whose clients are elsewhere."""
-    check_own_noise(strategy.privacy)
+    protecting.check_served(strategy.privacy)
     model = place.model(task, seed)
     clients = strategy.count(task)
     if clients is None:
         raise ValueError("clients is not given: a server has to know how many there may be")
-    if strategy.privacy.secure is not None and strategy.privacy.example is not None:
-        raise ValueError(
-            "the account of dp-sgd needs to know how many examples each client has, and under "
-            "secure aggregation over a network nobody is told: leave one of them out"
-        )
     federation = Federation(
         clients=clients,
         seed=seed,
@@ -361,7 +262,7 @@ def one_client(
     client: int,
     clients: int,
     divides: bool,
-    site: Site,
+    site: protecting.Site,
 ) -> Clients:
     """One client of so many, on a machine of its own.
 
@@ -369,7 +270,7 @@ def one_client(
     the partition gives it; else all of the task's are its own. Raises ValueError for noise that
     others could draw again.
     """
-    check_own_noise(strategy.privacy)
+    protecting.check_served(strategy.privacy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
     if not strategy.held_out and divides:
@@ -406,7 +307,7 @@ def _clients(
     seed: int,
     has: _Has,
     secret: Secret,
-    site: Site | None = None,
+    site: protecting.Site | None = None,
     keep: Keep | None = None,
 ) -> Clients:
     """The half of clients that have this.
@@ -466,84 +367,11 @@ def _clients(
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
-        holding=_holding(strategy, task, model, algorithm, list(map(len, own)), secret, site),
-        protect=_local_noise(strategy.privacy, task, model, algorithm, secret),
-    )
-
-
-def _local_noise(
-    privacy: Privacy,
-    task: Task,
-    model: nn.Module,
-    algorithm: Algorithm,
-    secret: Secret,
-) -> LocalNoise | None:
-    """What adds noise to updates before they are sent, where each client does so for itself."""
-    user = privacy.user
-    if user is None or user.where != "local":
-        return None
-    from dure.federated.privacy.user_level.local import LocalNoise
-
-    copy = another(model, task, 0)
-    _, pieces = contribution(copy, algorithm)
-    places = list(statistics(copy, Buffers(copy).names))
-    return LocalNoise(user, pieces, places, secret)
-
-
-def _clipping(
-    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
-) -> Clipping | None:
-    """How clients clip, where they have differential privacy, and only their sum is seen."""
-    if privacy.user is None:
-        return None
-    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
-
-    copy = another(model, task, 0)
-    like, pieces = contribution(copy, algorithm)
-    return Clipping(privacy.user, like, pieces, list(statistics(copy, Buffers(copy).names)))
-
-
-def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
-    """Warns where clients weigh less in a sum than their examples would."""
-    larger = [size for size in sizes if size > settings.most_examples]
-    if larger:
-        warn(
-            f"{settings.name}: {len(larger)} of {len(sizes)} clients have more than "
-            f"{settings.most_examples} examples (up to {max(larger)}), and count as if they had "
-            f"so many: give a larger most_examples to weigh them by all"
-        )
-
-
-def _holding(
-    strategy: Says,
-    task: Task,
-    model: nn.Module,
-    algorithm: Algorithm,
-    sizes: Sequence[int],
-    secret: Secret,
-    site: Site | None,
-) -> Holding | None:
-    """What holds updates, where they stay with their clients."""
-    settings = strategy.privacy.secure
-    if settings is None:
-        return None
-    from dure.federated.client.holding import Holding
-    from dure.federated.privacy.secure_aggregation.rounds import Sums
-
-    if strategy.privacy.user is None:
-        _tell_large(settings, sizes)
-    clipping = _clipping(strategy.privacy, task, model, algorithm)
-    if site is None:
-        sums = Sums(settings, SIMULATED, clipping)
-        return Holding(sums, algorithm, secret)
-    return Holding(
-        Sums(settings, site.run, clipping),
-        algorithm,
-        secret,
-        identity=site.key if site.identities is not None else None,
-        roster=site.identities,
-        minimum=site.smallest_cohort,
-        refuses=lambda client, reason: site.refuses(reason),
+        coins=None if noised is None else noised.secret,
+        holding=protecting.holding(
+            strategy, task, model, algorithm, list(map(len, own)), secret, site
+        ),
+        protect=protecting.local_noise(strategy.privacy, task, model, algorithm, secret),
     )
 
 

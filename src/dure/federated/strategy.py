@@ -367,6 +367,11 @@ class Federated(Strategy):
                 f"keep_updates keeps whole updates to attack them, and clients of {self.name} send "
                 f"a part of the model: leave it out"
             )
+        if conditions.keep_updates and attack.poisons:
+            raise ValueError(
+                f"keep_updates names the examples of an update, and {attack} puts spoilt ones in "
+                f"their place: leave out one of the two"
+            )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
 

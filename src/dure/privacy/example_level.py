@@ -135,9 +135,9 @@ def noised_mean(
 
     position: of the step, for which noise is drawn once.
     """
-    deviation = settings.clip * settings.noise
-    if not deviation:
+    if not settings.noise:
         return [total / expected for total in sums]
+    deviation = settings.clip * settings.noise
     # As one: a key, and what is done with it, takes as long as thousands of numbers.
     whole = torch.cat([total.detach().reshape(-1) for total in sums])
     noised = _noised(whole, secret.key("dp-sgd noise", *position), deviation, expected)

@@ -111,6 +111,12 @@ class Site(NamedTuple):
             self._roster(welcome)
         except RosterError as error:
             reasons.append(str(error))
+        # In such sums clients check each other by the roster: one that cannot takes no part.
+        if secure is not None and welcome.roster and not self.owner:
+            reasons.append(
+                "the clients of this run know each other by a roster that its owner has signed: "
+                "ask the owner, and not the server, for its public key, and give it as --owner"
+            )
         return reasons
 
     def enter(self, welcome: Welcome) -> Mapping[int, str] | None:

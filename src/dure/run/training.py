@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
-from dure.federated.halves import Site, layout, one_client
+from dure.federated.halves import layout, one_client
+from dure.federated.protecting import Site
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import home_of, to_cpu, to_device

@@ -27,6 +27,7 @@ from dure.federated.algorithm import Algorithm, Memory, Own
 from dure.federated.client.personal import One, Personal, measured_by
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.fleet.attacks import Attack
+from dure.privacy.poisson import PoissonBatches
 from dure.protocol.carrier import Order, Work
 from dure.protocol.messages import (
     Answer,
@@ -43,6 +44,7 @@ from dure.protocol.messages import (
     Settled,
     Update,
 )
+from dure.randomness.secret import Secret
 from dure.tensors.finite import all_finite
 
 if TYPE_CHECKING:
@@ -120,7 +122,8 @@ class Clients:
     clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
     operators may have. names: of the clients, where the data have some. holding: where updates stay
     with their clients, which are in secure sums; None where they are sent. keep: told of every
-    update that is sent; None where nobody wants to know. protect: what is done to an update before
+    update that is sent; None where nobody wants to know. coins: where those of examples come from,
+    if each has one in every step (DP-SGD). protect: what is done to an update before
     it is sent, given what was asked.
     """
 
@@ -142,11 +145,13 @@ class Clients:
         names: Sequence[str] | None = None,
         holding: Holding | None = None,
         keep: Keep | None = None,
+        coins: Secret | None = None,
         protect: Callable[[Update, Assignment], Update] | None = None,
     ) -> None:
         self.names = names
         self.holding = holding
         self._keep = keep
+        self._coins = coins
         self._protect = protect
         self.parts = list(parts) if len(parts) <= FEW else parts
         self.local = work
@@ -271,9 +276,14 @@ class Clients:
         one = order.assignment
         own = self.indices(one.client, order.began)
         count = len(own)
-        batches = Batches(count, self.local.batch_size, self.seed, one.client, self.local.needs_two)
+        steps = range(order.work.steps)
+        size = self.local.batch_size
+        if self._coins is not None:
+            drawn = PoissonBatches(count, size, self._coins, one.client, one.turn)
+            return [own[drawn.at(step)] for step in steps]
+        batches = Batches(count, size, self.seed, one.client, self.local.needs_two)
         first = one.turn * self._known_steps(count)
-        return [own[batches.at(first + step)] for step in range(order.work.steps)]
+        return [own[batches.at(first + step)] for step in steps]
 
     def hold(self, update: Update, asked: Assignment) -> None:
         """The update stays with its client. asked: what it is the answer to."""

@@ -5,8 +5,10 @@ of all turns that it was asked for, whether or not its update counted, its epsil
 releases. Clients' examples are apart, so that every client has an account of its own, and the
 federation has the epsilon of the worst one:
 
-    example_epsilon         of the client that has told most
-    example_epsilon_least   of the client that has told least
+    epsilon         of the client that has told most
+    epsilon_least   of the client that has told least
+
+They are called example_epsilon and example_epsilon_least beside an epsilon of clients.
 
 More steps tell more, and so does a larger rate; a client of which another has both is not asked
 for. The account is the server's, of what it has asked; it takes no message. It holds for clients
@@ -29,6 +31,7 @@ class ExampleAccount:
 
     sizes: examples of each. steps: that each makes in a turn. batch_size: B; None is all of a
     client's examples in every step. simulated: whether the noise follows from the seed.
+    beside: whether clients have an epsilon too.
     """
 
     def __init__(
@@ -39,7 +42,9 @@ class ExampleAccount:
         steps: Sequence[int],
         batch_size: int | None,
         simulated: bool,
+        beside: bool = False,
     ) -> None:
+        self.name = "example_epsilon" if beside else "epsilon"
         self.simulated = simulated
         self.settings = settings
         self.delta = delta
@@ -61,8 +66,8 @@ class ExampleAccount:
             for rate, turns, steps in zip(self.rates, self.turns, self.steps, strict=True)
         }
         return {
-            "example_epsilon": max(map(self._epsilon, _front(spent, largest=True))),
-            "example_epsilon_least": min(map(self._epsilon, _front(spent, largest=False))),
+            self.name: max(map(self._epsilon, _front(spent, largest=True))),
+            f"{self.name}_least": min(map(self._epsilon, _front(spent, largest=False))),
         }
 
     def _epsilon(self, spent: tuple[float, int]) -> float:
@@ -72,16 +77,18 @@ class ExampleAccount:
     def facts(self) -> dict[str, Any]:
         """What is promised, for the summary and the report."""
         numbers = self.numbers()
-        bound = numbers["example_epsilon"] if self.settings.noise else None
+        bound = numbers[self.name] if self.settings.noise else None
         rate = max(self.rates)
         return {
-            "example_privacy": {
-                **promise(self.settings, rate, self.delta, self.simulated).facts(bound),
-                "assumes": "clients that train as they are asked to",
-                "least": numbers["example_epsilon_least"] if self.settings.noise else None,
-                "mechanism": str(self.settings),
-                "rate": rate,
-            }
+            "promises": [
+                {
+                    **promise(self.settings, rate, self.delta, self.simulated).facts(bound),
+                    "assumes": "clients that train as they are asked to",
+                    "least": numbers[f"{self.name}_least"] if self.settings.noise else None,
+                    "mechanism": str(self.settings),
+                    "rate": rate,
+                }
+            ]
         }
 
     def state(self) -> list[int]:

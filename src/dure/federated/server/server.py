@@ -516,7 +516,8 @@ class Server(Learner):
         """Who took part when, and how it went."""
         private = {} if self.private is None else self.private.facts()
         if self.told_of_examples is not None:
-            private |= self.told_of_examples.facts()
+            promised = self.told_of_examples.facts()["promises"]
+            private["promises"] = [*private.get("promises", ()), *promised]
         return {
             **self.carrier.facts(),
             **self.log.facts(),

@@ -280,7 +280,10 @@ class SingleLearner(Learner):
         self.group.meter.compute("noise", started, time.perf_counter(), self.step + 1)
         mean = loss / len(indices) if len(indices) else None
         # How many examples were in the batch is not told.
-        return Progress(mean, private.expected, wish)
+        # What costs more than many a step is told once in an epoch, and at evaluations.
+        done = self.step + 1
+        numbers = self.numbers() if done % self.units_per_epoch == 0 else None
+        return Progress(mean, private.expected, wish, numbers)
 
     def numbers(self) -> dict[str, float]:
         return {} if self.private is None else {"epsilon": self.private.epsilon}
@@ -289,7 +292,7 @@ class SingleLearner(Learner):
         return None if self.private is None else self.private.exhausted()
 
     def facts(self) -> dict[str, Any] | None:
-        return None if self.private is None else {"privacy": self.private.facts()}
+        return None if self.private is None else {"promises": [self.private.facts()]}
 
     def saved(self) -> None:
         if self.private is not None:

@@ -104,13 +104,23 @@ def test_sums_of_many_give_less() -> None:
     task = dure.load_task("digits")
     updates = recorded_of(task, [[i] for i in range(64)])
     wanted = Examination(
-        sums=(1, 4, 16), attacks=("first layer", "geiping"), groups=3, iterations=80
+        sums=(1, 4, 16), attacks=("first-layer", "geiping"), groups=3, iterations=80
     )
     rows = Examiner(task, 0, wanted).rows(updates)
     for attack in wanted.attacks:
         reached = [row.figures["psnr"].value for row in rows if row.attack == attack]
         assert reached == sorted(reached, reverse=True), attack
         assert reached[0] > reached[-1] + 10
+
+
+def test_sums_of_too_many_are_left_out_and_smaller_ones_are_not() -> None:
+    task = dure.load_task("digits")
+    updates = recorded_of(task, [[0, 1], [2, 3, 4, 5, 6], [7]])
+    wanted = Examination(sums=(1, 3), attacks=("first-layer",), groups=3, most=2)
+    single, whole = Examiner(task, 0, wanted).rows(updates)
+    assert single.groups == 2
+    assert single.examples == 1.5
+    assert whole.why == "sums of 8 examples and more are above the 2 that are rebuilt"
 
 
 def test_noise_leaves_little() -> None:

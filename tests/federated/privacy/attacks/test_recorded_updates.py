@@ -95,6 +95,22 @@ def test_the_decay_of_weights_is_taken_off_again(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, true[name], rtol=1e-8, atol=1e-11)
 
 
+def test_the_buffers_that_came_back_are_those_of_the_model_with_the_update(tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        ).double()
+
+    task = small_task(lr=LR, model=network)
+    world = dure.Simulated(keep_updates=1)
+    run = dure.train(task, dure.FedSGD(clients=3), world, dure.Stop(rounds=1), out=tmp_path)
+    made = seeded_model(task, 0)
+    what = seen(Model(made, task.loss), read_updates(tmp_path), rate_of(task, made, 0, 1))
+    for name, tensor in run.model.state_dict().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(what.after[name], tensor, rtol=1e-9, atol=1e-12)
+
+
 def test_so_many_rounds_are_kept_and_none_unless_asked(tmp_path: Path) -> None:
     recorded(tmp_path / "two", dure.FedAvg(clients=2), rounds=3, keep=2)
     assert {one.about.round for one in read_updates(tmp_path / "two")} == {0, 1}
@@ -111,6 +127,43 @@ def test_what_liars_send_is_kept_as_it_is_sent(tmp_path: Path) -> None:
     recorded(lying, dure.FedSGD(clients=3), attack="sign-flip:2", attackers=3)
     for one, other in zip(read_updates(honest), read_updates(lying), strict=True):
         torch.testing.assert_close(other.delta[0], -2 * one.delta[0])
+
+
+def test_noise_of_a_clients_own_is_in_what_is_kept(tmp_path: Path) -> None:
+    strategy = partial(dure.FedSGD, clients=8, selection="coins")
+    recorded(tmp_path / "plain", strategy())
+    recorded(tmp_path / "noisy", strategy(privacy="user-level:0.1:1:local"))
+    for one, other in zip(
+        read_updates(tmp_path / "plain"), read_updates(tmp_path / "noisy"), strict=True
+    ):
+        # 215 numbers with the deviation 0.1, and what is left of the update: at most 0.1 long.
+        noise = other.delta[0] - one.delta[0] * min(1.0, 0.1 / float(one.delta[0].norm()))
+        assert float(noise.std()) == pytest.approx(0.1, rel=0.2)
+
+
+def test_single_updates_of_secure_sums_are_kept_before_they_are_masked(tmp_path: Path) -> None:
+    recorded(tmp_path / "plain", dure.FedSGD(clients=4))
+    recorded(tmp_path / "secure", dure.FedSGD(clients=4, privacy="secure-aggregation"))  # type: ignore[arg-type]
+    for one, other in zip(
+        read_updates(tmp_path / "plain"), read_updates(tmp_path / "secure"), strict=True
+    ):
+        assert torch.equal(one.delta[0], other.delta[0])
+
+
+def test_the_truth_of_dp_sgd_is_what_the_coins_of_examples_say(tmp_path: Path) -> None:
+    """Without clipping and noise, a step is the sum of its examples over the size asked for."""
+    strategy = dure.FedAvg(clients=2, local_steps=1, batch_size=5, privacy="dp-sgd:1e9:0")  # type: ignore[arg-type]
+    recorded(tmp_path, strategy)
+    task = small_task(lr=LR)
+    made = seeded_model(task, 0)
+    model = Model(made, task.loss)
+    for one in read_updates(tmp_path):
+        what = seen(model, [one], rate_of(task, made, 0, 1))
+        drawn = torch.tensor(one.truth.examples)
+        true = model.gradient(what.state, *task.train.batch(drawn))
+        for name, tensor in what.gradient.items():
+            expected = true[name] * len(drawn) / 5
+            torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_run_that_goes_on_keeps_the_same(tmp_path: Path) -> None:
@@ -151,6 +204,9 @@ def test_what_cannot_be_kept_is_refused_before_any_work() -> None:
         dure.train(task, dure.FedAvg(clients=2), world, stop)
     with pytest.raises(ValueError, match="keep updates"):
         dure.train(task, dure.SplitLearning(cut=("1",), clients=2), world, stop)
+    liars = dure.Simulated(keep_updates=1, attack="label-flip", attackers=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="spoilt"):
+        dure.train(task, dure.FedAvg(clients=2), liars, stop)
     with pytest.raises(ValueError, match="send a part"):
         dure.train(task, dure.FedPer(clients=2), world, stop)
 

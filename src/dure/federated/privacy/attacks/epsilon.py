@@ -26,18 +26,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
+
+Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 
 
-def clopper_pearson(hits: int, tries: int, error: float) -> tuple[float, float]:
-    """Bounds of a probability, each of which is wrong with probability `error` at the most."""
-    low = 0.0 if hits == 0 else float(stats.beta.ppf(error, hits, tries - hits + 1))
-    high = 1.0 if hits == tries else float(stats.beta.ppf(1 - error, hits + 1, tries - hits))
-    return low, high
+def clopper_pearson(hits: Array, tries: int, error: float) -> tuple[Array, Array]:
+    """Bounds of probabilities, each of which is wrong with probability `error` at the most."""
+    low = stats.beta.ppf(error, hits, tries - hits + 1)
+    high = stats.beta.ppf(1 - error, hits + 1, tries - hits)
+    return np.where(hits == 0, 0.0, low), np.where(hits == tries, 1.0, high)
 
 
 def paired_epsilon(
@@ -57,28 +61,35 @@ def paired_epsilon(
     # Two bounds, of which each may be wrong.
     error = (1 - confidence) / 2
     half = (len(here) // 2, len(away) // 2)
-    chosen = [(here[: half[0]], away[: half[1]]), (here[half[0] :], away[half[1] :])]
-    thresholds = torch.cat(chosen[0])
-    threshold = max(
-        thresholds.tolist(), key=lambda one: _at(chosen[0][0], chosen[0][1], one, delta, error)
-    )
-    return max(0.0, _at(chosen[1][0], chosen[1][1], threshold, delta, error))
+    thresholds = torch.cat([here[: half[0]], away[: half[1]]]).numpy()
+    chosen = _bounds(here[: half[0]], away[: half[1]], thresholds, delta, error)
+    threshold = thresholds[chosen.argmax()]
+    found = _bounds(here[half[0] :], away[half[1] :], threshold[None], delta, error)
+    return max(0.0, float(found[0]))
 
 
-def _at(here: Tensor, away: Tensor, threshold: float, delta: float, error: float) -> float:
-    """The bound at a threshold, which may be below 0; of two, the better one."""
-    hits = int((here >= threshold).sum())
-    false = int((away >= threshold).sum())
+def _bounds(here: Tensor, away: Tensor, thresholds: Array, delta: float, error: float) -> Array:
+    """The bound at each threshold, which may be below 0; of two, the better one."""
+    hits = len(here) - _below(here, thresholds)
+    false = len(away) - _below(away, thresholds)
     tpr = clopper_pearson(hits, len(here), error)[0]
     fpr = clopper_pearson(false, len(away), error)[1]
     # And the other way round: those who are found not to be there.
-    return max(_log_ratio(tpr - delta, fpr), _log_ratio(1 - fpr - delta, 1 - tpr))
+    return np.maximum(_log_ratio(tpr - delta, fpr), _log_ratio(1 - fpr - delta, 1 - tpr))
 
 
-def _log_ratio(above: float, below: float) -> float:
-    if above <= 0:
-        return -math.inf
-    return math.log(above / below) if below > 0 else math.inf
+def _below(scores: Tensor, thresholds: Array) -> Array:
+    """How many scores are below each threshold."""
+    return np.searchsorted(scores.sort().values.numpy(), thresholds).astype(np.float64)
+
+
+def _log_ratio(above: Array, below: Array) -> Array:
+    """-inf where there is nothing above."""
+    # Bounds of rates are above 0 and below 1, where they are divided by.
+    ratio: Array = np.log(
+        np.maximum(above, 0) / below, where=above > 0, out=np.full_like(above, -np.inf)
+    )
+    return ratio
 
 
 def one_run_epsilon(
@@ -115,9 +126,9 @@ def one_run_epsilon(
 def _probability(canaries: int, guessed: int, right: int, epsilon: float, delta: float) -> float:
     """That so many guesses are right, or more, at the most, under (epsilon, delta)."""
     coin = stats.binom(guessed, 1 / (1 + math.exp(-epsilon)))
-    largest = 0.0
-    total = 0.0
-    for i in range(1, right + 1):
-        total += float(coin.pmf(right - i))
-        largest = max(largest, total / i)
+    if not right:
+        return 1.0
+    # P[v > B >= v - i] for i = 1, 2, ..., v.
+    below = np.cumsum(coin.pmf(np.arange(right - 1, -1, -1)))
+    largest = float((below / np.arange(1, right + 1)).max())
     return min(1.0, float(coin.sf(right - 1)) + 2 * canaries * delta * largest)

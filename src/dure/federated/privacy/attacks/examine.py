@@ -4,7 +4,7 @@ Rows of a table: what each attack got of a number of sums, in the mean, with 95 
 attack that cannot be made has a row as well, which says why.
 
     labels           the share of labels that are right, read from the last layer
-    first layer      inputs in closed form, where the model begins with a linear layer
+    first-layer      inputs in closed form, where the model begins with a linear layer
     dlg, geiping     inputs by gradient inversion
     membership       members by their loss, against the global model and the client's
 
@@ -57,8 +57,9 @@ from dure.federated.privacy.attacks.membership import (
 from dure.federated.privacy.attacks.recording import Recorded
 from dure.federated.privacy.attacks.seen import Model, Rate, Seen, rate_of, seen
 from dure.randomness.seeds import generator
+from dure.tensors.finite import all_finite
 
-INVERSIONS = ("first layer", "dlg", "geiping")
+INVERSIONS = ("first-layer", "dlg", "geiping")
 ATTACKS = ("labels", *INVERSIONS, "membership")
 
 Say = Callable[[str, int, int], None]
@@ -147,7 +148,7 @@ class Target(NamedTuple):
     @property
     def truth(self) -> Tensor:
         """The examples that it was made of, as indices of the training data."""
-        return torch.tensor(sorted({i for one in self.group for i in one.truth.examples}))
+        return _examples(self.group)
 
 
 class Examiner:
@@ -165,13 +166,14 @@ class Examiner:
         final: Mapping[str, Tensor] | None = None,
         say: Say = lambda what, done, of: None,
     ) -> None:
-        self.task = task
+        # Recorded updates are read into the CPU's memory, wherever clients have computed.
+        self.task = task.on(torch.device("cpu"))
         self.examination = examination
         self.final = final
         self.say = say
-        self.made = seeded_model(task, seed)
+        self.made = seeded_model(task, seed).cpu()
         self.train, self.test = examples_for(self.made, task)
-        self.model = Model(self.made, task.loss)
+        self.model = Model(self.made, self.task.loss)
         self.public = _public(self.test)
 
     def rows(self, updates: Sequence[Recorded]) -> list[Row]:
@@ -185,7 +187,8 @@ class Examiner:
         for size in wanted.sums:
             groups = groups_of(updates, size, wanted.groups)
             for change in wanted.changes:
-                targets = [self._target(group, change) for group in groups]
+                # Where each example has a coin, a step may be one of noise alone.
+                targets = [self._target(group, change) for group in groups if len(_examples(group))]
                 found += [self._row(name, size, change, targets) for name in wanted.attacks]
         if "membership" in wanted.attacks:
             found.append(self._of_the_global_model(updates))
@@ -205,6 +208,7 @@ class Examiner:
         try:
             steps = max(one.about.steps for one in group)
             rate = rate_of(self.task, self.made, group[0].about.round, steps)
+            _check_numbers(group)
         except ValueError as error:
             why = str(error)
             rate = Rate(math.nan)
@@ -215,6 +219,13 @@ class Examiner:
         empty = Row(name, size, str(change))
         if not targets:
             return replace(empty, why=f"no round has {size} updates that were kept")
+        if name in INVERSIONS:
+            least = min(len(target.truth) for target in targets)
+            most = self.examination.most
+            targets = [target for target in targets if len(target.truth) <= most]
+            if not targets:
+                why = f"sums of {least} examples and more are above the {most} that are rebuilt"
+                return replace(empty, why=why)
         found: list[Got] = []
         for number, target in enumerate(targets):
             self.say(f"{name}, sums of {size}, {change}", number, len(targets))
@@ -253,6 +264,8 @@ class Examiner:
         if labels is None:
             raise ValueError("labels are read where each example has one, and targets are others")
         public = self.public or Public(self._space().drawn(64, generator(0, "noise")), None)
+        if not isinstance(public.inputs, Tensor):
+            raise ValueError("labels are read with inputs in one tensor, and these are in several")
         shares = label_shares(self.model, target.seen, public)
         counts = label_counts(shares, target.seen.examples)
         return counts, counts_of(labels[target.truth], len(counts))
@@ -262,13 +275,13 @@ class Examiner:
     def _inversion(self, name: str, target: Target) -> Got:
         wanted = self.examination
         truth = target.truth
-        if len(truth) > wanted.most:
-            raise ValueError(
-                f"{len(truth)} examples in a sum are more than the {wanted.most} that are rebuilt"
-            )
         space = self._space()
         true, targets = self.train.batch(truth)
-        if name == "first layer":
+        if not isinstance(targets, Tensor):
+            raise ValueError(
+                "inputs are rebuilt of targets in one tensor, and these are in several"
+            )
+        if name == "first-layer":
             found = from_first_layer(self.model, target.seen, true).clamp(space.low, space.high)
         else:
             labels = self._known_labels(target, targets)
@@ -319,7 +332,7 @@ class Examiner:
             **dict(zip(self.model.buffer_names, newest.buffers, strict=True)),
         }
         row = Row("membership, global model", len(updates), str(Change()))
-        members = torch.tensor(sorted({i for one in updates for i in one.truth.examples}))
+        members = _examples(updates)
         try:
             found = self._found(state if self.final is None else self.final, members)
         except ValueError as error:
@@ -354,6 +367,21 @@ class Examiner:
         near = likeness(public.mean(dim=0, keepdim=True).expand_as(true), true, space.span)
         said = {"psnr": float(near.psnr.mean()), "mse": float(near.mse.mean())}
         return said | ({"ssim": float(near.ssim.mean())} if len(near.ssim) else {})
+
+
+def _check_numbers(updates: Sequence[Recorded]) -> None:
+    """Raises ValueError for updates on which gradients cannot be matched."""
+    tensors = [tensor for one in updates for tensor in one.delta]
+    if any(tensor.is_complex() for tensor in tensors):
+        raise ValueError("the model has complex weights, on which these attacks are not made")
+    if not all(map(all_finite, tensors)):
+        raise ValueError("an update has numbers that are not finite")
+
+
+def _examples(updates: Sequence[Recorded]) -> Tensor:
+    """All that the updates were made of, as indices of the training data, in ascending order."""
+    found = sorted({index for one in updates for index in one.truth.examples})
+    return torch.tensor(found, dtype=torch.long)
 
 
 def _public(test: Examples | None) -> Public | None:

@@ -63,13 +63,17 @@ class Truth(msgspec.Struct, frozen=True):
 
 
 class Recorded(NamedTuple):
-    """A kept update. weights, buffers: what its client was sent; delta: what it answered."""
+    """A kept update.
+
+    weights, buffers: what its client was sent. delta, buffers_after: what it answered.
+    """
 
     about: About
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
     delta: Sequence[Tensor]
     truth: Truth
+    buffers_after: Sequence[Tensor] = ()
 
 
 class Keeper:
@@ -149,7 +153,16 @@ def read_updates(run: Path) -> list[Recorded]:
         sent = _read(folder / _update(about.ticket), ("delta", "buffer", "extra"))
         model = models[about.round]
         truth = _read_json(folder / _truth(about.ticket), Truth)
-        updates.append(Recorded(about, model["weight"], model["buffer"], sent["delta"], truth))
+        updates.append(
+            Recorded(
+                about=about,
+                weights=model["weight"],
+                buffers=model["buffer"],
+                delta=sent["delta"],
+                truth=truth,
+                buffers_after=sent["buffer"],
+            )
+        )
     return sorted(updates, key=lambda one: (one.about.round, one.about.client, one.about.ticket))
 
 

@@ -13,7 +13,7 @@ the number of steps and of examples. It never sees an example.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +140,7 @@ class Seen:
 
     state: weights and buffers that were sent, by name. delta: what came back, by name. examples: of
     which it was made, those of all clients together. steps: of local training, each of batch_size
-    examples. updates: m.
+    examples. updates: m. buffers: as they came back, by name; none where none do.
     """
 
     state: Mapping[str, Tensor]
@@ -150,6 +150,7 @@ class Seen:
     batch_size: int
     rate: Rate
     updates: int = 1
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def gradient(self) -> dict[str, Tensor]:
@@ -161,9 +162,8 @@ class Seen:
     @property
     def after(self) -> dict[str, Tensor]:
         """The client's model after training: what was sent, and its update."""
-        return {name: self.state[name] + one for name, one in self.delta.items()} | {
-            name: one for name, one in self.state.items() if name not in self.delta
-        }
+        moved = {name: self.state[name] + one for name, one in self.delta.items()}
+        return {**self.state, **moved, **self.buffers}
 
 
 def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
@@ -189,7 +189,22 @@ def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
         batch_size=max(_batch(one) for one in updates),
         rate=rate,
         updates=len(updates),
+        buffers=dict(zip(model.buffer_names, _mean_buffers(updates, total), strict=False)),
     )
+
+
+def _mean_buffers(updates: Sequence[Recorded], total: int) -> list[Tensor]:
+    """As `delta`; those that count are the first client's. Empty where none came back."""
+    first = updates[0].buffers_after
+    weighed = [
+        [tensor * (one.about.examples / total) for tensor in one.buffers_after] for one in updates
+    ]
+    return [
+        torch.stack([each[place] for each in weighed]).sum(dim=0)
+        if tensor.is_floating_point()
+        else tensor
+        for place, tensor in enumerate(first)
+    ]
 
 
 def _batch(update: Recorded) -> int:

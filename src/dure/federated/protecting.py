@@ -1,0 +1,252 @@
+"""What protects the clients of a run, made of what its strategy says: sums alone, noise, accounts.
+
+    server half     what sums updates that nobody else sees; noise on what they come to; accounts
+    clients' half   what holds updates for such sums; each client's own noise
+
+What protects clients elsewhere is drawn from the system, and in a simulation from the seed
+(`dure.randomness.secret`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from dure.contracts.strategy import Place, another
+from dure.contracts.task import Task
+from dure.data.partition import NaturalKey, Partition
+from dure.errors import warn
+from dure.federated.aggregate import Aggregator
+from dure.federated.algorithm import Algorithm, Start, start_of
+from dure.federated.client.clients import LocalWork
+from dure.federated.privacy.choice import NOTHING, Privacy
+from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
+from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
+from dure.federated.privacy.user_level.build import contribution, noised_rounds
+from dure.federated.server.private import Private
+from dure.federated.server.sampling import Selection
+from dure.protocol.carrier import Carrier
+from dure.randomness.secret import Secret
+from dure.tasks.batch_norm import statistics
+from dure.tensors.buffers import Buffers
+
+if TYPE_CHECKING:
+    # They need the extra "privacy", which runs without secure aggregation do without.
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.federated.privacy.user_level.local import LocalNoise
+    from dure.wire.signatures import Key
+
+SIMULATED = "simulation"
+"""The name under which clients of a simulation sum."""
+
+
+class Site(NamedTuple):
+    """What a client on a machine of its own knows of the run, for sums of updates.
+
+    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
+    identities: public keys of all clients, by number, where their owner has signed them.
+    smallest_cohort: the fewest clients of a sum in which it takes part.
+    """
+
+    run: str
+    refuses: Callable[[str], None]
+    key: Key | None = None
+    identities: Mapping[int, str] | None = None
+    smallest_cohort: int = 1
+
+
+class Protects(Protocol):
+    """What is asked of a strategy; `dure.federated.strategy.Federated` has the meanings."""
+
+    name: ClassVar[str]
+
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def fraction(self) -> float: ...
+    @property
+    def selection(self) -> Selection: ...
+    @property
+    def privacy(self) -> Privacy: ...
+    @property
+    def epsilon(self) -> float | None: ...
+    @property
+    def delta(self) -> float: ...
+    @property
+    def partition(self) -> Partition: ...
+
+    def algorithm(self, start: Start) -> Algorithm: ...
+    def rule(self) -> Aggregator: ...
+    def work(self) -> LocalWork: ...
+
+
+def secret_of(place: Place, seed: int) -> Secret:
+    """Where the server's coins, noise and groups come from."""
+    # A simulation repeats itself; what protects clients elsewhere nobody may draw again.
+    return Secret.simulated(seed) if place.network is None else Secret.system()
+
+
+def repeats(privacy: Privacy, place: Place) -> bool:
+    """Whether the run has the same bits again."""
+    return place.network is None or privacy == NOTHING
+
+
+def check_served(privacy: Privacy) -> None:
+    """Raises ValueError for what cannot protect clients that are elsewhere."""
+    check_own_noise(privacy)
+    if privacy.secure is not None and privacy.example is not None:
+        raise ValueError(
+            "the account of dp-sgd needs to know how many examples each client has, and under "
+            "secure aggregation over a network nobody is told: leave one of them out"
+        )
+
+
+# The server's half
+
+
+def secure(
+    strategy: Protects, task: Task, model: nn.Module, place: Place, clients: int, secret: Secret
+) -> tuple[SecureRounds | None, Aggregator]:
+    """(what sums updates that nobody but their clients sees, the rule for what comes of it)."""
+    rule = strategy.rule()
+    settings = strategy.privacy.secure
+    if settings is None:
+        return None, rule
+    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
+
+    algorithm = strategy.algorithm(start_of(task, model, clients))
+    clips = _clipping(strategy.privacy, task, model, algorithm)
+    run = SIMULATED if place.network is None else str(place.config.get("run", ""))
+    groups, of_means = parted(rule)
+    return SecureRounds(Sums(settings, run, clips), groups, secret, place.identities), of_means
+
+
+def noised(
+    strategy: Protects,
+    task: Task,
+    model: nn.Module,
+    place: Place,
+    carrier: Carrier,
+    secret: Secret,
+    seed: int,
+) -> Private | None:
+    """Differential privacy of clients, where the strategy wants it."""
+    user = strategy.privacy.user
+    if user is None:
+        return None
+    sizes = carrier.join().sizes
+    copy = another(model, task, seed)
+    return noised_rounds(
+        user,
+        strategy,
+        model=copy,
+        algorithm=strategy.algorithm(start_of(task, copy, len(sizes))),
+        sizes=sizes,
+        keyed=isinstance(strategy.partition, NaturalKey),
+        once=carrier.once,
+        secret=secret,
+        folder=place.folder,
+    )
+
+
+def account(strategy: Protects, sizes: Sequence[int], simulated: bool) -> ExampleAccount | None:
+    """What clients tell of their examples, where these are protected."""
+    example = strategy.privacy.example
+    if example is None:
+        return None
+    work = strategy.work()
+    steps = [work.steps_of(size) for size in sizes]
+    return ExampleAccount(
+        example,
+        strategy.delta,
+        sizes,
+        steps,
+        strategy.batch_size,
+        simulated=simulated,
+        beside=strategy.privacy.user is not None,
+    )
+
+
+# The clients' half
+
+
+def holding(
+    strategy: Protects,
+    task: Task,
+    model: nn.Module,
+    algorithm: Algorithm,
+    sizes: Sequence[int],
+    secret: Secret,
+    site: Site | None,
+) -> Holding | None:
+    """What holds updates, where they stay with their clients."""
+    settings = strategy.privacy.secure
+    if settings is None:
+        return None
+    from dure.federated.client.holding import Holding
+    from dure.federated.privacy.secure_aggregation.rounds import Sums
+
+    if strategy.privacy.user is None:
+        _tell_large(settings, sizes)
+    clipping = _clipping(strategy.privacy, task, model, algorithm)
+    if site is None:
+        sums = Sums(settings, SIMULATED, clipping)
+        return Holding(sums, algorithm, secret)
+    return Holding(
+        Sums(settings, site.run, clipping),
+        algorithm,
+        secret,
+        identity=site.key if site.identities is not None else None,
+        roster=site.identities,
+        minimum=site.smallest_cohort,
+        refuses=lambda client, reason: site.refuses(reason),
+    )
+
+
+def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
+    """Warns where clients weigh less in a sum than their examples would."""
+    larger = [size for size in sizes if size > settings.most_examples]
+    if larger:
+        warn(
+            f"{settings.name}: {len(larger)} of {len(sizes)} clients have more than "
+            f"{settings.most_examples} examples (up to {max(larger)}), and count as if they had "
+            f"so many: give a larger most_examples to weigh them by all"
+        )
+
+
+def local_noise(
+    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm, secret: Secret
+) -> LocalNoise | None:
+    """What adds noise to updates before they are sent, where each client does so for itself."""
+    user = privacy.user
+    if user is None or user.where != "local":
+        return None
+    from dure.federated.privacy.user_level.local import LocalNoise
+
+    _, pieces, places = _contribution(task, model, algorithm)
+    return LocalNoise(user, pieces, places, secret)
+
+
+def _clipping(
+    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+) -> Clipping | None:
+    """How clients clip, where they have differential privacy, and only their sum is seen."""
+    if privacy.user is None:
+        return None
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+
+    return Clipping(privacy.user, *_contribution(task, model, algorithm))
+
+
+def _contribution(
+    task: Task, model: nn.Module, algorithm: Algorithm
+) -> tuple[list[Tensor], list[list[int]], list[int]]:
+    """What a client's contribution looks like, the pieces of each of its tensors, and the places of
+    batch norm's statistics among the buffers."""
+    copy = another(model, task, 0)
+    like, pieces = contribution(copy, algorithm)
+    return like, pieces, list(statistics(copy, Buffers(copy).names))
