@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def check_gradient(accumulate: int, clip_norm: float | None) -> None:
