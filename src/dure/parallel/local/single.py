@@ -289,13 +289,18 @@ class SingleLearner(Learner):
         return Progress(mean, private.expected, wish, numbers)
 
     def numbers(self) -> dict[str, float]:
-        return {} if self.private is None else {"epsilon": self.private.epsilon}
+        # Rank 0 writes it down; the others need not compute it too.
+        if self.private is None or self.group.rank:
+            return {}
+        return {"epsilon": self.private.epsilon}
 
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
 
     def facts(self) -> dict[str, Any] | None:
-        return None if self.private is None else {"promises": [self.private.facts()]}
+        if self.private is None:
+            return None
+        return {"promises": [] if self.group.rank else [self.private.facts()]}
 
     def saved(self) -> None:
         if self.private is not None:
