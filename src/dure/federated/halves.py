@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,20 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
-from dure.data.partition import Partition, Parts
+from dure.data.partition import Parts
 from dure.data.partition.natural_key import strangers
 from dure.errors import warn
 from dure.federated import protecting
-from dure.federated.aggregate import Aggregator
-from dure.federated.algorithm import Algorithm, Start, start_of
-from dure.federated.client.clients import Clients, Keep, LocalWork, Make
+from dure.federated.algorithm import start_of
+from dure.federated.client.clients import Clients, Keep, Make
 from dure.federated.client.personal import Personal
 from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.noised import Noised
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
-from dure.federated.privacy.choice import Privacy
 from dure.federated.privacy.exposure import exposure
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.sampling import Selection
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.tossing import tossing
@@ -57,13 +54,9 @@ from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
 
 
-class Says(Protocol):
+class Says(protecting.Protects, Protocol):
     """What halves ask of a strategy; `dure.federated.strategy.Federated` has the meanings."""
 
-    name: ClassVar[str]
-
-    @property
-    def batch_size(self) -> int | None: ...
     @property
     def held_out(self) -> float: ...
     @property
@@ -74,25 +67,10 @@ class Says(Protocol):
     def freeze_at(self) -> int | None: ...
     @property
     def sends_partial_work(self) -> bool: ...
-    @property
-    def fraction(self) -> float: ...
-    @property
-    def selection(self) -> Selection: ...
-    @property
-    def privacy(self) -> Privacy: ...
-    @property
-    def epsilon(self) -> float | None: ...
-    @property
-    def delta(self) -> float: ...
-    @property
-    def partition(self) -> Partition: ...
 
-    def algorithm(self, start: Start) -> Algorithm: ...
     def pacing(self, clients: int) -> Pacing: ...
     def optimizer(self) -> ServerOptimizer: ...
-    def rule(self) -> Aggregator: ...
     def engine(self, setting: Setting) -> Engine: ...
-    def work(self) -> LocalWork: ...
     def count(self, task: Task) -> int | None: ...
     def names(self, task: Task) -> list[str] | None: ...
     def divide(self, task: Task, seed: int) -> Parts: ...
