@@ -107,7 +107,8 @@ def main() -> None:
     if asked.figures is not None:
         draw(result, asked.figures)
     if asked.page is not None:
-        write_page(result, json.loads(asked.updates.read_text()), asked.page)
+        updates = json.loads(asked.updates.read_text()) if asked.updates.exists() else None
+        write_page(result, updates, asked.page)
 
 
 if __name__ == "__main__":

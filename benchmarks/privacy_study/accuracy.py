@@ -22,6 +22,8 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy
 from dure.data.examples import Examples
+from dure.federated.privacy.choice import Privacy
+from dure.privacy.accountant import noise_for
 from dure.record.run import Run
 from dure.tasks.models import TwoNN
 
@@ -31,6 +33,8 @@ DELTA = 1e-5
 EPSILONS = (1.0, 3.0, 8.0)
 PLAIN = "no privacy"
 CLIPPED = "clipped"
+ROUNDS = 20
+"""Of a federation."""
 
 
 class SmallCNN(nn.Sequential):
@@ -159,12 +163,33 @@ def _clients(name: str, title: str, data: str, clients: int, fraction: float) ->
         protection="user-level:1",
         rate=0.1,
         plain_rate=0.1,
-        length=dure.Stop(rounds=20),
+        length=dure.Stop(rounds=ROUNDS),
         epsilons=(3.0, 8.0),
     )
 
 
-def _hospitals(name: str, title: str, way: Callable[..., Strategy], length: dure.Stop) -> Setting:
+def _hospitals(
+    privacy: str = "none", epsilon: float | None = None, delta: float = DELTA
+) -> dure.FedAvg:
+    """Each takes all its patients in every step, and makes one a round: so all have one epsilon.
+
+    The noise is chosen here: for hospitals of different sizes dure has none for an epsilon.
+    """
+    if epsilon is not None:
+        kind, clip, *_ = privacy.split(":")
+        privacy = f"{kind}:{clip}:{noise_for(epsilon, delta, 1.0, ROUNDS)}"
+    return dure.FedAvg(
+        clients=None,
+        partition="natural-key",
+        fraction=1.0,
+        batch_size=None,
+        local_epochs=1,
+        privacy=privacy,
+        delta=delta,
+    )
+
+
+def _patients(name: str, title: str, way: Callable[..., Strategy], length: dure.Stop) -> Setting:
     """Patients, each of whom is one example."""
     return Setting(
         name=name,
@@ -184,9 +209,8 @@ def _hospitals(name: str, title: str, way: Callable[..., Strategy], length: dure
 SETTINGS = [
     _central("mnist", "MNIST, small CNN", partial(_pictures, "mnist", SmallCNN)),
     _central("fashion", "Fashion-MNIST, small CNN", partial(_pictures, "fashion-mnist", SmallCNN)),
-    _hospitals(
-        "heart", "heart, one machine", partial(dure.SingleWorker, 256), dure.Stop(epochs=20)
-    ),
+    _patients("heart", "heart, one machine", partial(dure.SingleWorker, 256), dure.Stop(epochs=20)),
+    _patients("heart-4", "heart, four hospitals", _hospitals, dure.Stop(rounds=ROUNDS)),
     _clients("mnist-200", "MNIST, 2NN, 200 clients of 300", "mnist", 200, 0.2),
     _clients("mnist-1000", "MNIST, 2NN, 1,000 clients of 60", "mnist", 1000, 0.1),
     _clients("mnist-6000", "MNIST, 2NN, 6,000 clients of 10", "mnist", 6000, 0.1),
@@ -212,10 +236,11 @@ def accuracy(setting: Setting, data: Path, show: Callable[[str], None]) -> JSON:
     rows = []
     for way, rate, strategy in ways(setting):
         started = time.process_time()
+        planned = strategy.planned(task, setting.length)
         runs = [
             dure.train(
                 dataclasses.replace(task, optimizer=partial(torch.optim.SGD, lr=rate)),
-                strategy,
+                planned,
                 stop=setting.length,
                 seed=seed,
                 evaluate_every=10**9,
@@ -223,10 +248,12 @@ def accuracy(setting: Setting, data: Path, show: Callable[[str], None]) -> JSON:
             )
             for seed in range(setting.seeds)
         ]
-        row = {"way": way, "rate": rate, **told(runs)}
+        row = {"way": way, "rate": rate, "noise": noise_of(planned), **told(runs)}
+        if row["epsilon"] is not None and row["epsilon"] > float(way):
+            raise ValueError(f"{setting.title}: {row['said']}, and {way} was asked for")
         rows.append(row)
-        show(f"  {setting.title}, {way}: {row['test_accuracy']:.4f}, noise {row['noise']}, "
-             f"{time.process_time() - started:.0f} s")  # fmt: skip
+        seconds = time.process_time() - started
+        show(f"  {way}: {row['test_accuracy']:.4f}, noise {row['noise']}, {seconds:.0f} s")
     return {
         "title": setting.title,
         "unit": setting.unit,
@@ -240,16 +267,22 @@ def accuracy(setting: Setting, data: Path, show: Callable[[str], None]) -> JSON:
     }
 
 
+def noise_of(strategy: Strategy) -> float | None:
+    """The noise multiplier; None without noise."""
+    privacy = getattr(strategy, "privacy", None)
+    if isinstance(privacy, Privacy):
+        privacy = privacy.user or privacy.example
+    return None if privacy is None else privacy.noise or None
+
+
 def told(runs: Sequence[Run]) -> JSON:
     """What came of it. epsilon: that the accountant says in the end; None without noise."""
     accuracies = [run.summary["test_accuracy"] for run in runs]
     facts = (runs[0].summary.get("facts") or [{}])[0]
-    # A federation may promise something to clients, and something else to examples.
-    privacy = facts["privacy"] if "privacy" in facts else (facts.get("promises") or [{}])[0]
+    promise = (facts.get("promises") or [{}])[0]
     return {
         "test_accuracy": statistics.mean(accuracies),
         "of each": accuracies,
-        "epsilon": privacy.get("epsilon"),
-        "noise": privacy.get("noise") or None,
-        "said": privacy.get("said"),
+        "epsilon": promise.get("epsilon"),
+        "said": promise.get("said"),
     }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
 from privacy import GRAPHS, Case, by_machines
 
 JSON = dict[str, Any]
