@@ -139,19 +139,19 @@ def _central(name: str, title: str, load: Callable[[Path], dure.Task]) -> Settin
         strategy=partial(dure.SingleWorker, 512),
         plain=partial(dure.SingleWorker, 64),
         protection="dp-sgd:1:0:seed",
-        rate=1.0,
+        rate=4.0,
         plain_rate=0.1,
         length=dure.Stop(epochs=2),
     )
 
 
-def _clients(name: str, title: str, data: str, clients: int, fraction: float) -> Setting:
-    """The same pictures, as those of so many clients."""
+def _clients(name: str, title: str, data: str, clients: int) -> Setting:
+    """The same pictures, as those of so many clients, of whom 100 make six steps in a round."""
     same: JSON = {
         "clients": clients,
-        "fraction": fraction,
+        "fraction": 100 / clients,
         "batch_size": 10,
-        "local_epochs": 1,
+        "local_steps": 6,
     }
     return Setting(
         name=name,
@@ -211,10 +211,10 @@ SETTINGS = [
     _central("fashion", "Fashion-MNIST, small CNN", partial(_pictures, "fashion-mnist", SmallCNN)),
     _patients("heart", "heart, one machine", partial(dure.SingleWorker, 256), dure.Stop(epochs=20)),
     _patients("heart-4", "heart, four hospitals", _hospitals, dure.Stop(rounds=ROUNDS)),
-    _clients("mnist-200", "MNIST, 2NN, 200 clients of 300", "mnist", 200, 0.2),
-    _clients("mnist-1000", "MNIST, 2NN, 1,000 clients of 60", "mnist", 1000, 0.1),
-    _clients("mnist-6000", "MNIST, 2NN, 6,000 clients of 10", "mnist", 6000, 0.1),
-    _clients("fashion-1000", "Fashion-MNIST, 2NN, 1,000 clients of 60", "fashion-mnist", 1000, 0.1),
+    _clients("mnist-200", "MNIST, 2NN, 200 clients of 300", "mnist", 200),
+    _clients("mnist-1000", "MNIST, 2NN, 1,000 clients of 60", "mnist", 1000),
+    _clients("mnist-6000", "MNIST, 2NN, 6,000 clients of 10", "mnist", 6000),
+    _clients("fashion-1000", "Fashion-MNIST, 2NN, 1,000 clients of 60", "fashion-mnist", 1000),
 ]
 
 
