@@ -22,7 +22,8 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy
 from dure.data.examples import Examples
-from dure.federated.privacy.choice import Privacy
+from dure.data.partition import NaturalKey
+from dure.federated.privacy.choice import Privacy, parse_privacy
 from dure.privacy.accountant import noise_for
 from dure.record.run import Run
 from dure.tasks.models import TwoNN
@@ -180,11 +181,11 @@ def _hospitals(
         privacy = f"{kind}:{clip}:{noise_for(epsilon, delta, 1.0, ROUNDS)}"
     return dure.FedAvg(
         clients=None,
-        partition="natural-key",
+        partition=NaturalKey(),
         fraction=1.0,
         batch_size=None,
         local_epochs=1,
-        privacy=privacy,
+        privacy=parse_privacy(privacy),
         delta=delta,
     )
 
