@@ -130,17 +130,17 @@ def _heart(data: Path) -> dure.Task:
 # Settings
 
 
-def _central(name: str, title: str, load: Callable[[Path], dure.Task]) -> Setting:
+def _central(data: str, title: str, rate: float) -> Setting:
     """Pictures on one machine."""
     return Setting(
-        name=name,
-        title=title,
+        name=data if rate > 1 else f"{data}-slow",
+        title=f"{title}, small CNN, rate {rate:g}",
         unit="example",
-        load=load,
+        load=partial(_pictures, data, SmallCNN),
         strategy=partial(dure.SingleWorker, 512),
         plain=partial(dure.SingleWorker, 64),
         protection="dp-sgd:1:0:seed",
-        rate=4.0,
+        rate=rate,
         plain_rate=0.1,
         length=dure.Stop(epochs=2),
     )
@@ -208,8 +208,10 @@ def _patients(name: str, title: str, way: Callable[..., Strategy], length: dure.
 
 
 SETTINGS = [
-    _central("mnist", "MNIST, small CNN", partial(_pictures, "mnist", SmallCNN)),
-    _central("fashion", "Fashion-MNIST, small CNN", partial(_pictures, "fashion-mnist", SmallCNN)),
+    _central("mnist", "MNIST", 4.0),
+    _central("mnist", "MNIST", 1.0),
+    _central("fashion-mnist", "Fashion-MNIST", 4.0),
+    _central("fashion-mnist", "Fashion-MNIST", 1.0),
     _patients("heart", "heart, one machine", partial(dure.SingleWorker, 256), dure.Stop(epochs=20)),
     _patients("heart-4", "heart, four hospitals", _hospitals, dure.Stop(rounds=ROUNDS)),
     _clients("mnist-200", "MNIST, 2NN, 200 clients of 300", "mnist", 200),
