@@ -56,6 +56,18 @@ def test_facts_are_one_line():
     assert facts(event(0, seconds=0.0, loss=None, metrics={})) == "step 0"
 
 
+def test_what_a_run_tells_of_anybody_is_in_its_line_and_its_row():
+    assert " · epsilon 1.516 · " in facts(event(numbers={"epsilon": 1.5157, "updates": 3.0}))
+    # Without noise there is no bound, and no number.
+    assert "epsilon" not in facts(event(numbers={"epsilon": None}))
+    heading, private, plain = cells(
+        summary("private", numbers={"epsilon": 7.99762}), summary("plain", numbers=None)
+    )
+    place = heading.index("epsilon")
+    assert (private[place], plain[place]) == ("7.998", "–")
+    assert "epsilon" not in cells(summary("plain"))[0]
+
+
 @pytest.mark.parametrize(
     ("stop", "unit", "expected"),
     [

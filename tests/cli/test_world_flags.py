@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dure
+from dure.cli.flags import parse_flags
 from dure.cli.worlds import entry
 from dure.fleet.devices import Stragglers
 from dure.run.train import prepare
@@ -67,3 +68,16 @@ def test_labels_say_what_is_not_ideal() -> None:
         "FedAvg iid K=4, devices stragglers:0.2, drop out 0.1"
     )
     assert label("data-parallel").endswith("×2")
+
+
+def test_a_setting_that_may_be_left_out_is_a_flag_with_a_text() -> None:
+    def parsed(*arguments: str) -> dure.Strategy:
+        return parse_flags("dure", {"strategy": dure.SingleWorker}, list(arguments))["strategy"]
+
+    strategy = parsed("--privacy", "dp-sgd:1:1.1", "--epsilon", "3")
+    assert strategy == dure.SingleWorker(privacy="dp-sgd:1:1.1", epsilon=3.0)
+    # Of the very class, by which run folders and others know it.
+    assert type(strategy) is dure.SingleWorker
+    assert parsed() == parsed("--privacy", "None") == dure.SingleWorker()
+    with pytest.raises(ValueError, match="dp-sgd"):
+        parsed("--privacy", "dp-sgd:x")

@@ -64,6 +64,22 @@ class Tied(nn.Module):
         return scores.transpose(1, 2)
 
 
+class Placed(nn.Module):
+    """Embeddings of positions, which are looked up once for all examples."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.rows = rows
+        self.table = nn.Embedding(11, 6)
+        self.places = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        places = torch.arange(indices.shape[1])
+        hidden = self.table(indices) + self.places(places[None] if self.rows else places)
+        return self.head(hidden.tanh()).transpose(1, 2)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +178,8 @@ KINDS: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], type[Way]]] = 
         Ghost,
     ),
     "used twice": (Twice, vectors, Ghost),
+    "positions": (lambda: Placed(rows=False), texts, Ghost),
+    "positions in a row": (lambda: Placed(rows=True), texts, Ghost),
     "tied": (lambda: Tied(hidden=False), texts, Functional),
     "tied in secret": (lambda: Tied(hidden=True), texts, Functional),
     "other layers": (
@@ -193,6 +211,15 @@ def test_the_way_that_is_chosen_gives_what_a_loop_gives(kind: str) -> None:
     # Some are clipped, and some are not.
     clip = float(looped.clipped(inputs, targets, math.inf).norms.median())
     assert_same(choice.made(model), looped, inputs, targets, clip)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("examples", [1, 2, 6])
+def test_batches_of_as_many_examples_as_there_are_positions(rows: bool, examples: int) -> None:
+    choice, model = chosen(task_of(lambda: Placed(rows), texts))
+    assert choice.kind is Ghost
+    inputs = torch.randint(0, 11, (examples, 6))
+    assert_same(choice.made(model), Looped(model, choice.each), inputs, inputs.roll(1, 1), 0.3)
 
 
 def test_what_is_frozen_has_no_gradient_and_no_part_in_the_norm() -> None:

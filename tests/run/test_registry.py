@@ -16,6 +16,7 @@ from dure.federated.algorithms.fed_avg import FedAvg
 from dure.parallel.data.strategy import DataParallel
 from dure.parallel.local.single import SingleWorker
 from dure.parallel.zero.strategy import ZeRO
+from dure.privacy.dp_sgd import DPSGD
 from dure.run.registry import (
     decode_strategy,
     decode_world,
@@ -177,3 +178,15 @@ def test_what_was_written_wrongly_is_refused(decode, written, complaint):
 def test_a_lone_worker_lives_in_this_process_and_ranks_in_several():
     assert default_world(SingleWorker()) == Processes(1)
     assert default_world(DataParallel()).workers >= 2
+
+
+@given(st.none() | st.builds(DPSGD, POSITIVE, POSITIVE, st.sampled_from(["system", "seed"])))
+def test_a_setting_that_may_be_left_out_is_written_as_text_or_none(privacy: DPSGD | None) -> None:
+    for kind in (SingleWorker, DataParallel):
+        strategy = kind(privacy=privacy, epsilon=None if privacy is None else 3.0)
+        written = json.loads(json.dumps(encode(strategy)))
+        assert decode_strategy(written) == strategy
+    assert parse_strategy("single-worker,privacy=dp-sgd:1:1.1") == SingleWorker(
+        privacy=DPSGD(1.0, 1.1)
+    )
+    assert parse_strategy("single-worker,privacy=None") == SingleWorker()

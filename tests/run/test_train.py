@@ -442,7 +442,7 @@ def test_progress_is_told_with_all_that_a_display_needs():
     events = []
     train(6, on_progress=events.append)
     told = {"unit", "step", "epoch", "samples", "seconds", "loss", "metrics", "bytes"}
-    told |= {"evaluated", "proofs"}
+    told |= {"evaluated", "numbers", "proofs"}
     assert all(set(e) == told for e in events)
     assert (events[0]["step"], events[0]["loss"], events[-1]["step"]) == (0, None, 6)
     assert events[-1]["metrics"].keys() == {"test_loss", "test_accuracy"}

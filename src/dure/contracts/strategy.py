@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.tensors.copies import copy_of
 from dure.wire.layout import Federation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Kind = Literal["ranks", "threads", "clients"]
 """Three families of worlds.

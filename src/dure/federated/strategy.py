@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -60,6 +60,9 @@ from dure.privacy.per_example.refused import check_layers
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
 from dure.tensors.flat import check_apart
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

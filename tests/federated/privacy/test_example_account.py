@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import dure
 from dure.federated.engines.job import Job
+from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.noised import Noised, NoisedSteps
-from dure.federated.halves import one_client
-from dure.federated.privacy.example_level import ExampleAccount
-from dure.fleet.conditions import Conditions
+from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.dp_sgd import DPSGD
 from dure.randomness.secret import Secret
@@ -114,20 +114,22 @@ def test_a_run_tells_the_epsilon_of_its_rounds() -> None:
 
 
 def test_a_client_elsewhere_draws_from_its_own_system() -> None:
-    task = small_task()
-    model = task.model()
-    seeded = fed_avg(privacy="dp-sgd:1:1:seed")
     with pytest.raises(ValueError, match="the server knows the seed"):
-        one_client(seeded, task, model, Conditions(engine="loop"), 0, 1, 4, divides=True)
-    updates = []
-    for _ in range(2):
-        clients = one_client(
-            fed_avg(), task, model, Conditions(engine="loop"), 0, 1, 4, divides=True
-        )
-        engine = clients.engine([job_of(1, 0)])
-        assert isinstance(engine.noised, NoisedSteps)  # type: ignore[attr-defined]
-        updates.append(engine.noised.secret)  # type: ignore[attr-defined]
-    assert updates[0].key("x") != updates[1].key("x")
+        check_own_noise(fed_avg(privacy="dp-sgd:1:1:seed").privacy)
+    task = small_task()
+    engines = [
+        LoopEngine(task, task.model(), task.train, 5, 0, Noised(DPSGD(1.0, 1.0), Secret.system()))
+        for _ in range(2)
+    ]
+    weights = [one.clone() for one in engines[0].flat.buffers]
+    found = []
+    for engine in engines:
+        job = replace(job_of(1, 0), weights=weights, steps=3)
+        (trained,) = engine.train([job])
+        # B in every step, whatever the coins gave.
+        assert trained.samples == 15
+        found.append(trained.delta[0])
+    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize(

@@ -111,15 +111,17 @@ def test_a_budget_ends_the_run_before_it_tells_more(tmp_path: Path) -> None:
 
 
 def test_the_noise_for_an_epsilon_is_chosen_and_written_down(tmp_path: Path) -> None:
-    done = run(strategy(privacy="user-level:0.3", epsilon=6.0), rounds=4, out=tmp_path / "run")
+    # All are in every round: the account is then quick.
+    asked = strategy(fraction=1.0, privacy="user-level:0.3", epsilon=6.0)
+    done = run(asked, rounds=4, out=tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     text = config["strategy"]["privacy"]
     assert text.startswith("user-level:0.3:")
     noise = float(text.split(":")[2])
     assert text in done.summary["label"]
     assert done.summary["ended"] == "rounds"
-    assert 5.9 < epsilon([Releases(0.5, noise, 4)], 1e-5) <= 6.0
-    assert told(done)[-1] == epsilon([Releases(0.5, noise, 4)], 1e-5)
+    assert 5.99 < epsilon([Releases(1.0, noise, 4)], 1e-5) <= 6.0
+    assert told(done)[-1] == epsilon([Releases(1.0, noise, 4)], 1e-5)
     # More rounds than it was chosen for do not fit.
     more = dure.resume(tmp_path / "run", task=TASK, stop=Stop(rounds=9))
     assert (more.summary["ended"], more.summary["steps"]) == ("epsilon", 4)
@@ -257,6 +259,7 @@ def test_local_noise_is_in_what_is_sent_and_each_client_has_its_account() -> Non
         (strategy(epsilon=0.0), "a budget is above 0"),
         (strategy(epsilon=0.1), "one round alone tells"),
         (strategy(delta=0.0), "delta is 0.0"),
+        (strategy(delta=0.1), "would allow to publish one of them"),
         (dure.FedAvg(epsilon=8.0), "give --privacy user-level"),
     ],
 )

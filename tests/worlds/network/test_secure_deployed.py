@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from deployed import Deployment, Plan, deployed
 
 import dure
+from dure.federated.privacy.user_level import estimator
 from dure.randomness import keystream
 from dure.randomness.secret import Secret
 from dure.wire.owners_roster import Listed, OwnersRoster
@@ -33,6 +35,25 @@ def noted_keys(file: Path) -> None:
         return drawn
 
     Secret.key = noted  # type: ignore[method-assign]
+
+
+def noted_noise(file: Path) -> None:
+    """Writes the first numbers of all noise that this process draws, as they lie in memory."""
+    noted_keys(file)
+    drawn_by = keystream.normal
+
+    def noted(key: bytes, shape: Sequence[int]) -> torch.Tensor:
+        noise = drawn_by(key, shape)
+        with file.open("a") as told:
+            told.write(f"{bytes(noise.reshape(-1)[:4].view(torch.uint8).tolist()).hex()}\n")
+        return noise
+
+    estimator.normal = noted
+
+
+def repeated() -> None:
+    """What protects is derived from the seed, as in a simulation."""
+    Secret.system = lambda: Secret.simulated(0)  # type: ignore[method-assign]
 
 
 def found_in(folders: list[Path], secrets: list[bytes]) -> list[Path]:
@@ -75,6 +96,38 @@ def test_it_comes_to_the_mean_and_no_key_or_mask_is_found_anywhere(tmp_path: Pat
     assert found_in(folders, keys) == []
     (tmp_path / "log" / "leak").write_text(f"the key is {keys[7].hex()}")
     assert found_in(folders, keys) == [tmp_path / "log" / "leak"]
+
+
+def test_it_is_the_mean_of_the_quantised_updates_to_the_bit(tmp_path: Path) -> None:
+    # With the simulation's rounding, which `test_secure_rounds` holds against the mean.
+    plan = Plan(dure.Scaffold(clients=3, batch_size=4, privacy="secure-aggregation"), rounds=2)
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve(before=repeated)
+        deployment.join_all(3, before=repeated)
+        ended = deployment.ended()
+    ended.check_same(plan.simulated())
+
+
+@pytest.mark.parametrize(
+    "privacy", ["user-level:0.5:1", "secure-aggregation/user-level:0.5:1:distributed"]
+)
+def test_no_key_of_noise_or_of_a_coin_and_no_noise_is_found_anywhere(
+    privacy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").mkdir()
+    log = str(tmp_path / "log" / "run.log")
+    strategy = dure.FedAvg(clients=CLIENTS, fraction=0.9, batch_size=4, privacy=privacy)
+    plan = Plan(strategy, rounds=3, options={"record": True, "log": log})
+    drawn = tmp_path / "keys.txt"
+    with Deployment(tmp_path, plan) as deployment:
+        deployment.serve(before=partial(noted_noise, drawn))
+        deployment.join_all(CLIENTS, before=partial(noted_noise, drawn))
+        ended = deployment.ended()
+    assert ended.facts["promises"]
+    secrets = [bytes.fromhex(one) for line in drawn.read_text().split("\n") for one in line.split()]
+    assert len(secrets) > 2 * 3
+    folders = [tmp_path / one for one in ("run", "log", *map("site-{}".format, range(CLIENTS)))]
+    assert found_in(folders, secrets) == []
 
 
 def test_with_a_roster_of_the_owner_clients_sign_and_a_stranger_takes_no_part(

@@ -288,8 +288,9 @@ class Server(Learner):
             self._told_refused = True
             reason = next(iter(result.refused.values()))
             others = "; the others count on" if result.clients else ""
+            who = self.who(result.wrong[0]) if self.log.names else "a client"
             warn(
-                f"round {round}: the update of {self.who(result.wrong[0])} is refused: {reason}"
+                f"round {round}: the update of {who} is refused: {reason}"
                 f"{others} (summary.json has the refusals of the whole run)"
             )
         if not self._told_vain and not result.clients:

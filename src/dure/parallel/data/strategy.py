@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ from dure.privacy.per_example.refused import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Precision = Literal["full", "bf16"]
 

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def check_gradient(accumulate: int, clip_norm: float | None) -> None:
@@ -286,13 +289,18 @@ class SingleLearner(Learner):
         return Progress(mean, private.expected, wish, numbers)
 
     def numbers(self) -> dict[str, float]:
-        return {} if self.private is None else {"epsilon": self.private.epsilon}
+        # Rank 0 writes it down; the others need not compute it too.
+        if self.private is None or self.group.rank:
+            return {}
+        return {"epsilon": self.private.epsilon}
 
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
 
     def facts(self) -> dict[str, Any] | None:
-        return None if self.private is None else {"promises": [self.private.facts()]}
+        if self.private is None:
+            return None
+        return {"promises": [] if self.group.rank else [self.private.facts()]}
 
     def saved(self) -> None:
         if self.private is not None:

@@ -5,6 +5,10 @@
     norms       of each example, from these two (`dure.privacy.per_example.layers`)
     sum         of the clipped gradients, from the same two, with each example's factor
 
+Embeddings of positions are looked up once for the whole batch, and added to every example. Here
+each example gets a copy of the rows, so that it has a gradient of its own. Which embeddings these
+are is found out when the way is proven, with a number of examples that is not that of positions.
+
 Cost: a step of SGD, and the norms. Source: see `layers`; Bu et al. 2023 for the one backward pass.
 """
 
@@ -46,16 +50,20 @@ class _Call(NamedTuple):
 class Ghost(Way):
     """Norms from what every layer keeps anyway.
 
+    shared: names of embeddings that are looked up once for the whole batch; None finds them out.
     Raises CannotClipError for a model with trained parameters in layers of other kinds.
     """
 
     name = "ghost norms"
 
-    def __init__(self, model: nn.Module, each: Each) -> None:
+    def __init__(self, model: nn.Module, each: Each, shared: frozenset[str] | None = None) -> None:
         self.model = model
         self.each = each
         self.parameters = trained(model)
         self.layers = _layers(model)
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._looks = shared is None
+        self.shared = set(shared or ())
 
     def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
         examples = count(targets)
@@ -78,15 +86,19 @@ class Ghost(Way):
         """Inside, calls of layers are noted."""
         calls: list[_Call] = []
 
-        def note(layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        def note(layer: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
             if not isinstance(output, Tensor) or not output.requires_grad:
-                return
+                return output
             if len(given) != 1 or not isinstance(given[0], Tensor):
                 raise CannotClipError("a layer is called with other arguments than its input")
-            if len(given[0]) != examples or len(output) != examples:
-                raise CannotClipError("a layer is called with a first dimension of other things")
             inputs = given[0].detach()
+            if self._is_shared(layer, inputs, examples):
+                inputs = inputs.reshape(1, -1).expand(examples, -1)
+                output = output.reshape(1, -1, output.shape[-1]).expand(examples, -1, -1)
+            if len(inputs) != examples or len(output) != examples:
+                raise CannotClipError("a layer is called with a first dimension of other things")
             calls.append(_Call(layer, inputs, inputs._version, get_gradient_edge(output)))
+            return output
 
         hooks = [layer.register_forward_hook(note) for layer in self.layers]
         try:
@@ -94,6 +106,16 @@ class Ghost(Way):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _is_shared(self, layer: nn.Module, indices: Tensor, examples: int) -> bool:
+        """Whether it is an embedding of the whole batch: indices of shape (T,) or (1, T)."""
+        if not isinstance(layer, nn.Embedding):
+            return False
+        name = self._names[layer]
+        whole = indices.ndim == 1 or (indices.ndim == 2 and len(indices) == 1)
+        if self._looks and whole and len(indices) != examples:
+            self.shared.add(name)
+        return whole and name in self.shared
 
     @torch.no_grad()
     def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[Tensor, Part]:

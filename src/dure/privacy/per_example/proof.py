@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,13 @@ class Choice(NamedTuple):
     """The way that was chosen, as what makes it for a model, and what was tried."""
 
     kind: type[Way]
+    make: Callable[[nn.Module], Way]
     each: Each
     proof: Proof
 
     def made(self, model: nn.Module) -> Way:
         """The way for a model like the one that was tried."""
-        return self.kind(model, self.each)  # type: ignore[call-arg]
+        return self.make(model)
 
 
 def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
@@ -82,11 +84,18 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
         with _still(twin, inputs):
             _check_apart(twin, loss, inputs, targets)
             each = _losses(loss, twin, inputs, targets)
-            kind = _fastest(twin, each, inputs, targets)
+            way = _fastest(twin, each, inputs, targets)
     finally:
         restore_generators(before)
-    what = f"{count(targets)} examples' gradients by {kind.name} are those of each alone"
-    return Choice(kind, each, Proof(what, time.perf_counter() - started))
+    what = f"{count(targets)} examples' gradients by {way.name} are those of each alone"
+    return Choice(type(way), _making(way, each), each, Proof(what, time.perf_counter() - started))
+
+
+def _making(way: Way, each: Each) -> Callable[[nn.Module], Way]:
+    """What makes the way for another model, with what was found out here."""
+    if isinstance(way, Ghost):
+        return partial(Ghost, each=each, shared=frozenset(way.shared))
+    return partial(type(way), each=each)  # type: ignore[call-arg]
 
 
 @torch.no_grad()
@@ -170,17 +179,18 @@ def _losses(loss: Any, model: nn.Module, inputs: Any, targets: Any) -> Each:
     return last
 
 
-def _fastest(model: nn.Module, each: Each, inputs: Any, targets: Any) -> type[Way]:
+def _fastest(model: nn.Module, each: Each, inputs: Any, targets: Any) -> Way:
     right = Looped(model, each).clipped(inputs, targets, math.inf)
     kinds: tuple[type[Way], ...] = (Ghost, Functional)
     for kind in kinds:
         try:
-            found = kind(model, each).clipped(inputs, targets, math.inf)  # type: ignore[call-arg]
+            way = kind(model, each)  # type: ignore[call-arg]
+            found = way.clipped(inputs, targets, math.inf)
         except (CannotClipError, *_NOTICED):
             continue
         if _holds(found, right):
-            return kind
-    return Looped
+            return way
+    return Looped(model, each)
 
 
 def _holds(found: Clipped, right: Clipped) -> bool:

@@ -153,3 +153,35 @@ def test_complex_weights_are_named_and_members_are_told_all_the_same() -> None:
     rows = Examiner(task, 0, Examination(sums=(1,))).rows(recorded_of(task, [[0, 1], [2, 3]]))
     for row in rows:
         assert ("complex" in (row.why or "")) == (not row.attack.startswith("membership"))
+
+
+class Named(nn.Module):
+    """Inputs by name, and outputs in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        return [self.layer(inputs["x"])]
+
+
+def test_inputs_and_outputs_in_several_tensors_are_named() -> None:
+    def loss(outputs: list[Tensor], targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], targets)
+
+    data = dure.Examples({"x": torch.rand(9, 4)}, torch.arange(9) % 3)
+    task = dure.Task(Named, loss, data, data)
+    for row in Examiner(task, 0, Examination(sums=(1,))).rows(recorded_of(task, [[0, 1]])):
+        assert row.why is not None, row.attack
+
+
+def test_updates_that_are_not_finite_are_named() -> None:
+    task = dure.load_task("digits", model="logistic")
+    (one,) = recorded_of(task, [[0, 1]])
+    broken = one._replace(delta=[one.delta[0] * float("nan")])
+    for row in Examiner(task, 0, Examination(sums=(1,))).rows([broken]):
+        if not row.attack.startswith("membership"):
+            assert row.why == "an update has numbers that are not finite"
+        else:
+            assert 0 <= row.figures["auc"].low <= row.figures["auc"].high <= 1

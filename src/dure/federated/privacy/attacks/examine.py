@@ -57,6 +57,7 @@ from dure.federated.privacy.attacks.membership import (
 from dure.federated.privacy.attacks.recording import Recorded
 from dure.federated.privacy.attacks.seen import Model, Rate, Seen, rate_of, seen
 from dure.randomness.seeds import generator
+from dure.tensors.finite import all_finite
 
 INVERSIONS = ("first-layer", "dlg", "geiping")
 ATTACKS = ("labels", *INVERSIONS, "membership")
@@ -207,10 +208,7 @@ class Examiner:
         try:
             steps = max(one.about.steps for one in group)
             rate = rate_of(self.task, self.made, group[0].about.round, steps)
-            if any(one.is_complex() for one in group[0].delta):
-                raise ValueError(
-                    "the model has complex weights, on which these attacks are not made"
-                )
+            _check_numbers(group)
         except ValueError as error:
             why = str(error)
             rate = Rate(math.nan)
@@ -266,6 +264,8 @@ class Examiner:
         if labels is None:
             raise ValueError("labels are read where each example has one, and targets are others")
         public = self.public or Public(self._space().drawn(64, generator(0, "noise")), None)
+        if not isinstance(public.inputs, Tensor):
+            raise ValueError("labels are read with inputs in one tensor, and these are in several")
         shares = label_shares(self.model, target.seen, public)
         counts = label_counts(shares, target.seen.examples)
         return counts, counts_of(labels[target.truth], len(counts))
@@ -367,6 +367,15 @@ class Examiner:
         near = likeness(public.mean(dim=0, keepdim=True).expand_as(true), true, space.span)
         said = {"psnr": float(near.psnr.mean()), "mse": float(near.mse.mean())}
         return said | ({"ssim": float(near.ssim.mean())} if len(near.ssim) else {})
+
+
+def _check_numbers(updates: Sequence[Recorded]) -> None:
+    """Raises ValueError for updates on which gradients cannot be matched."""
+    tensors = [tensor for one in updates for tensor in one.delta]
+    if any(tensor.is_complex() for tensor in tensors):
+        raise ValueError("the model has complex weights, on which these attacks are not made")
+    if not all(map(all_finite, tensors)):
+        raise ValueError("an update has numbers that are not finite")
 
 
 def _examples(updates: Sequence[Recorded]) -> Tensor:

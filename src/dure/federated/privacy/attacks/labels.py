@@ -199,7 +199,9 @@ def _solved(measured: Tensor, predicted: Tensor) -> Tensor:
     )
     wanted = torch.cat([measured, measured.new_full((1,), 10.0)])
     shares: Tensor = torch.linalg.lstsq(rows, wanted[:, None]).solution[:, 0].clamp(min=0)
-    return shares / shares.sum().clamp(min=1e-12)
+    total = float(shares.sum())
+    # Noise may leave nothing: then all classes are as likely.
+    return shares / total if total > 0 else torch.full_like(shares, 1 / classes)
 
 
 def _some(inputs: Any) -> Any:

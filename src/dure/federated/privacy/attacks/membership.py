@@ -51,17 +51,26 @@ class Membership(NamedTuple):
 def losses(
     model: Model, state: Mapping[str, Tensor], examples: Examples, indices: Tensor
 ) -> Tensor:
-    """The loss of each example alone, float64, by a model that is not in training."""
+    """The loss of each example alone, float64, by a model that is not in training.
+
+    One that is no number counts as infinite. Raises ValueError for outputs or targets in several
+    tensors.
+    """
     values: list[float] = []
     with torch.no_grad(), in_mode(model.module, training=False):
         for part in torch.split(indices, BATCH):
             inputs, targets = examples.batch(part)
             outputs = model.outputs(state, inputs)
+            if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+                raise ValueError(
+                    "members are told by the losses of single examples, whose outputs and targets "
+                    "are in one tensor each; here they are in several"
+                )
             values += [
                 float(mean_loss(model.loss, outputs[i : i + 1], targets[i : i + 1]))
                 for i in range(len(part))
             ]
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def membership(members: Tensor, others: Tensor, seed: int = 0) -> Membership:

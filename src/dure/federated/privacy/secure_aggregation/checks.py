@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dure.federated.aggregate import Aggregator
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.settings import UserLevel
@@ -27,6 +29,11 @@ def check_user(settings: SecureAggregation, user: UserLevel | None) -> None:
         raise ValueError(
             f"user-level: where=local protects each update by itself, and {settings.name} sums "
             f"them: take distributed, by which the sum has the noise of all, or server"
+        )
+    if math.isinf(user.clip):
+        raise ValueError(
+            f"user-level: clip is inf, and under {settings.name} numbers have a range, which is "
+            f"clip: give a finite one"
         )
     if user.clipping == "adaptive":
         raise ValueError(

@@ -62,7 +62,12 @@ def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secur
 
 
 def check_budget(user: UserLevel, strategy: Rounds, clients: int) -> None:
-    """Raises ValueError where not even one round keeps to the budget."""
+    """Raises ValueError where not even one round keeps to the budget, or delta promises nothing."""
+    if clients * strategy.delta >= 1:
+        raise ValueError(
+            f"delta is {strategy.delta}, and with {clients} clients 1/{clients} would allow to "
+            f"publish one of them: take well below, such as {0.01 / clients:.0e}"
+        )
     if strategy.epsilon is not None:
         told = told_of(user, strategy, clients)([one_round(user, strategy)])
         if told > strategy.epsilon:
