@@ -34,7 +34,7 @@ class AuditOptions:
         sums: how many updates are added up before they are attacked, as secure aggregation does.
         noise: noise multipliers with which each attack is made again, after clipping; 0 is none.
         compression: with which each attack is made again, such as none, int8, top-k:0.01.
-        attacks: which of labels, first-layer, dlg, geiping and membership.
+        attacks: which of labels, first-layer, dlg, geiping and membership; all by default.
         groups: sums of each size that are attacked.
         most: examples of a sum that are rebuilt, at the most.
         iterations: of the inversions.
