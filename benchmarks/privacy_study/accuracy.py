@@ -104,7 +104,7 @@ def _fewer(load: Callable[[Path], dure.Task], data: Path) -> dure.Task:
     return dataclasses.replace(task, train=_first(task.train), test=_first(task.test))
 
 
-def _first(examples: Examples, count: int = 2000) -> Examples:
+def _first(examples: Examples, count: int = 6000) -> Examples:
     return Examples(
         examples.inputs[:count],
         examples.targets[:count],
