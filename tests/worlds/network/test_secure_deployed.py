@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -166,3 +167,20 @@ def test_whoever_is_killed_the_run_comes_to_its_end(killed: str, tmp_path: Path)
         ended = deployment.ended()
     assert ended.summary["steps"] == 4
     assert all(tensor.isfinite().all() for tensor in ended.tensors.values())
+
+
+def test_a_server_that_is_killed_has_paid_for_every_round_of_noise(tmp_path: Path) -> None:
+    strategy = dure.FedAvg(clients=3, batch_size=4, privacy="user-level:0.5:1")
+    plan = Plan(strategy, rounds=4, checkpoint_every=3, options={"deadline": 15.0})
+    with Deployment(tmp_path, plan) as deployment:
+        server = deployment.serve()
+        deployment.join_all(3)
+        server.wait_for("progress", lambda about: about.get("step") == 2)
+        deployment.restart()
+        ended = deployment.ended()
+    assert ended.summary["steps"] == 4
+    ledger = (tmp_path / "run" / "privacy.jsonl").read_text().splitlines()
+    paid = [json.loads(line)["number"] for line in ledger]
+    # The round in which it was killed may be paid for twice, and is never seen unpaid.
+    assert sorted(set(paid)) == [1, 2, 3, 4]
+    assert len(paid) <= 5

@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 import dure
 from dure.contracts.strategy import Place
+from dure.federated.aggregate.aggregator import Aggregator, Collects
+from dure.federated.aggregate.geometric_median import GeometricMedian
+from dure.federated.aggregate.median import Median
+from dure.federated.aggregate.rows import Rows
 from dure.federated.privacy.secure_aggregation.contribution import Contribution
 from dure.federated.server.combining import Summed
 from dure.federated.server.server import Server
+from dure.randomness.turn import Turn
 from small import same_bits, small_task
 
 
@@ -151,6 +156,38 @@ def test_rules_get_the_means_of_random_groups(rule: str, groups: int) -> None:
     assert {frozenset(t % 12 for t in one.tickets) for one in first} != {
         frozenset(t % 12 for t in one.tickets) for one in second
     }
+
+
+@pytest.mark.parametrize(
+    ("rule", "inner"),
+    [("bucketing:3/median", Median()), ("geometric-median-of-means:3", GeometricMedian())],
+)
+def test_the_rule_is_that_of_the_groups_means_to_the_bit(
+    rule: str, inner: Aggregator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = dure.FedAvg(clients=12, aggregate=rule, privacy="secure-aggregation")
+    seen: list[Summed] = []
+
+    def program(place: Place) -> None:
+        server = strategy.learner(small_task(), place, 0)
+        assert isinstance(server, Server)
+        fold = server.coordinator.fold_sum
+
+        def noted(one: Summed) -> None:
+            seen.append(one)
+            fold(one)
+
+        monkeypatch.setattr(server.coordinator, "fold_sum", noted)
+        before = server.coordinator.model.weights
+        server.advance(0)
+        rows = Rows([list(one.delta) for one in seen], [one.weight for one in seen], measured=1)
+        assert isinstance(inner, Collects)
+        combined, _ = inner.combine(rows, Turn(0, 0))
+        expected = [w + d for w, d in zip(before, combined, strict=True)]
+        assert all(map(torch.equal, expected, server.coordinator.model.weights))
+
+    dure.Simulated().run(program, lambda event: None)
+    assert len(seen) > 2
 
 
 def test_a_group_without_a_sum_is_refused_and_the_others_count() -> None:
