@@ -10,9 +10,9 @@
     python benchmarks/study_privacy.py --from benchmarks/results/study_privacy.json \\
         --figures docs/images --page docs/study-privacy.md
 
-DIR has the folders mnist, fashion-mnist and heart-disease. It takes half an hour on one core;
---quick a minute, with figures that say little. --parts takes some of accuracy and sums; what an
-earlier --result has of the others stays. Progress goes to standard error, the result as JSON to
+DIR has the folders mnist, fashion-mnist and heart-disease. It takes a quarter of an hour on one
+core; --quick a minute, with figures that say little. --parts takes some of accuracy and sums; what
+an earlier --result has of the others stays. Progress goes to standard error, the result as JSON to
 standard output and to --result, which a run that fails leaves as it was.
 """
 
@@ -89,6 +89,8 @@ def parsed() -> argparse.Namespace:
     asked = parser.parse_args()
     if (asked.data is None) == (asked.earlier is None):
         parser.error("give --data, or --from with an earlier result")
+    if asked.quick and asked.result is not None:
+        parser.error("the figures of --quick say little, and are no --result")
     return asked
 
 
@@ -98,7 +100,7 @@ def main() -> None:
     if asked.earlier is None:
         result = measure(asked.data.resolve(), asked.parts, asked.settings, asked.quick)
         if asked.result is not None:
-            if asked.result.exists() and not asked.quick:
+            if asked.result.exists():
                 result = joined(json.loads(asked.result.read_text()), result)
             write_atomically(asked.result, f"{json.dumps(result, allow_nan=False)}\n".encode())
         print(json.dumps(result, allow_nan=False))
@@ -107,7 +109,8 @@ def main() -> None:
     if asked.figures is not None:
         draw(result, asked.figures)
     if asked.page is not None:
-        write_page(result, json.loads(asked.updates.read_text()), asked.page)
+        updates = json.loads(asked.updates.read_text()) if asked.updates.exists() else None
+        write_page(result, updates, asked.page)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy
 from dure.data.examples import Examples
+from dure.data.partition import NaturalKey
+from dure.federated.privacy.choice import Privacy, parse_privacy
+from dure.privacy.accountant import noise_for
 from dure.record.run import Run
 from dure.tasks.models import TwoNN
 
@@ -31,6 +34,8 @@ DELTA = 1e-5
 EPSILONS = (1.0, 3.0, 8.0)
 PLAIN = "no privacy"
 CLIPPED = "clipped"
+ROUNDS = 20
+"""Of a federation."""
 
 
 class SmallCNN(nn.Sequential):
@@ -99,7 +104,7 @@ def _fewer(load: Callable[[Path], dure.Task], data: Path) -> dure.Task:
     return dataclasses.replace(task, train=_first(task.train), test=_first(task.test))
 
 
-def _first(examples: Examples, count: int = 2000) -> Examples:
+def _first(examples: Examples, count: int = 6000) -> Examples:
     return Examples(
         examples.inputs[:count],
         examples.targets[:count],
@@ -125,29 +130,29 @@ def _heart(data: Path) -> dure.Task:
 # Settings
 
 
-def _central(name: str, title: str, load: Callable[[Path], dure.Task]) -> Setting:
+def _central(data: str, title: str, rate: float) -> Setting:
     """Pictures on one machine."""
     return Setting(
-        name=name,
-        title=title,
+        name=data if rate > 1 else f"{data}-slow",
+        title=f"{title}, small CNN, rate {rate:g}",
         unit="example",
-        load=load,
+        load=partial(_pictures, data, SmallCNN),
         strategy=partial(dure.SingleWorker, 512),
         plain=partial(dure.SingleWorker, 64),
         protection="dp-sgd:1:0:seed",
-        rate=1.0,
+        rate=rate,
         plain_rate=0.1,
         length=dure.Stop(epochs=2),
     )
 
 
-def _clients(name: str, title: str, data: str, clients: int, fraction: float) -> Setting:
-    """The same pictures, as those of so many clients."""
+def _clients(name: str, title: str, data: str, clients: int) -> Setting:
+    """The same pictures, as those of so many clients, of whom 100 make six steps in a round."""
     same: JSON = {
         "clients": clients,
-        "fraction": fraction,
+        "fraction": 100 / clients,
         "batch_size": 10,
-        "local_epochs": 1,
+        "local_steps": 6,
     }
     return Setting(
         name=name,
@@ -159,12 +164,33 @@ def _clients(name: str, title: str, data: str, clients: int, fraction: float) ->
         protection="user-level:1",
         rate=0.1,
         plain_rate=0.1,
-        length=dure.Stop(rounds=20),
+        length=dure.Stop(rounds=ROUNDS),
         epsilons=(3.0, 8.0),
     )
 
 
-def _hospitals(name: str, title: str, way: Callable[..., Strategy], length: dure.Stop) -> Setting:
+def _hospitals(
+    privacy: str = "none", epsilon: float | None = None, delta: float = DELTA
+) -> dure.FedAvg:
+    """Each takes all its patients in every step, and makes one a round: so all have one epsilon.
+
+    The noise is chosen here: for hospitals of different sizes dure has none for an epsilon.
+    """
+    if epsilon is not None:
+        kind, clip, *_ = privacy.split(":")
+        privacy = f"{kind}:{clip}:{noise_for(epsilon, delta, 1.0, ROUNDS)}"
+    return dure.FedAvg(
+        clients=None,
+        partition=NaturalKey(),
+        fraction=1.0,
+        batch_size=None,
+        local_epochs=1,
+        privacy=parse_privacy(privacy),
+        delta=delta,
+    )
+
+
+def _patients(name: str, title: str, way: Callable[..., Strategy], length: dure.Stop) -> Setting:
     """Patients, each of whom is one example."""
     return Setting(
         name=name,
@@ -182,15 +208,16 @@ def _hospitals(name: str, title: str, way: Callable[..., Strategy], length: dure
 
 
 SETTINGS = [
-    _central("mnist", "MNIST, small CNN", partial(_pictures, "mnist", SmallCNN)),
-    _central("fashion", "Fashion-MNIST, small CNN", partial(_pictures, "fashion-mnist", SmallCNN)),
-    _hospitals(
-        "heart", "heart, one machine", partial(dure.SingleWorker, 256), dure.Stop(epochs=20)
-    ),
-    _clients("mnist-200", "MNIST, 2NN, 200 clients of 300", "mnist", 200, 0.2),
-    _clients("mnist-1000", "MNIST, 2NN, 1,000 clients of 60", "mnist", 1000, 0.1),
-    _clients("mnist-6000", "MNIST, 2NN, 6,000 clients of 10", "mnist", 6000, 0.1),
-    _clients("fashion-1000", "Fashion-MNIST, 2NN, 1,000 clients of 60", "fashion-mnist", 1000, 0.1),
+    _central("mnist", "MNIST", 4.0),
+    _central("mnist", "MNIST", 1.0),
+    _central("fashion-mnist", "Fashion-MNIST", 4.0),
+    _central("fashion-mnist", "Fashion-MNIST", 1.0),
+    _patients("heart", "heart, one machine", partial(dure.SingleWorker, 256), dure.Stop(epochs=20)),
+    _patients("heart-4", "heart, four hospitals", _hospitals, dure.Stop(rounds=ROUNDS)),
+    _clients("mnist-200", "MNIST, 2NN, 200 clients of 300", "mnist", 200),
+    _clients("mnist-1000", "MNIST, 2NN, 1,000 clients of 60", "mnist", 1000),
+    _clients("mnist-6000", "MNIST, 2NN, 6,000 clients of 10", "mnist", 6000),
+    _clients("fashion-1000", "Fashion-MNIST, 2NN, 1,000 clients of 60", "fashion-mnist", 1000),
 ]
 
 
@@ -212,10 +239,11 @@ def accuracy(setting: Setting, data: Path, show: Callable[[str], None]) -> JSON:
     rows = []
     for way, rate, strategy in ways(setting):
         started = time.process_time()
+        planned = strategy.planned(task, setting.length)
         runs = [
             dure.train(
                 dataclasses.replace(task, optimizer=partial(torch.optim.SGD, lr=rate)),
-                strategy,
+                planned,
                 stop=setting.length,
                 seed=seed,
                 evaluate_every=10**9,
@@ -223,10 +251,12 @@ def accuracy(setting: Setting, data: Path, show: Callable[[str], None]) -> JSON:
             )
             for seed in range(setting.seeds)
         ]
-        row = {"way": way, "rate": rate, **told(runs)}
+        row = {"way": way, "rate": rate, "noise": noise_of(planned), **told(runs)}
+        if row["epsilon"] is not None and row["epsilon"] > float(way):
+            raise ValueError(f"{setting.title}: {row['said']}, and {way} was asked for")
         rows.append(row)
-        show(f"  {setting.title}, {way}: {row['test_accuracy']:.4f}, noise {row['noise']}, "
-             f"{time.process_time() - started:.0f} s")  # fmt: skip
+        seconds = time.process_time() - started
+        show(f"  {way}: {row['test_accuracy']:.4f}, noise {row['noise']}, {seconds:.0f} s")
     return {
         "title": setting.title,
         "unit": setting.unit,
@@ -240,16 +270,22 @@ def accuracy(setting: Setting, data: Path, show: Callable[[str], None]) -> JSON:
     }
 
 
+def noise_of(strategy: Strategy) -> float | None:
+    """The noise multiplier; None without noise."""
+    privacy = getattr(strategy, "privacy", None)
+    if isinstance(privacy, Privacy):
+        privacy = privacy.user or privacy.example
+    return None if privacy is None else privacy.noise or None
+
+
 def told(runs: Sequence[Run]) -> JSON:
     """What came of it. epsilon: that the accountant says in the end; None without noise."""
     accuracies = [run.summary["test_accuracy"] for run in runs]
     facts = (runs[0].summary.get("facts") or [{}])[0]
-    # A federation may promise something to clients, and something else to examples.
-    privacy = facts["privacy"] if "privacy" in facts else (facts.get("promises") or [{}])[0]
+    promise = (facts.get("promises") or [{}])[0]
     return {
         "test_accuracy": statistics.mean(accuracies),
         "of each": accuracies,
-        "epsilon": privacy.get("epsilon"),
-        "noise": privacy.get("noise") or None,
-        "said": privacy.get("said"),
+        "epsilon": promise.get("epsilon"),
+        "said": promise.get("said"),
     }

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from figures import Axis, Curve, Panel, lines, save
 from pages import fill, table
+from study_updates import canaries_table, cell
 
 JSON = dict[str, Any]
 
 COLUMNS = {"no privacy": "no privacy", "clipped": "clipped, no noise"}
 """The ways without an epsilon, as the table calls them."""
-LARGEST = 100
-"""Clients of the sums that are drawn."""
-SHOWN_SUM = 1
-"""How many updates are in the sums whose attacks are in the first table; the rest have a row."""
 
 
 def write_page(result: JSON, updates: JSON | None, page: Path) -> None:
@@ -31,14 +29,17 @@ def write_page(result: JSON, updates: JSON | None, page: Path) -> None:
         blocks["bytes"] = sent(result["sums"]["rows"])
     if updates is not None:
         blocks["recovered"] = recovered(updates["tasks"])
-        blocks["hidden"] = hidden(updates["tasks"])
-        blocks["canaries"] = canaries(updates["canaries"])
+        blocks["canaries"] = "\n".join(canaries_table(updates))
     fill(page, blocks)
 
 
 def draw(result: JSON, folder: Path) -> None:
-    panels = [_against_epsilon(result["accuracy"])]
-    panels += [_against_weights(result["sums"]["rows"])]
+    """Draws what was measured."""
+    panels = []
+    if "accuracy" in result:
+        panels.append(_against_epsilon(result["accuracy"]))
+    if "sums" in result:
+        panels.append(_against_weights(result["sums"]["rows"]))
     save(folder / "privacy-study.svg", "What privacy costs", panels)
 
 
@@ -73,7 +74,9 @@ def accuracies(settings: Iterable[JSON]) -> str:
 
 def _against_epsilon(settings: JSON) -> Panel:
     curves = []
-    for one in settings.values():
+    for name, one in settings.items():
+        if name.endswith("slow"):  # a second rate, which the table has
+            continue
         found = {
             float(way): row["test_accuracy"] for way, row in ways(one).items() if way not in COLUMNS
         }
@@ -179,81 +182,22 @@ def _against_weights(rows: Sequence[JSON]) -> Panel:
 # Updates
 
 
-def _figure(row: JSON | None, name: str, form: str = "{:.2f}") -> str:
-    """Its mean, with the ends of its interval."""
-    if row is None or name not in row["figures"]:
-        return ""
-    mean, low, high = row["figures"][name]
-    if low == high:
-        return form.format(mean)
-    return f"{form.format(mean)} ({form.format(low)} to {form.format(high)})"
-
-
-def _row(rows: Sequence[JSON], attack: str, size: int, change: str) -> JSON | None:
-    for row in rows:
-        if (row["attack"], row["sum"], row["change"]) == (attack, size, change):
-            return row
-    return None
-
-
-def _line(title: Sequence[str], rows: Sequence[JSON], size: int, change: str) -> list[str]:
-    return [
-        *title,
-        _figure(_row(rows, "labels", size, change), "labels_right"),
-        _figure(_row(rows, "first layer", size, change), "psnr", "{:.1f}"),
-        _figure(_row(rows, "geiping", size, change), "psnr", "{:.1f}"),
-        _figure(_row(rows, "dlg", size, change), "psnr", "{:.1f}"),
-        _figure(_row(rows, "membership", size, change), "auc"),
-    ]
-
-
-ATTACKS = ["labels right", "first layer, dB", "geiping, dB", "dlg, dB", "membership, AUC"]
+HEAD = ["", "batch", "labels right", "closed form, PSNR", "Geiping, PSNR", "DLG, PSNR"]
 
 
 def recovered(tasks: JSON) -> str:
-    """Updates of the first round as they are sent, alone and in sums, by batch size."""
-    found = []
+    """Single updates of the first round, as they are sent, by batch size."""
+    rows = []
     for title, task in tasks.items():
         for batch, cells in task["batches"].items():
-            rows = cells["first round"]
-            plain = rows[0]["change"]
-            for size in sorted({row["sum"] for row in rows if row["change"] == plain}):
-                if any(_row(rows, name, size, plain) for name in ("labels", "first layer")):
-                    found.append(_line([title, batch, f"{size}"], rows, size, plain))
-    return table(["", "batch", "sum of", *ATTACKS], found)
-
-
-def hidden(tasks: JSON) -> str:
-    """The same of single updates of one example, by what is done to them before."""
-    found = []
-    for title, task in tasks.items():
-        batch, cells = next(iter(task["batches"].items()))
-        rows = cells["first round"]
-        for change in dict.fromkeys(row["change"] for row in rows):
-            if _row(rows, "labels", SHOWN_SUM, change):
-                found.append(_line([f"{title}, batch {batch}", change], rows, SHOWN_SUM, change))
-        for later, others in cells.items():
-            if later != "first round":
-                change = others[0]["change"]
-                found.append(_line([f"{title}, batch {batch}", later], others, SHOWN_SUM, change))
-    return table(["", "update", *ATTACKS], found)
-
-
-def canaries(rows: Sequence[JSON]) -> str:
-    """The bound from below beside the accountant's."""
-    found = []
-    for row in rows:
-        above = row["accountant"]
-        found.append(
-            [
-                f"{row['noise']:g}",
-                f"{row['rounds']}",
-                f"{row['canaries']}",
-                f"{row['right']} of {row['guessed']}",
-                f"{row['epsilon_at_least']:.2f}",
-                "none" if above is None else f"{above:.2f}",
-                percent(row["test_accuracy"]),
-            ]
-        )
-    head = ["noise z", "rounds", "canaries", "guesses right", "ε at least", "ε at most"]
-    return table([*head, "test accuracy"], found)
+            found = partial(cell, cells["first round"], size=1, change="as sent")
+            rows.append(
+                [
+                    title,
+                    batch,
+                    found("labels", figure="labels_right"),
+                    *(found(name, figure="psnr") for name in ("first-layer", "geiping", "dlg")),
+                    found("membership", figure="auc"),
+                ]
+            )
+    return table([*HEAD, "membership, AUC"], rows)
