@@ -70,6 +70,9 @@ class Algorithm:
     Then `shared` leaves it out, and `kept` tells of it.
     """
 
+    alike: bool = False
+    """Whether all updates weigh the same, however many examples they are of."""
+
     passes: int = 1
     """Gradients that a client computes of each example of a step, for its virtual time."""
 

@@ -10,6 +10,7 @@ What protects clients elsewhere is drawn from the system, and in a simulation fr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -122,6 +123,7 @@ def secure(
     clips = _clipping(strategy.privacy, task, model, algorithm)
     run = SIMULATED if place.network is None else str(place.config.get("run", ""))
     groups, of_means = parted(rule)
+    settings = _weighed(settings, algorithm)
     return SecureRounds(Sums(settings, run, clips), groups, secret, place.identities), of_means
 
 
@@ -190,7 +192,8 @@ def holding(
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.rounds import Sums
 
-    if strategy.privacy.user is None:
+    settings = _weighed(settings, algorithm)
+    if strategy.privacy.user is None and not algorithm.alike:
         _tell_large(settings, sizes)
     clipping = _clipping(strategy.privacy, task, model, algorithm)
     if site is None:
@@ -229,6 +232,11 @@ def local_noise(
 
     _, pieces, places = _contribution(task, model, algorithm)
     return LocalNoise(user, pieces, places, secret)
+
+
+def _weighed(settings: SecureAggregation, algorithm: Algorithm) -> SecureAggregation:
+    """As the algorithm weighs: where all weigh alike, no digits are left for weights."""
+    return replace(settings, most_examples=1) if algorithm.alike else settings
 
 
 def _clipping(

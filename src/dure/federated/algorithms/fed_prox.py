@@ -56,6 +56,7 @@ class Proximal(Algorithm):
     def __init__(self, mu: float, equal_weights: bool = False) -> None:
         self.mu = mu
         self.equal_weights = equal_weights
+        self.alike = equal_weights
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
         # Without an anchor of its own the job is pulled to the weights that it begins with.

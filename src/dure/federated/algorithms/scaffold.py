@@ -92,6 +92,7 @@ class Controls(Algorithm):
         self.clients = clients
         self.lr = lr
         self.by_examples = by_examples
+        self.alike = not by_examples
         self.control = [torch.zeros_like(w) for w in weights]
 
     def down(self) -> Sequence[Tensor]:

@@ -121,6 +121,17 @@ def test_it_differs_from_what_is_not_secure_by_rounding_alone(strategy: Any) -> 
     assert summed.history.steps[-1].samples == plain.history.steps[-1].samples
 
 
+def test_updates_that_weigh_alike_are_as_fine_as_others() -> None:
+    # A weight of 1 of up to 10^6 would leave a range of a million steps a few hundred.
+    secure = dure.SecureAggregation(range=4.0, most_examples=10**6)
+    plain = dure.train(small_task(), dure.Scaffold(clients=6), stop=dure.Stop(rounds=3))
+    run = dure.train(
+        small_task(), dure.Scaffold(clients=6, privacy=secure), stop=dure.Stop(rounds=3)
+    )
+    for one, other in zip(plain.model.parameters(), run.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
 def test_the_same_seed_gives_the_same_bits_also_after_a_resume(tmp_path: Any) -> None:
     strategy = dure.FedAvg(clients=6, privacy="secure-aggregation")
     world = dure.Simulated(drop_out=0.1)
