@@ -14,11 +14,13 @@ import torch
 from deployed import Deployment, Plan, deployed
 
 import dure
+from dure.contracts.strategy import seeded_model
 from dure.federated.privacy.user_level import estimator
 from dure.randomness import keystream
 from dure.randomness.secret import Secret
 from dure.wire.owners_roster import Listed, OwnersRoster
 from dure.wire.signatures import Key
+from small import small_task
 
 CLIENTS = 4
 
@@ -184,3 +186,16 @@ def test_a_server_that_is_killed_has_paid_for_every_round_of_noise(tmp_path: Pat
     # The round in which it was killed may be paid for twice, and is never seen unpaid.
     assert sorted(set(paid)) == [1, 2, 3, 4]
     assert len(paid) <= 5
+
+
+def test_whoever_has_few_examples_moves_the_model_by_no_more_where_nobody_says_how_many(
+    tmp_path: Path,
+) -> None:
+    # A client weighs at most 1, and W takes it so: else updates would be divided by far too little.
+    privacy = "secure-aggregation/user-level:0.5:0:server:flat:100"
+    plan = Plan(dure.FedAvg(clients=3, batch_size=4, privacy=privacy), rounds=1)
+    ended = deployed(tmp_path, plan, 3)
+    start = {name: one.detach() for name, one in seeded_model(small_task(), 0).named_parameters()}
+    moved = torch.cat([(ended.tensors[name] - one).reshape(-1) for name, one in start.items()])
+    # 41 examples of up to 100 in all: no further than 0.5 · 0.41 / 3.
+    assert 0 < float(moved.norm()) <= 0.5 * 0.41 / 3
