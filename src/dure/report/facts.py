@@ -128,7 +128,7 @@ def _member(raw: Mapping[str, Any]) -> Member:
     return Member(
         client=client,
         name=text_of(raw.get("name")) or str(client),
-        examples=whole(raw.get("examples")),
+        examples=None if raw.get("examples") is None else whole(raw["examples"]),
         held_out=whole(raw.get("held_out")),
         machine=", ".join(filter(None, said)) or None,
         differs=_texts(raw.get("differs")),

@@ -287,8 +287,9 @@ def _member_row(one: Member, federation: Federation, failed: Mapping[str, int]) 
     machine = one.machine or "a training loop of its own"
     if one.differs and one.machine is not None:
         machine += f" (differs: {'; '.join(one.differs)})"
+    examples = UNKNOWN if one.examples is None else count(one.examples)
     return (
-        f'<tr><th scope="row">{escape(one.name)}</th><td>{count(one.examples)}</td>'
+        f'<tr><th scope="row">{escape(one.name)}</th><td>{examples}</td>'
         f"<td>{count(one.held_out)}</td><td>{count(federation.turns.get(one.client, 0))}</td>"
         f'<td class="text">{escape(why) or UNKNOWN}</td><td>{duration(there)}</td>'
         f'<td class="text">{escape(machine)}</td></tr>'

@@ -169,12 +169,13 @@ class Presence:
 class Member:
     """A client on a network.
 
-    machine: how it computes, in words. differs: in what it computes otherwise than the server.
+    examples: None where nobody is told. machine: how it computes, in words. differs: in what it
+    computes otherwise than the server.
     """
 
     client: int
     name: str
-    examples: int
+    examples: int | None
     held_out: int
     machine: str | None
     differs: Sequence[str]

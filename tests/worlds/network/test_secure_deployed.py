@@ -92,6 +92,7 @@ def test_it_comes_to_the_mean_and_no_key_or_mask_is_found_anywhere(tmp_path: Pat
         # Rounding is drawn from the system: close, and not the same bits.
         torch.testing.assert_close(ended.tensors[name], tensor, atol=1e-6, rtol=0)
     assert ended.facts["bits"] == "close"
+    assert [client["examples"] for client in ended.facts["cohort"]] == [None] * CLIENTS
     assert ended.summary["samples"] == simulated.summary["samples"]
     keys = [bytes.fromhex(one) for line in drawn.read_text().splitlines() for one in line.split()]
     assert len(keys) > 2 * CLIENTS * 3 * 4

@@ -33,7 +33,7 @@ def made(tmp_path: Path):
         clock = Clock()
         journal = Journal(folder, clock)
         journals.append(journal)
-        federation: Any = SimpleNamespace(clients=3, threads=1, layout=None)
+        federation: Any = SimpleNamespace(clients=3, threads=1, layout=None, holds=False)
         return NetworkCarrier(
             federation=federation,
             folder=folder,

@@ -149,7 +149,7 @@ class NetworkCarrier:
         self.tell = tell
         self.watching = watching or Watching()
         self.events = self.reads(journal, clock, desk, self._sweep)
-        self.cohort = Cohort(desk, machine)
+        self.cohort = Cohort(desk, machine, federation.holds)
         self.measuring = Measuring(
             self.events, journal, desk, measure_seconds, interrupted, self.watching
         )

@@ -30,12 +30,14 @@ class Here(Said, frozen=True):
 class Cohort:
     """All clients that have ever checked in. mine: the machine by which theirs are told apart.
 
-    measures: those that hold something out.
+    holds: whether updates stay with them, so that they say nothing of their examples. measures:
+    those that hold something out.
     """
 
-    def __init__(self, desk: Desk, mine: Machine) -> None:
+    def __init__(self, desk: Desk, mine: Machine, holds: bool = False) -> None:
         self._desk = desk
         self._mine = mine
+        self._holds = holds
         self.presence = Presence()
         self.measures: set[int] = set()
         self._machines: dict[int, Machine | None] = {}
@@ -83,7 +85,8 @@ class Cohort:
         return {
             "client": client,
             "name": seat.name,
-            "examples": seat.examples,
+            # A client whose updates stay with it says 1, whatever it has.
+            "examples": None if self._holds else seat.examples,
             "held_out": seat.held_out,
             "machine": None if machine is None else msgspec.to_builtins(machine),
             "differs": differences(machine, self._mine),
