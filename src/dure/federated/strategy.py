@@ -57,6 +57,7 @@ from dure.fleet.liars import count
 from dure.privacy.accountant import check_delta
 from dure.privacy.example_level import proven
 from dure.privacy.per_example.refused import check_layers
+from dure.privacy.protection import check_installed
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
 from dure.tensors.flat import check_apart
@@ -225,6 +226,8 @@ class Federated(Strategy):
 
     def _check_privacy(self) -> None:
         """Raises ValueError where clients would not have what they are promised."""
+        if self.privacy != NOTHING:
+            check_installed()
         check_delta(self.delta)
         check_example_level(self.privacy, self.epsilon, self.fine_tune)
         if self.privacy.example is not None and not self.noises_steps:

@@ -43,6 +43,7 @@ from dure.privacy.per_example.proof import choose
 from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
 from dure.privacy.promise import Promise
+from dure.privacy.protection import check_installed
 from dure.privacy.step_count import StepCount
 from dure.randomness.keystream import normals, to_grid
 from dure.randomness.secret import Secret
@@ -94,6 +95,7 @@ def planned(
         if budget.epsilon is not None:
             raise ValueError("an epsilon needs privacy=dp-sgd:C, with the largest norm C")
         return None
+    check_installed()
     check_delta(budget.delta)
     if budget.epsilon is None or settings.noise:
         return settings

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dure.settings import write
+
+NEEDS = ("cryptography", "dp_accounting")
+"""The libraries of the extra "privacy"."""
+
+
+def check_installed() -> None:
+    """Raises ValueError, before any work, where what protections need is not installed."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"privacy needs the extra, of which {', '.join(missing)} is missing: pip install "
+            f'"dure[privacy]"'
+        )
 
 
 @dataclass(frozen=True)
