@@ -142,6 +142,23 @@ def test_the_best_of_several_is_bold():
     assert set(re.findall(r"\x1b\[1m(.*?)\x1b\[0m", text)) == {"0.9000", "0.2000"}
 
 
+def test_real_and_virtual_seconds_share_no_column():
+    simulated = [
+        summary("a", seconds=9.0, numbers={"virtual_seconds": 70.0}),
+        summary("b", seconds=1.0, numbers={"virtual_seconds": 80.0}),
+    ]
+    heading, first, second, real = cells(*simulated, summary("real", seconds=5.0))
+    places = [heading.index(name) for name in ("time", "virtual time", "simulated in")]
+    assert [[row[place] for place in places] for row in (first, second, real)] == [
+        ["–", "70.0 s", "9.00 s"],
+        ["–", "80.0 s", "1.00 s"],
+        ["5.00 s", "–", "–"],
+    ]
+    bold = set(re.findall(r"\x1b\[1m(.*?)\x1b\[0m", printed(*simulated)))
+    assert bold == {"70.0 s"}, "how long a simulation took is nobody's merit"
+    assert "time" not in cells(*simulated)[0]
+
+
 def test_a_label_may_have_brackets():
     assert cells(summary("[run] [/of mine]"))[1][0] == "[run] [/of mine]"
 

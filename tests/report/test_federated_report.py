@@ -25,6 +25,7 @@ from dure.report import charts, write_report
 from dure.report.federated import in_a_line, spread
 from dure.report.federated_figures import ROWS, UPDATES, figures, quantile
 from dure.report.read import read_run
+from dure.report.table import clock_columns
 from dure.report.words import metric_value
 from dure.tasks.builtin import load_task
 
@@ -142,7 +143,7 @@ def test_rounds_and_steps_meet_on_the_axis_of_virtual_time(ditto: Path, fed_asyn
             if line["kind"] == "step"
         }
         evaluations = [line for line in lines if line["kind"] == "evaluation"]
-        assert series["x"]["clock"] == pytest.approx(
+        assert series["x"]["virtual"] == pytest.approx(
             [{0: 0, **clock}[e["step"]] for e in evaluations], rel=1e-5
         )
         accuracy = [line["metrics"]["test_accuracy"] for line in evaluations]
@@ -153,11 +154,39 @@ def test_rounds_and_steps_meet_on_the_axis_of_virtual_time(ditto: Path, fed_asyn
     assert "refused" not in keys  # nothing was, in either run
 
 
+def test_the_time_of_a_simulation_is_beside_no_real_one(
+    ditto: Path, fed_async: Path, tmp_path: Path
+) -> None:
+    real = [read_run(write_run(tmp_path / name, "data-parallel")) for name in ("one", "two")]
+    both = [*real, read_run(ditto), read_run(fed_async)]
+    columns = {column.title: column for column in clock_columns(both)}
+    assert list(columns) == [
+        "time", "where it went", "virtual time", "where virtual time went", "simulated in",
+    ]  # fmt: skip
+    for title, column in columns.items():
+        told = [column.value(run) is not None for run in both]
+        assert told == ([True, True, False, False] if title in ("time", "where it went") else
+                        [False, False, True, True])  # fmt: skip
+    assert columns["simulated in"].better == 0
+    # A simulation alone has no column of real time, nor an axis of it.
+    assert [column.title for column in clock_columns(both[2:])] == list(columns)[2:]
+    curves = charts.curves(both[2:])
+    assert curves is not None
+    assert "seconds" not in [axis["key"] for axis in curves["axes"]]
+
+
+def test_the_server_of_a_simulation_takes_no_time_beside_virtual_seconds(ditto: Path) -> None:
+    server, *clients = json.loads((ditto / "summary.json").read_text())["per_worker"]
+    assert server["name"] == "server"
+    assert server["compute_seconds"] == 0
+    assert sum(one["compute_seconds"] for one in clients) > 0
+
+
 def test_other_runs_have_no_clock_and_no_such_sections(tmp_path: Path, report: Report) -> None:
     folder = write_run(tmp_path / "run", "data-parallel")
     curves = charts.curves([read_run(folder)])
     assert curves is not None
-    assert "clock" not in [axis["key"] for axis in curves["axes"]]
+    assert not {"virtual", "wall"} & {axis["key"] for axis in curves["axes"]}
     page = report(folder)
     assert '<h2 id="federations">' not in page
     assert '<h2 id="fairness">' not in page

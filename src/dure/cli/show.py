@@ -176,8 +176,8 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
-Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool]
-"""Heading, value, text, whether a lower value is better."""
+Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool | None]
+"""Heading, value, text, whether a lower value is better; None where neither is."""
 
 
 def _number(name: str, summary: dict[str, Any]) -> float | None:
@@ -187,6 +187,32 @@ def _number(name: str, summary: dict[str, Any]) -> float | None:
 def _epsilon(summary: dict[str, Any]) -> float | None:
     """What the run tells of anybody, where it has differential privacy."""
     return cast("float | None", (summary.get("numbers") or {}).get("epsilon"))
+
+
+def _virtual(summary: dict[str, Any]) -> float | None:
+    """What a simulation's own clock shows; None of a run in real time."""
+    return cast("float | None", (summary.get("numbers") or {}).get("virtual_seconds"))
+
+
+def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+    """How long the runs took. Real and virtual seconds, which do not compare, never share a column.
+
+    How long this machine had to simulate is told of simulations, and nothing is best in it: it is
+    the time of no system.
+    """
+
+    def real(summary: dict[str, Any]) -> float | None:
+        return summary["seconds"] if _virtual(summary) is None else None
+
+    def simulating(summary: dict[str, Any]) -> float | None:
+        return None if _virtual(summary) is None else summary["seconds"]
+
+    clocks: list[Column] = [
+        ("time", real, duration, True),
+        ("virtual time", _virtual, duration, True),
+        ("simulated in", simulating, duration, None),
+    ]
+    return [column for column in clocks if any(column[1](one) is not None for one in summaries)]
 
 
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
@@ -223,7 +249,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
         result.append(("epsilon", _epsilon, lambda v: f"{v:.4g}", True))
     result += [
         ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
-        ("time", lambda s: s["seconds"], duration, True),
+        *_clocks(summaries),
         ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
     ]
@@ -276,16 +302,17 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
 def _least(shown: Sequence[Column]) -> int:
     """The place of the column to leave out first.
 
-    The order: memory, bytes, the last metric of clients, the last of the model.
+    The order: memory, the time of simulating, bytes, the last metric of clients, the last of the
+    model.
     """
     names = [heading for heading, *_ in shown]
-    for name in ("peak memory", "sent a worker"):
+    for name in ("peak memory", "simulated in", "sent a worker"):
         if name in names:
             return names.index(name)
     metrics = [
         place
         for place, name in enumerate(names)
-        if name not in ("epsilon", "epochs", "time") and name[:5] != "until"
+        if name not in ("epsilon", "epochs", "time", "virtual time") and name[:5] != "until"
     ]
     of_clients = [place for place in metrics if not names[place].startswith("test ")]
     return (of_clients or metrics[1:] or [len(names) - 1])[-1]
@@ -319,7 +346,8 @@ def _table(
     for _, value, _, lower in shown:
         present = [v for v in map(value, summaries) if v is not None]
         # Where all are equal nothing is best.
-        best.append((min if lower else max)(present) if len(set(present)) > 1 else None)
+        compares = lower is not None and len(set(present)) > 1
+        best.append((min if lower else max)(present) if compares else None)
     for summary in summaries:
         cells = []
         for (_, value, text, _), top in zip(shown, best, strict=True):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import html
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dure.record.history import is_spread
@@ -40,8 +41,9 @@ POINTS: of a curve. LANES: of a timeline. SPANS: of a timeline, SPANS_OF_ALL_RUN
 of the page. CELLS: of a partition.
 """
 
-CLOCK = "clock"
-"""The axis of a federation's clock."""
+VIRTUAL = "virtual"
+WALL = "wall"
+"""The axes of federations' own clocks: of a simulated one, and of one that was deployed."""
 
 
 def style(index: int) -> JSON:
@@ -77,14 +79,15 @@ def curves(runs: Sequence[Run]) -> JSON | None:
 
     Every metric, the training loss and what strategies say of their rounds, against epochs,
     seconds, steps or rounds, bytes, and, where a federation has a clock of its own, the seconds
-    of it. What a strategy says is left out where it is 0 in all runs.
+    of it: virtual ones have an axis that no real ones share. What a strategy says is left out where
+    it is 0 in all runs.
     """
     series = []
     for index, run in enumerate(runs):
         if any(line.metrics for line in run.evaluations):
-            series.append(_evaluations(index, run.evaluations, _clock(run)))
+            series.append(_evaluations(index, run))
         if run.steps:
-            series.append(_training(index, run.steps, run.evaluations, _clock(run)))
+            series.append(_training(index, run))
     keys = _keys(runs, series)
     if not keys:
         return None
@@ -130,15 +133,15 @@ def _axes(runs: Sequence[Run], series: Sequence[JSON]) -> list[JSON]:
         _axis("step", counted, counted),
         _axis("bytes", "bytes", "bytes sent, all workers together"),
     ]
-    times: list[float | None] = []
-    for one in series:
-        times += one["x"][CLOCK]
-    if any(now is not None for now in times):
-        kinds = {clock_of(run) for run in runs} - {None}
-        # A simulated run and the one that was deployed share the axis.
-        name = f"{kinds.pop()} seconds" if len(kinds) == 1 else "seconds of the federation"
-        axes.append(_axis(CLOCK, name, "seconds on the federation’s clock"))
-    return axes
+    axes += [
+        _axis(VIRTUAL, "virtual seconds", "seconds on the simulation’s clock"),
+        _axis(WALL, "wall seconds", "seconds on the federation’s clock"),
+    ]
+    return [axis for axis in axes if any(map(partial(_has_a_place, axis["key"]), series))]
+
+
+def _has_a_place(axis: str, one: JSON) -> bool:
+    return any(place is not None for place in one["x"][axis])
 
 
 def _axis(key: str, name: str, title: str) -> JSON:
@@ -168,8 +171,8 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
     return [_partition(partition, names) for partition, names in users]
 
 
-def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
-    lines = [line for line in lines if line.metrics]
+def _evaluations(index: int, run: Run) -> JSON:
+    lines = [line for line in run.evaluations if line.metrics]
     columns = {key: _column(lines, key) for key in _said(lines) if _has_a_curve(key)}
     places: set[int] = set()
     for column in columns.values():
@@ -178,13 +181,27 @@ def _evaluations(run: int, lines: Sequence[Line], clock: Clock) -> JSON:
     kept = [lines[place] for place in sorted(places)]
     x = {
         "epoch": [short(line.epoch) for line in kept],
-        "seconds": [short(line.seconds) for line in kept],
         "step": [line.step for line in kept],
         "bytes": [line.bytes_sent for line in kept],
-        CLOCK: [short(clock(line.step)) for line in kept],
+        **_times(run, kept),
     }
     y = {key: list(map(short, _column(kept, key))) for key in columns}
-    return {"run": run, "x": x, "y": y}
+    return {"run": index, "x": x, "y": y}
+
+
+def _times(run: Run, lines: Sequence[Line]) -> dict[str, list[float | None]]:
+    """When the lines were, on each clock that the run has.
+
+    The machine's seconds of a simulation are the time of no system: they have no axis.
+    """
+    own = clock_of(run)
+    told = [short(now) for now in map(_clock(run), (line.step for line in lines))]
+    nowhere: list[float | None] = [None] * len(lines)
+    return {
+        "seconds": nowhere if own == VIRTUAL else [short(line.seconds) for line in lines],
+        VIRTUAL: told if own == VIRTUAL else nowhere,
+        WALL: told if own == WALL else nowhere,
+    }
 
 
 def _said(lines: Sequence[Line]) -> list[str]:
@@ -195,23 +212,23 @@ def _said(lines: Sequence[Line]) -> list[str]:
     return list(keys)
 
 
-def _training(run: int, lines: Sequence[Line], evaluations: Sequence[Line], clock: Clock) -> JSON:
+def _training(index: int, run: Run) -> JSON:
+    lines = run.steps
     # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
     stretches = _stretches(len(lines), POINTS // 2)
     last = [lines[end - 1] for _, end in stretches]
     # A step line knows rank 0's bytes only; an evaluation those of all workers.
-    sent = _interpolated([(line.step, line.bytes_sent) for line in evaluations])
+    sent = _interpolated([(line.step, line.bytes_sent) for line in run.evaluations])
     x = {
         "epoch": [short(line.epoch) for line in last],
-        "seconds": [short(line.seconds) for line in last],
         "step": [line.step for line in last],
         "bytes": [short(sent(line.step)) for line in last],
-        CLOCK: [short(clock(line.step)) for line in last],
+        **_times(run, last),
     }
     columns = {"train_loss": [line.loss for line in lines]}
     columns |= {key: _column(lines, key) for key in _said(lines) if key not in CLOCKS}
     y = {key: _means(column, stretches) for key, column in columns.items()}
-    return {"run": run, "x": x, "y": y}
+    return {"run": index, "x": x, "y": y}
 
 
 def _column(lines: Sequence[Line], key: str) -> list[float | None]:

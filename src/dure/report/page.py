@@ -19,7 +19,7 @@ from dure.report.privacy import promises
 from dure.report.ranks import holdings
 from dure.report.read import read_runs
 from dure.report.repeat import command, plain, settings
-from dure.report.runs import Run, Runs, Worker
+from dure.report.runs import Run, Runs, Worker, is_simulated
 from dure.report.servers import figures as figures_of_servers
 from dure.report.servers import parameter_servers
 from dure.report.split import divided_models
@@ -210,7 +210,8 @@ def _time_bars(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         workers = _chosen(run.result.workers)
         if workers:
-            heading = f"<h3>{swatch(index)}<span>{escape(run.label)}</span></h3>"
+            clock = "<small>, in virtual seconds</small>" if is_simulated(run) else ""
+            heading = f"<h3>{swatch(index)}<span>{escape(run.label)}{clock}</span></h3>"
             # Each run to its own scale: seconds of different runs are compared in the table.
             longest = max(worker.total for _, worker in workers)
             rows = "".join(_time_row(name, worker, longest) for name, worker in workers)

@@ -428,6 +428,18 @@ def time_of(line: Line) -> float | None:
     return next((now for now in told if now is not None), None)
 
 
+def virtual_seconds(run: Run) -> float | None:
+    """What a simulation's own clock shows at its end; None of a run in real time."""
+    if not is_simulated(run):
+        return None
+    return next((now for line in reversed(run.steps) if (now := time_of(line)) is not None), None)
+
+
+def is_simulated(run: Run) -> bool:
+    """Whether its workers have virtual seconds: they compare with no machine's."""
+    return clock_of(run) == "virtual"
+
+
 def clock_of(run: Run) -> str | None:
     """Whose time the federation's clock shows: "virtual" or "wall"; None without such a clock."""
     keys = {key for line in run.steps[-1:] for key in line.metrics}

@@ -9,7 +9,7 @@ from dure.record.history import is_spread
 from dure.report import charts
 from dure.report.document import section
 from dure.report.parts import bar, legend, percents, swatch, world
-from dure.report.runs import Result, Run, Runs, Target, Worker
+from dure.report.runs import Result, Run, Runs, Target, Worker, is_simulated, virtual_seconds
 from dure.report.words import (
     UNKNOWN,
     count,
@@ -108,9 +108,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
         _number_column(
             "epochs", lambda r: r.epochs, lambda x: UNKNOWN if x is None else f"{x:,.4g}"
         ),
-        _number_column("time", lambda r: r.seconds, duration, -1),
-        # Sorts by the share of computing; neither more nor less of it is better.
-        Column("where it went", lambda run: _share_cell(run.result.everyone), _compute_share),
+        *clock_columns(runs),
         _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
         _number_column("peak memory", lambda r: r.peak_memory, size, -1),
         *_target_columns(runs),
@@ -126,6 +124,47 @@ def _number_column(
     better: int = 0,
 ) -> Column:
     return Column(title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better)
+
+
+def clock_columns(runs: Sequence[Run]) -> list[Column]:
+    """How long runs took and where it went: real and virtual seconds, which do not compare, have
+    columns of their own.
+
+    In what this machine took to simulate none is best: it is the time of no system.
+    """
+    simulated = [run for run in runs if is_simulated(run)]
+    columns: list[Column] = []
+    if len(simulated) < len(runs):
+        columns += [
+            _time_column("time", lambda run: None if is_simulated(run) else run.result.seconds, -1),
+            _share_column("where it went", simulated=False),
+        ]
+    if simulated:
+        columns += [
+            _time_column("virtual time", lambda run: virtual_seconds(run), -1),
+            _share_column("where virtual time went", simulated=True),
+            _time_column(
+                "simulated in", lambda run: run.result.seconds if is_simulated(run) else None, 0
+            ),
+        ]
+    return columns
+
+
+def _time_column(title: str, pick: Callable[[Run], float | None], better: int) -> Column:
+    return Column(title, lambda run: duration(pick(run)), pick, better)
+
+
+def _share_column(title: str, simulated: bool) -> Column:
+    """Sorts by the share of computing; neither more nor less of it is better."""
+
+    def of(run: Run) -> Worker | None:
+        return run.result.everyone if is_simulated(run) == simulated else None
+
+    def computing(run: Run) -> float | None:
+        worker = of(run)
+        return worker.compute / worker.total if worker else None
+
+    return Column(title, lambda run: _share_cell(of(run)), computing)
 
 
 def _metric_column(which: str, key: str) -> Column:
@@ -227,11 +266,6 @@ def ended(run: Run) -> str:
     if result.ended is None:
         return "kill" if result.steps is None else f"kill at {result.unit} {count(result.steps)}"
     return result.ended
-
-
-def _compute_share(run: Run) -> float | None:
-    everyone = run.result.everyone
-    return everyone.compute / everyone.total if everyone else None
 
 
 def _share_cell(worker: Worker | None) -> str:

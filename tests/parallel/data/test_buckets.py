@@ -51,6 +51,20 @@ def test_the_tail_rides_in_the_last_bucket_or_is_the_last_message(kinds, limit, 
         assert lengths[-1] == tail
 
 
+def test_planning_looks_at_each_gradient_a_few_times():
+    looks = []
+
+    class Counted(Kind):
+        @property
+        def nbytes(self):
+            looks.append(1)
+            return super().nbytes
+
+    kinds = [Counted(2, torch.float32, CPU)] * 2_000
+    assert filled(kinds, range(len(kinds))).lengths(kinds) == [4_000]
+    assert len(looks) <= 5 * len(kinds)
+
+
 def test_small_gradients_need_one_message_and_half_precision_needs_one_for_the_tail():
     small = [Kind(10, torch.float32, CPU)] * 4
     assert filled(small, [3, 2, 1, 0]).lengths(small, 5) == [45]

@@ -201,7 +201,7 @@ class Server(Learner):
         elif combine.tickets:
             self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
-        self.meter.compute("local training", started, trained, number + 1)
+        self._worked("local training", started, trained, number + 1)
         # Clients hear of their updates only after `finish`, which may refuse all of them (too few
         # for the rule): a refused client must not keep what it learned.
         result = coordinator.finish(self.carrier.now)
@@ -210,7 +210,7 @@ class Server(Learner):
         self.carrier.settle(Settled(kept, list(refused), list(refused.values())))
         model = coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
-        self.meter.compute("aggregate", trained, time.perf_counter(), number + 1)
+        self._worked("aggregate", trained, time.perf_counter(), number + 1)
         # Also what was late or failed since the model before: it cost bytes and time.
         flown = self.carrier.flown
         self.carrier.flown = []
@@ -223,6 +223,14 @@ class Server(Learner):
         if self._is_spent():
             wish |= STOP | SPENT
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
+
+    def _worked(self, what: str, start: float, end: float, number: int) -> None:
+        """The server was busy. Beside clients' virtual seconds, in which it takes no time, the
+        machine's are drawn and not added up."""
+        if self.carrier.clock_is == "virtual_seconds":
+            self.meter.mark(what, "compute", start, end, number)
+        else:
+            self.meter.compute(what, start, end, number)
 
     def _is_spent(self) -> bool:
         """Whether too few updates may come for another model, by what clients may transfer."""

@@ -130,6 +130,7 @@ def filled(
     that can carry the tail after all others.
     """
     started: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    size: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes of what is started
     buckets: list[Bucket] = []
     for index in order:
         kind = kinds[index]
@@ -137,11 +138,13 @@ def filled(
             # Buckets of small gradients stay open meanwhile: they are not full.
             buckets.append(Bucket((index,), alone=True))
             continue
-        members = started.setdefault((kind.dtype, kind.device), [])
-        members.append(index)
+        sort = kind.dtype, kind.device
+        started.setdefault(sort, []).append(index)
+        size[sort] = size.get(sort, 0) + kind.nbytes
         # closed when it is full and not before: it may exceed the limit by most of a gradient
-        if sum(kinds[member].nbytes for member in members) >= limit:
-            buckets.append(Bucket.of(kinds, started.pop((kind.dtype, kind.device))))
+        if size[sort] >= limit:
+            buckets.append(Bucket.of(kinds, started.pop(sort)))
+            size[sort] = 0
     left = [Bucket.of(kinds, members) for members in started.values()]
     # stable, so that all ranks have the same order; the last one may carry the tail
     left.sort(key=lambda bucket: _can_carry(kinds, bucket))
