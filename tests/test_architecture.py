@@ -37,6 +37,7 @@ def drawn() -> dict[str, list[str]]:
         name, _, files = line.partition(" : ")
         if "/" in name:
             way[depth:] = [name.split()[0].rstrip("/")]
+            assert "/".join(way[1:]) not in folders, "a folder is drawn once"
             folders["/".join(way[1:])] = files.split()
         else:
             folders["/".join(way[1:])] += line.split()

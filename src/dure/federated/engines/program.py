@@ -38,6 +38,8 @@ from dure.tensors.flat import trained_of
 TRIED = 3
 """Examples on which a chain is compared with its model."""
 
+OUTSIDE = "the model uses a parameter outside of the layers that are known here"
+
 
 class Program:
     """The model's layers, its loss, and its weights in the order of its trained parameters."""
@@ -257,6 +259,18 @@ def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
         raise CannotBatchError("the targets are not of the shape and dtype of the model's outputs")
 
 
+class _Tracer(fx.Tracer):
+    """Ends at the first parameter that is used outside of a layer.
+
+    torch's would give it a name, which takes it as long as the model has parameters, for each.
+    """
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if isinstance(attr_val, nn.Parameter):
+            raise CannotBatchError(OUTSIDE)
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
 class _Reader:
     """The chain of a model, call by call.
 
@@ -272,7 +286,9 @@ class _Reader:
         self.root = nn.Sequential(model.train())
         before = _kept_by(model)
         try:
-            graph = fx.Tracer().trace(self.root)
+            graph = _Tracer().trace(self.root)
+        except CannotBatchError:
+            raise
         except Exception as error:
             raise CannotBatchError(f"the model's forward depends on its inputs: {error}") from error
         # Traced once, it would not be asked again how it computes.
@@ -293,9 +309,7 @@ class _Reader:
                     "the model returns something else than its last layer's output"
                 )
         elif node.op == "get_attr":
-            raise CannotBatchError(
-                "the model uses a parameter outside of the layers that are known here"
-            )
+            raise CannotBatchError(OUTSIDE)
         # Every other call is a layer: it has to use the value before it, and besides that only
         # lengths of the batch.
         elif not self._is_length(node):
