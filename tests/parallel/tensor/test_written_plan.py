@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dure
-from dure.parallel.tensor.plan import (
+from dure.parallel.tensor import (
     Attributes,
     Column,
     Cut,

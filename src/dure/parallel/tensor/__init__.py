@@ -13,8 +13,11 @@
     draws       dropout that differs between ranks inside, and does not outside
     divided     what divided layers have in common, and which layers can be divided
     layers      linear layers divided by columns and by rows
+    embedding   embedding divided by columns
     vocabulary  embedding, output layer and cross-entropy divided by symbols
     plan        what a plan can say of a module
+    changes     what it does to modules that it does not replace
+    attributes  integers of a module that it divides
     dividing    a model is divided from outside, by a plan
     proof       a plan is tried beside the undivided model
     ready       plans for models whose layers are known
@@ -27,22 +30,21 @@ Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation 
 Models".
 """
 
-from dure.parallel.tensor.dividing import parallelize
-from dure.parallel.tensor.draws import own_draws
-from dure.parallel.tensor.layers import ColumnParallel, RowParallel
-from dure.parallel.tensor.plan import (
-    Attributes,
-    Column,
+from dure.parallel.tensor.attributes import Attributes
+from dure.parallel.tensor.changes import (
     Cut,
     Enter,
     Join,
+    Leave,
     OnShards,
-    Output,
     OwnDraws,
-    Plan,
-    Row,
-    Vocabulary,
+    Tensors,
 )
+from dure.parallel.tensor.dividing import parallelize
+from dure.parallel.tensor.draws import own_draws
+from dure.parallel.tensor.embedding import ColumnEmbedding
+from dure.parallel.tensor.layers import ColumnParallel, RowParallel
+from dure.parallel.tensor.plan import Column, Output, Plan, Row, Vocabulary
 from dure.parallel.tensor.proof import prove_plan
 from dure.parallel.tensor.ready import plan_for
 from dure.parallel.tensor.state import (
@@ -62,16 +64,19 @@ from dure.parallel.tensor.vocabulary import (
 __all__ = [
     "Attributes",
     "Column",
+    "ColumnEmbedding",
     "ColumnParallel",
     "Cut",
     "Enter",
     "Join",
+    "Leave",
     "OnShards",
     "Output",
     "OwnDraws",
     "Plan",
     "Row",
     "RowParallel",
+    "Tensors",
     "Vocabulary",
     "VocabularyEmbedding",
     "VocabularyOutput",

@@ -1,4 +1,4 @@
-"""What all divided layers have in common, and which layers can be divided at all.
+"""What all that is divided has in common, and which layers can be divided at all.
 
 A layer that is put in the place of another one must compute no less than it did: what has hooks, a
 parametrization or a forward of its own is refused.
@@ -7,7 +7,8 @@ parametrization or a forward of its own is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,16 +47,9 @@ class Divided(nn.Module):
         if whole is None:
             self.register_parameter(name, None)
             return
-        if division is None:
-            own = whole.detach().clone()
-        else:
-            own = division.part(whole.detach(), self.group.rank, self.group.size)
+        if division is not None:
             self.divisions[name] = division
-        # memory of its own: the undivided parameter can go
-        made = nn.Parameter(own, whole.requires_grad)
-        # What a user has written on a parameter stays with it.
-        made.__dict__.update(vars(whole))
-        self.register_parameter(name, made)
+        self.register_parameter(name, own_parameter(whole, division, self.group))
 
     @property
     def opens(self) -> int:
@@ -74,6 +68,44 @@ class Divided(nn.Module):
         # The memo has the group already, which is so copied to itself.
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which tensors of a module are parts, where the module is no divided layer (`Tensors`)."""
+
+    divisions: Mapping[str, Division]
+    group: Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+        # Nothing in it changes, and a group of processes cannot be copied.
+        return self
+
+
+def mark_parts(module: nn.Module, parts: Parts) -> None:
+    """Notes which tensors of a module are parts, besides those that it was told of before."""
+    before = module.__dict__.get("_parts")
+    known = before.divisions if before is not None else {}
+    module.__dict__["_parts"] = Parts({**known, **parts.divisions}, parts.group)
+
+
+def parts_of(module: nn.Module) -> Parts | None:
+    """Which tensors of a module itself are parts; None where none is."""
+    if isinstance(module, Divided):
+        return Parts(module.divisions, module.group)
+    return module.__dict__.get("_parts")
+
+
+def own_parameter(whole: Tensor, division: Division | None, group: Group) -> nn.Parameter:
+    """This rank's part of a parameter, in memory of its own; of None, all of it."""
+    if division is None:
+        own = whole.detach().clone()
+    else:
+        own = division.part(whole.detach(), group.rank, group.size)
+    made = nn.Parameter(own, whole.requires_grad)
+    # What a user has written on a parameter stays with it.
+    made.__dict__.update(vars(whole))
+    return made
 
 
 def draws_of(model: nn.Module) -> set[Draws]:
@@ -132,3 +164,17 @@ def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
             f"a {type(module).__name__} with {more} is more than a {kind.__name__}, and is not "
             "divided"
         )
+
+
+def embedding_of(name: str, module: nn.Module) -> nn.Embedding:
+    """The layer. Raises ValueError, with its name, if it is no embedding that can be divided."""
+    if not isinstance(module, nn.Embedding):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}: only an nn.Embedding is divided by its rows"
+        )
+    check_plain(module, nn.Embedding)
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ValueError(
+            f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has not"
+        )
+    return module

@@ -14,20 +14,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided
+from dure.parallel.tensor.changes import Tensors
+from dure.parallel.tensor.divided import Divided, Parts, mark_parts, parts_of
+from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import LengthError
+from dure.parallel.tensor.kind import At
 from dure.parallel.tensor.opaque import hidden
-from dure.parallel.tensor.plan import At, Change, Kind, Plan, Replacement, several
+from dure.parallel.tensor.plan import Change, Kind, Plan, Replacement, several
 
 
 def parallelize(
@@ -119,7 +123,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
     """The modules that a plan speaks of, by name."""
-    if any(isinstance(module, Divided) for module in model.modules()):
+    if any(parts_of(module) is not None for module in model.modules()):
         raise ValueError(
             "this model is divided already: divide a new one, and load_whole a state into it"
         )
@@ -127,6 +131,10 @@ def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
     for pattern, kinds in plan.items():
         found += _matches(model, pattern, kinds)
     return found
+
+
+OwnParts = dict[str, tuple[Tensor, Division]]
+"""Tensors of a module of which a rank holds a part: the part, and how they are divided."""
 
 
 def _made(
@@ -137,6 +145,7 @@ def _made(
     said: dict[int, Replacement] = {}
     # By module, so that one that has several names is changed once.
     changes: dict[tuple[int, Change], Callable[[], None]] = {}
+    parts: dict[int, OwnParts] = {}
     replaced = {
         id(model.get_submodule(name)) for name, kind in found if isinstance(kind, Replacement)
     }
@@ -153,14 +162,45 @@ def _made(
             if id(module) not in layers:
                 layers[id(module)] = kind.make(name, module, at)
         elif id(module) not in replaced:
-            changes.setdefault((id(module), kind), kind.change(name, module, at))
+            if isinstance(kind, Tensors):
+                _add(parts.setdefault(id(module), {}), kind.parts(name, module, at), name)
+            else:
+                changes.setdefault((id(module), kind), kind.change(name, module, at))
     for name, kind in found:
         module = model.get_submodule(name)
         # What is said of a layer that is divided as well is done to what takes its place.
         if not isinstance(kind, Replacement) and id(module) in replaced:
-            changes.setdefault((id(module), kind), kind.change(name, layers[id(module)], at))
-    _share(model, layers)
-    return layers, list(changes.values())
+            layer = layers[id(module)]
+            if isinstance(kind, Tensors):
+                kind.parts(name, layer, at)
+            else:
+                changes.setdefault((id(module), kind), kind.change(name, layer, at))
+    aliases = _share(model, layers, parts)
+    own = [
+        _installing(module, parts[id(module)], at.group)
+        for module in model.modules()
+        if id(module) in parts
+    ]
+    return layers, [*aliases, *own, *changes.values()]
+
+
+def _add(known: OwnParts, more: OwnParts, name: str) -> None:
+    for own, (part, division) in more.items():
+        _, before = known.setdefault(own, (part, division))
+        if before != division:
+            raise ValueError(f"the plan divides {name}.{own} in two ways: {before} and {division}")
+
+
+def _installing(module: nn.Module, parts: OwnParts, group: Group) -> Callable[[], None]:
+    """What gives a module its parts of its own tensors."""
+
+    def install() -> None:
+        for own, (part, _) in parts.items():
+            # a parameter, a buffer or another tensor: it stays what it is
+            setattr(module, own, part)
+        mark_parts(module, Parts({own: division for own, (_, division) in parts.items()}, group))
+
+    return install
 
 
 def _matches(
@@ -185,35 +225,69 @@ def fits(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def _share(model: nn.Module, layers: Mapping[int, Divided]) -> None:
-    """Parameters that were one remain one. Raises ValueError if they are divided differently."""
-    # by the id of the undivided parameter: who divided it first, what it became, and how
-    divided: dict[int, tuple[str, nn.Parameter, object]] = {}
+class _Shared(NamedTuple):
+    """A parameter that becomes another one.
+
+    name, module: of the first who has it divided. kept: what it becomes. division: None where every
+    rank has the whole.
+    """
+
+    name: str
+    module: nn.Module
+    kept: Tensor
+    division: Division | None
+
+
+def _share(
+    model: nn.Module, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
+) -> list[Callable[[], None]]:
+    """Parameters that were one remain one; returns what makes other names of them follow.
+
+    Raises ValueError if they are divided differently.
+    """
+    # by the id of the undivided parameter
+    shared: dict[int, _Shared] = {}
     for name, module in model.named_modules():
-        layer = layers.get(id(module))
-        if layer is None:
-            continue
         for own, parameter in module._parameters.items():
-            if parameter is None:
+            become = _become(module, own, layers, parts)
+            if parameter is None or become is None:
                 continue
-            division = layer.divisions.get(own)
-            first, kept, other = divided.setdefault(
-                id(parameter), (name, layer.get_parameter(own), division)
-            )
-            if other != division:
+            known = shared.setdefault(id(parameter), _Shared(name, module, *become))
+            if known.division != become[1]:
                 raise ValueError(
-                    f"{first} and {name} share a parameter, and the plan divides it in two ways"
+                    f"{known.name} and {name} share a parameter, and the plan divides it in two "
+                    "ways"
                 )
-            # the same object in both layers, so that optimizers and gradients know one
-            layer.register_parameter(own, kept)
-    # A module that stays whole cannot share with one that is divided.
+            # the same object in both, so that optimizers and gradients know one
+            if id(module) in layers:
+                layers[id(module)].register_parameter(own, known.kept)  # type: ignore[arg-type]
+            else:
+                parts[id(module)][own] = (known.kept, become[1])  # type: ignore[assignment]
+    aliases = []
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if id(module) not in layers and parameter is not None and id(parameter) in divided:
-                first = divided[id(parameter)][0]
+        for own, parameter in module._parameters.items():
+            if id(parameter) not in shared or _become(module, own, layers, parts) is not None:
+                continue
+            first = shared[id(parameter)]
+            # A parent often has a name of its own for what its layer computes with, such as the
+            # bias of an output layer, and does not read it. A proof finds it if it does.
+            if first.module not in module.modules():
                 raise ValueError(
-                    f"{first} and {name} share a parameter: the plan has to divide both of them"
+                    f"{first.name} and {name or 'the model'} share a parameter: the plan has to "
+                    f"divide both of them (Tensors({own!r}) where it is of no layer)"
                 )
+            aliases.append(partial(module.register_parameter, own, first.kept))
+    return aliases  # type: ignore[return-value]
+
+
+def _become(
+    module: nn.Module, own: str, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
+) -> tuple[Tensor, Division | None] | None:
+    """What a parameter of a module becomes by the plan, and how; None if it stays."""
+    layer = layers.get(id(module))
+    if layer is not None and module._parameters.get(own) is not None:
+        return layer.get_parameter(own), layer.divisions.get(own)
+    return parts.get(id(module), {}).get(own)
 
 
 def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:

@@ -28,6 +28,7 @@ class Draws:
         self.group = group
         self.device = device
         self._common: list[Tensor] | None = None
+        self._own = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> Draws:
         # One object for all layers of a model, and for its copies: regions begin in one layer and
@@ -41,21 +42,26 @@ class Draws:
         return states
 
     def enter(self) -> None:
-        """This rank's own from here.
+        """This rank's own from here; where they are so already, as after another Column, nothing.
 
         A region that was entered before and never left is forgotten: a checkpointed layer is
-        computed once more only as far as it is needed.
+        computed once more only as far as it is needed, and then the generator is put back.
         """
-        if self.group.size == 1:
+        if self.group.size == 1 or (self.inside and self._draws_alone()):
             return
         # All ranks draw this number, so that the common generator goes on alike afterwards.
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
         # after the number was drawn: from here all go on together when they leave
         self._common = self._state()
         own = derive(number, "tensor parallel", self.group.rank)
+        self._own = own
         torch.default_generator.manual_seed(own)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(own)
+
+    def _draws_alone(self) -> bool:
+        """Whether the generator is still the one that was seeded here."""
+        return torch.default_generator.initial_seed() == self._own
 
     def leave(self) -> None:
         """Those of all ranks from here."""

@@ -124,7 +124,25 @@ def check_sequence(tensor: Tensor, dim: int, group: Group) -> Division:
 
 
 class LengthError(ValueError):
-    """A sequence that the degree does not divide."""
+    """A sequence that cannot be divided."""
+
+
+def check_is_sequence(name: str, dimensions: int, sequence: int | None) -> None:
+    """Raises LengthError if a plan takes a tensor's features for its sequence.
+
+    name: of the module that has or gives the tensor. dimensions: how many it has.
+    """
+    # The last dimension is that of the features. A model that makes rows of all tokens has no
+    # dimension of a sequence there.
+    if sequence is None:
+        return
+    if sequence == -1 or sequence not in range(-dimensions, dimensions - 1):
+        raise LengthError(
+            f"{name} has a tensor of {dimensions} dimensions, the last one of features, so that "
+            f"sequence={sequence} is no sequence: where a model makes rows of (batch, sequence), a "
+            "layer that computes row by row has sequence=0, and other layers enters=False or "
+            "leaves=False in a module with Enter(sequence=1) and Leave(sequence=1)"
+        )
 
 
 def check_length(length: int, group: Group) -> None:

@@ -40,6 +40,7 @@ from dure.parallel.tensor.divided import Divided, cast, is_transposed
 from dure.parallel.tensor.division import Division, check_even, sharers
 from dure.parallel.tensor.functions import (
     along,
+    check_is_sequence,
     check_sequence,
     gather_features,
     gathered,
@@ -61,8 +62,8 @@ class _How(NamedTuple):
     """How a layer computes.
 
     transposed: whether the weight is stored as A. sequence: the dimension of the sequence, if it is
-    divided. enters: whether the input has still to enter the divided region. beside: whether sums
-    travel while something else is computed.
+    divided. enters: whether the input has still to enter the divided region. leaves: whether the
+    ranks' products are summed here. beside: whether sums travel while something else is computed.
     """
 
     group: Group
@@ -70,6 +71,7 @@ class _How(NamedTuple):
     sequence: int | None
     enters: bool
     beside: bool
+    leaves: bool = True
 
 
 def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> bool:
@@ -173,8 +175,10 @@ class _Row(Function):
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         matrix = weight if how.transposed else weight.t()
-        if group.size == 1:
-            return _product(rows, matrix, bias).view(*tensor.shape[:-1], -1)
+        if group.size == 1 or not how.leaves:
+            # Whoever sums the products later must have the bias once: here it is the first rank's.
+            once = bias if group.rank == 0 else None
+            return _product(rows, matrix, once).view(*tensor.shape[:-1], -1)
         outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
         torch.mm(rows, matrix, out=outputs)
         if how.sequence is not None:
@@ -218,6 +222,8 @@ class DividedLinear(Divided):
 
     in_features: int
     out_features: int
+    called: str
+    """What errors call it."""
 
     @classmethod
     def from_linear(
@@ -282,6 +288,7 @@ class ColumnParallel(DividedLinear):
         dim = 1 if transposed else 0
         self.out_features = weight.shape[dim]
         self.in_features = weight.shape[1 - dim]
+        self.called = name
         blocks = tuple(blocks) if blocks is not None else (self.out_features,)
         if sum(blocks) != self.out_features:
             raise ValueError(
@@ -320,10 +327,12 @@ class ColumnParallel(DividedLinear):
         shape = [*given[:-1], self.out_features if self.gather_output else own]
         if self._how.sequence is None or not self._how.enters:
             return shape
+        check_is_sequence(self.called, len(given), self._how.sequence)
         return of_whole(shape, self._how.sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
+        check_is_sequence(self.called, tensor.dim(), self._how.sequence)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         # After the product: what follows is divided, and draws for itself until the row-parallel
@@ -343,7 +352,9 @@ class RowParallel(DividedLinear):
     Every rank has the whole of b.
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
     sequence: the dimension of the output along which the ranks are left shards of a sequence; None
-    leaves all of it. The other arguments are those of `ColumnParallel`.
+    leaves all of it.
+    leaves: False where Y_r = X_r·A_r is summed by somebody later, such as by `leave`; the bias is
+    then in the first rank's alone. The other arguments are those of `ColumnParallel`.
     """
 
     def __init__(
@@ -355,37 +366,51 @@ class RowParallel(DividedLinear):
         unit: int = 1,
         input_is_parallel: bool = True,
         sequence: int | None = None,
+        leaves: bool = True,
         transposed: bool = False,
         name: str = "the row-parallel layer",
     ) -> None:
         super().__init__(process_group)
         dim = 0 if transposed else 1
+        self.called = name
         self.in_features = weight.shape[dim]
         self.out_features = weight.shape[1 - dim]
         check_even(
             f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
         )
         self.divide("weight", weight, Division(dim, (self.in_features,)))
+        if sequence is not None and not leaves:
+            raise ValueError(
+                f"{name} leaves the sum to somebody else, who says along which dimension: "
+                "leave sequence out"
+            )
         # whole on every rank, and added once, after the sum
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel
         self._how = _How(
-            self.group, transposed=transposed, sequence=sequence, enters=False, beside=False
+            self.group,
+            transposed=transposed,
+            sequence=sequence,
+            enters=False,
+            beside=False,
+            leaves=leaves,
         )
 
     @property
     def opens(self) -> int:
-        """-1: the sum over the ranks ends the divided region."""
-        return -1
+        """-1 where the sum over the ranks ends the divided region here."""
+        return -1 if self._how.leaves else 0
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         shape = [*given[:-1], self.out_features]
         if self._how.sequence is None:
             return shape
+        check_is_sequence(self.called, len(given), self._how.sequence)
         return of_shard(shape, self._how.sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
+        check_is_sequence(self.called, tensor.dim(), self._how.sequence)
         if self.draws is not None:
             self.draws.leave()
         # All ranks have all of the input: each takes the columns that meet its rows of A.

@@ -23,21 +23,10 @@ from typing import Any
 
 from torch import nn
 
+from dure.parallel.tensor.attributes import Attributes
+from dure.parallel.tensor.changes import Cut, Enter, Join, OnShards, OwnDraws
 from dure.parallel.tensor.divided import is_transposed
-from dure.parallel.tensor.plan import (
-    Attributes,
-    Column,
-    Cut,
-    Enter,
-    Join,
-    Kind,
-    OnShards,
-    Output,
-    OwnDraws,
-    Plan,
-    Row,
-    Vocabulary,
-)
+from dure.parallel.tensor.plan import Column, Kind, Output, Plan, Row, Vocabulary
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.tasks.models import Transformer, TwoNN
 

@@ -18,21 +18,26 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided
+from dure.parallel.tensor.divided import parts_of
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered
 
 
 def divisions(model: nn.Module) -> dict[str, tuple[Division, Group]]:
-    """How each divided parameter is, by all of its names."""
-    found: dict[str, tuple[Division, Group]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, Divided):
-            continue
-        for own, division in module.divisions.items():
-            if module._parameters.get(own) is not None:
-                found[f"{name}.{own}" if name else own] = (division, module.group)
-    return found
+    """How each divided parameter and buffer is, by all of its names."""
+    # By the tensor, for one that is tied has names in modules that know nothing of its division.
+    how: dict[int, tuple[Division, Group]] = {}
+    for module in model.modules():
+        parts = parts_of(module)
+        for own, division in parts.divisions.items() if parts is not None else ():
+            tensor = module._parameters.get(own, module._buffers.get(own))
+            if tensor is not None:
+                how[id(tensor)] = (division, parts.group)  # type: ignore[union-attr]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: how[id(tensor)] for name, tensor in named if id(tensor) in how}
 
 
 def divided_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

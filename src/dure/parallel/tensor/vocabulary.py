@@ -31,9 +31,15 @@ from torch.nn import functional as F
 
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided, check_plain
+from dure.parallel.tensor.divided import Divided, embedding_of
 from dure.parallel.tensor.division import Division
-from dure.parallel.tensor.functions import leave, leave_sequence, of_shard, reduced_in_place
+from dure.parallel.tensor.functions import (
+    check_is_sequence,
+    leave,
+    leave_sequence,
+    of_shard,
+    reduced_in_place,
+)
 from dure.parallel.tensor.layers import ColumnParallel
 from dure.parallel.tensor.rooms import room
 
@@ -45,7 +51,7 @@ class VocabularyEmbedding(Divided):
     """nn.Embedding whose rows are divided; its output is the whole embedding, on every rank.
 
     weight: undivided, the same on all ranks. sequence: the dimension of the output along which the
-    ranks are left shards of it; None leaves all of it.
+    ranks are left shards of it; None leaves all of it. name: what errors call it.
     """
 
     def __init__(
@@ -55,8 +61,10 @@ class VocabularyEmbedding(Divided):
         *,
         padding_idx: int | None = None,
         sequence: int | None = None,
+        name: str = "the embedding",
     ) -> None:
         super().__init__(process_group)
+        self.called = name
         self.num_embeddings, self.embedding_dim = weight.shape
         division = Division(0, (self.num_embeddings,))
         self.divide("weight", weight, division)
@@ -79,27 +87,23 @@ class VocabularyEmbedding(Divided):
 
         Raises ValueError for what cannot be divided.
         """
-        if not isinstance(embedding, nn.Embedding):
-            raise ValueError(
-                f"{name} is a {type(embedding).__name__}: only an nn.Embedding is divided by its "
-                "rows"
-            )
-        check_plain(embedding, nn.Embedding)
-        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-            raise ValueError(
-                f"{name} has max_norm, scale_grad_by_freq or sparse, which a divided embedding has "
-                "not"
-            )
+        plain = embedding_of(name, embedding)
         return cls(
-            embedding.weight, process_group, padding_idx=embedding.padding_idx, sequence=sequence
+            plain.weight,
+            process_group,
+            padding_idx=plain.padding_idx,
+            sequence=sequence,
+            name=name,
         )
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         shape = [*given, self.embedding_dim]
+        check_is_sequence(self.called, len(shape), self.sequence)
         return shape if self.sequence is None else of_shard(shape, self.sequence, self.group)
 
     def forward(self, indices: Tensor) -> Tensor:
         """indices: any shape, of the whole vocabulary."""
+        check_is_sequence(self.called, indices.dim() + 1, self.sequence)
         if self.group.size == 1:
             return F.embedding(indices, self.weight, self.padding_idx)  # type: ignore[arg-type]
         here = (indices >= self.start) & (indices < self.start + self.rows)

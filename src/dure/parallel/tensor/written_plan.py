@@ -29,7 +29,7 @@ def _known() -> dict[str, Any]:
     # Not at the top: most runs have no plan, and that module imports all divided layers.
     from dure.parallel.tensor import plan
 
-    return {kind.__name__: kind for kind in (*get_args(plan.Replacement), *get_args(plan.Change))}
+    return {kind.__name__: kind for kind in get_args(plan.Kind)}
 
 
 @dataclasses.dataclass(frozen=True, init=False)

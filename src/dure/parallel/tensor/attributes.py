@@ -1,0 +1,143 @@
+"""Integers of a module that a plan divides, also those in an object that the module holds.
+
+    Attributes("heads")                                of the module itself
+    Attributes("config.num_attention_heads")           of an object that it holds
+    Attributes("sizes.heads", "shape.0")               of a mapping, of a tuple or list
+
+What a module holds others may hold as well, as a config that all modules of a model have in common.
+So the module gets a copy of its own, in which the number is divided, and what others see stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dure.parallel.tensor.kind import At, Checked, Positive
+
+
+@dataclass(frozen=True)
+class Attributes(Checked):
+    """Integers of a module are divided.
+
+    names: of these attributes, with dots where one is in an object that the module holds. units:
+    they are divided by how many ranks share one of so many units, such as the number of queries to
+    a key; None: by the degree.
+    """
+
+    names: tuple[str, ...]
+    units: Positive | None = None
+
+    def __init__(self, *names: str, units: int | None = None) -> None:
+        # `Attributes("heads", "width")`: names by place, which a dataclass would not write so.
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "units", units)
+        self.__post_init__()
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        where = name or "the model"
+        parts = {}
+        degree = at.group.size
+        by = f"the degree {degree}: choose a degree that divides it"
+        if self.units is not None:
+            # how many ranks share a unit; with more units than ranks none is shared, and nothing is
+            # divided
+            degree = max(1, degree // self.units)
+            by = (
+                f"the {degree} ranks that would share one of {self.units} units: choose a smaller "
+                "degree"
+            )
+        for each in self.names:
+            value = _reached(module, each.split("."))
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{where} has no integer {each!r} that could be divided")
+            if value % degree:
+                raise ValueError(f"{where} has {each} = {value}, not a multiple of {by}")
+            parts[each] = value // degree
+            _check_holders(where, module, each)
+            _check_writes(where, module, each, value // degree)
+
+        # Later: a plan is checked as a whole before anything is changed.
+        def divide() -> None:
+            for each, part in parts.items():
+                _put(module, each, part)
+
+        return divide
+
+
+def _part(holder: Any, name: str) -> Any:
+    """What an object holds by a name; None where there is nothing."""
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    # A named tuple has both: names come first.
+    if isinstance(holder, Sequence) and name.isdecimal():
+        return holder[int(name)] if int(name) < len(holder) else None
+    return getattr(holder, name, None)
+
+
+def _reached(holder: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        holder = _part(holder, name)
+    return holder
+
+
+def _check_holders(where: str, module: nn.Module, name: str) -> None:
+    """Raises ValueError where an object on the way is a module, which has a name of its own."""
+    path = name.split(".")
+    for place in range(1, len(path)):
+        holder = _reached(module, path[:place])
+        if isinstance(holder, nn.Module | Tensor):
+            raise ValueError(
+                f"{where} has {'.'.join(path[:place])!r}, a {type(holder).__name__}: say "
+                f"Attributes({'.'.join(path[place:])!r}) of that module"
+            )
+
+
+def _check_writes(where: str, module: nn.Module, name: str, value: int) -> None:
+    """Raises ValueError where the number cannot be written."""
+    first, *rest = name.split(".")
+    try:
+        _changed(_part(module, first), rest, value)
+    except Exception as error:
+        raise ValueError(
+            f"{where} has {name}, which cannot be changed ({type(error).__name__}: {error}): let "
+            "the module hold the number as an attribute"
+        ) from error
+
+
+def _put(module: nn.Module, name: str, value: int) -> None:
+    first, *rest = name.split(".")
+    setattr(module, first, _changed(_part(module, first), rest, value))
+
+
+def _changed(holder: Any, path: Sequence[str], value: int) -> Any:
+    """A copy of what a module holds, with the number at the end of the way."""
+    if not path:
+        return value
+    name, *rest = path
+    return _with(holder, name, _changed(_part(holder, name), rest, value))
+
+
+def _with(holder: Any, name: str, value: Any) -> Any:
+    if isinstance(holder, tuple):
+        if not name.isdecimal():
+            return holder._replace(**{name: value})  # type: ignore[attr-defined]
+        values = [*holder[: int(name)], value, *holder[int(name) + 1 :]]
+        # a named tuple takes its values one by one
+        return type(holder)(*values) if hasattr(holder, "_replace") else type(holder)(values)
+    made = copy.copy(holder)
+    if isinstance(holder, Mapping):
+        made[name] = value
+    elif isinstance(holder, Sequence) and name.isdecimal():
+        made[int(name)] = value
+    else:
+        try:
+            setattr(made, name, value)
+        except AttributeError:
+            # frozen, as dataclasses may be: the copy is nobody else's yet
+            object.__setattr__(made, name, value)
+    return made

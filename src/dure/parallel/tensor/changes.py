@@ -1,0 +1,286 @@
+"""What a plan does to modules that it does not replace: hooks on them, and parts of their tensors.
+
+    Tensors    parameters and buffers of the module itself are divided, such as a table of biases
+               with one column a head
+    Enter      an input enters the divided region, once for several Columns inside
+    Leave      the ranks' outputs are summed, for Rows inside that leave that to it
+    Cut, Join  a shard of an input is taken; shards of an output are joined
+    OnShards   parameters get the sum of the ranks' gradients, because the module computes on shards
+    OwnDraws   the module draws random numbers of this rank's own
+
+Each is checked first, and done later, when the plan has been checked as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dure.collectives.group import Group
+from dure.parallel.tensor.divided import Divided, has_hooks, own_parameter
+from dure.parallel.tensor.division import Division, check_even
+from dure.parallel.tensor.draws import Draws, mark_on_shards
+from dure.parallel.tensor.functions import (
+    check_is_sequence,
+    enter,
+    enter_sequence,
+    leave,
+    leave_sequence,
+    of_shard,
+    of_whole,
+    scatter_sequence,
+    summed,
+)
+from dure.parallel.tensor.kind import At, Checked, Positive
+from dure.parallel.tensor.opaque import is_tracing, opaque
+from dure.parallel.tensor.passing import USUAL, on_input, on_output
+
+
+@dataclass(frozen=True)
+class Tensors(Checked):
+    """Parameters and buffers of a module itself are divided, as no layer in it does.
+
+    names: of these tensors. dim: the dimension that is divided. blocks, unit: as in `Column`.
+    """
+
+    names: tuple[str, ...]
+    dim: int = -1
+    blocks: Positive = 1
+    unit: Positive = 1
+
+    def __init__(self, *names: str, dim: int = -1, blocks: int = 1, unit: int = 1) -> None:
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "unit", unit)
+        self.__post_init__()
+
+    def parts(self, name: str, module: nn.Module, at: At) -> dict[str, tuple[Tensor, Division]]:
+        """This rank's part of each tensor, and how it is divided."""
+        if isinstance(module, Divided):
+            raise ValueError(f"{name} is a layer that the plan divides: leave Tensors out")
+        return {own: self._part(name, module, own, at.group) for own in self.names}
+
+    def _part(
+        self, name: str, module: nn.Module, own: str, group: Group
+    ) -> tuple[Tensor, Division]:
+        where = f"{name}.{own}" if name else own
+        whole = module._parameters.get(own, module._buffers.get(own, vars(module).get(own)))
+        if not isinstance(whole, Tensor):
+            raise ValueError(
+                f"{name or 'the model'} has no parameter or buffer {own!r} of its own that could "
+                "be divided"
+            )
+        dims = whole.dim()
+        if not -dims <= self.dim < dims:
+            raise ValueError(f"{where} has {dims} dimensions, and none is {self.dim}")
+        if has_hooks(whole):
+            raise ValueError(f"{where} has hooks, which its part would not have: it is not divided")
+        dim = self.dim % dims
+        length = whole.shape[dim]
+        if length % self.blocks:
+            raise ValueError(f"{where} has {length} to divide, not {self.blocks} equal blocks")
+        blocks = (length // self.blocks,) * self.blocks
+        check_even(f"{where} of shape {list(whole.shape)}", blocks, group.size, self.unit)
+        division = Division(dim, blocks)
+        if isinstance(whole, nn.Parameter):
+            return own_parameter(whole, division, group), division
+        return division.part(whole.detach(), group.rank, group.size), division
+
+
+@dataclass(frozen=True)
+class Enter(Checked):
+    """An input of a module enters the divided region.
+
+    sequence: the dimension along which the input is a shard, and all are gathered; None: it is
+    whole.
+    argument: its name in the module's forward; the first one, where none has the usual name.
+    """
+
+    sequence: int | None = None
+    argument: str = USUAL
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group = at.group
+        draws = at.draws
+        sequence = self.sequence
+
+        def entered(tensor: Tensor) -> Tensor:
+            check_is_sequence(name or "the model", tensor.dim(), sequence)
+            # A trace has one opaque operation here, which is this function itself, called when the
+            # program runs.
+            if is_tracing():
+                shape = list(tensor.shape)
+                if sequence is not None:
+                    shape = of_whole(shape, sequence, group)
+                return opaque(entered, tensor, shape, opens=1)
+            if sequence is not None:
+                return enter_sequence(tensor, group, sequence)
+            # In evaluation nothing draws, and no number has to be drawn to seed by.
+            if module.training:
+                draws.enter()
+            return enter(tensor, group)
+
+        return on_input(name, module, entered, self.argument)
+
+
+@dataclass(frozen=True)
+class Leave(Checked):
+    """What the ranks give is summed: of a module whose last layers are `Row(leaves=False)`.
+
+    sequence: the dimension of the output along which the ranks are left shards of the sum; None
+    leaves all of it.
+    """
+
+    sequence: int | None = None
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group = at.group
+        sequence = self.sequence
+
+        def left(tensor: Tensor) -> Tensor:
+            check_is_sequence(name or "the model", tensor.dim(), sequence)
+            if is_tracing():
+                shape = list(tensor.shape)
+                if sequence is not None:
+                    shape = of_shard(shape, sequence, group)
+                return opaque(left, tensor, shape, opens=-1)
+            if sequence is not None:
+                return leave_sequence(tensor, group, sequence)
+            return leave(tensor, group)
+
+        return on_output(name, module, left)
+
+
+@dataclass(frozen=True)
+class Cut(Checked):
+    """A module takes a shard of an input.
+
+    dim: along which it is cut. argument: as in `Enter`. units: where `dim` is so many units over
+    and over, as one of examples·heads is, each such run is cut; None: `dim` is cut once.
+    """
+
+    dim: int = 1
+    argument: str = USUAL
+    units: Positive | None = None
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group = at.group
+        units = self.units
+        if units is not None and units % group.size:
+            raise ValueError(
+                f"{name or 'the model'} cuts {units} units, not a multiple of the degree "
+                f"{group.size}: choose a degree that divides them"
+            )
+
+        def shard(tensor: Tensor) -> Tensor:
+            if is_tracing():
+                return opaque(shard, tensor, of_shard(tensor.shape, self.dim, group))
+            if units is None:
+                return scatter_sequence(tensor, group, self.dim)
+            dim = self.dim % tensor.dim()
+            runs = tensor.unflatten(dim, (-1, units))  # type: ignore[no-untyped-call]
+            return scatter_sequence(runs, group, dim + 1).flatten(dim, dim + 1)
+
+        return on_input(name, module, shard, self.argument)
+
+
+@dataclass(frozen=True)
+class Join(Checked):
+    """A module's output shards are joined. dim: along which they are shards."""
+
+    dim: int = 1
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group = at.group
+        dim = self.dim
+
+        def joined(tensor: Tensor) -> Tensor:
+            if is_tracing():
+                return opaque(joined, tensor, of_whole(tensor.shape, dim, group))
+            return enter_sequence(tensor, group, dim)
+
+        return on_output(name, module, joined)
+
+
+@dataclass(frozen=True)
+class OnShards(Checked):
+    """A module computes on shards, so that its parameters' gradients are summed over the ranks.
+
+    names: parameters of the module itself; none: all, also of the modules in it. Each is an
+    all-reduce, which travels as soon as autograd has the gradient.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+        self.__post_init__()
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        group = at.group
+        for own in self.names:
+            if module._parameters.get(own) is None:
+                raise ValueError(f"{name or 'the model'} has no parameter {own!r} of its own")
+
+        def watch(module: nn.Module, inputs: Any = None) -> None:
+            # A tracer puts its own tensors in the place of parameters: hooks would be put on those.
+            for parameter in () if is_tracing() else self._of(module):
+                hooks: Any = parameter._backward_hooks or {}
+                # Once for each parameter: this runs at every call, and in every module on shards
+                # that has the parameter, inside of another one or tied to it.
+                if parameter.requires_grad and not any(
+                    isinstance(hook, _OverRanks) for hook in hooks.values()
+                ):
+                    parameter.register_hook(_OverRanks(group))  # type: ignore[no-untyped-call]
+
+        def install() -> None:
+            if group.size > 1:
+                # Now, for programs that are made of its operations and do not call the module; and
+                # at each call, for copies of the model, whose parameters come without hooks.
+                watch(module)
+                module.register_forward_pre_hook(watch)
+
+        return install
+
+    def _of(self, module: nn.Module) -> list[nn.Parameter]:
+        if not self.names:
+            return list(module.parameters())
+        return [module.get_parameter(own) for own in self.names]
+
+
+@dataclass(frozen=True)
+class _OverRanks:
+    """The hook of `OnShards` on a parameter."""
+
+    group: Group
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return summed(gradient, self.group)
+
+
+@dataclass(frozen=True)
+class OwnDraws:
+    """Inside the module every rank draws for itself."""
+
+    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        # of its own: `at.draws` is left by the row-parallel layers inside
+        draws = Draws(at.group, at.draws.device)
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if module.training and not is_tracing():
+                draws.enter()
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            draws.leave()
+
+        def install() -> None:
+            mark_on_shards(module)
+            module.register_forward_pre_hook(before)
+            # after an error as well: other modules must not go on with this rank's own draws
+            module.register_forward_hook(after, always_call=True)
+
+        return install
