@@ -7,6 +7,9 @@ and, where it needs one, a class with the hooks that it changes. The two sides l
 that a file tells the whole story. Each half of a federation has an instance of its own: the server
 calls the server's hooks and the clients call the clients', and neither finds there what the other
 has put in.
+
+A round calls, on the clients' side, `jobs`, `objective` in each step, and `answer`; then on the
+server's `share` for each update, `step`, `absorb`, and before the next round `down`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.objective import LocalBatch
 from dure.federated.engines.optimizers import optimizer_of
 from dure.protocol.messages import Assignment, Update
 from dure.tensors.flat import FlatParameters
@@ -61,20 +65,34 @@ class Algorithm:
     mixes_models: ClassVar[bool] = False
     """Whether the server mixes in the clients' models, x_start + Δ, instead of their changes."""
 
-    answers: ClassVar[bool] = False
-    """Whether `answer` is its own: a client then sends something else than what it computed."""
-
-    divides: ClassVar[bool] = False
-    """Whether a part of the model belongs to each client.
-
-    Then `shared` leaves it out, and `kept` tells of it.
-    """
-
     alike: bool = False
     """Whether all updates weigh the same, however many examples they are of."""
 
     passes: int = 1
     """Gradients that a client computes of each example of a step, for its virtual time."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether `answer` is its own: a client then sends something else than what it computed."""
+        return type(self).answer is not Algorithm.answer
+
+    @property
+    def divides(self) -> bool:
+        """Whether a part of the model belongs to each client.
+
+        Then `shared` leaves it out, and `kept`, its own, tells of it.
+        """
+        return type(self).kept is not Algorithm.kept
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether `step` is its own: the server then keeps the updates of a round."""
+        return type(self).step is not Algorithm.step
+
+    @property
+    def has_own_objective(self) -> bool:
+        """Whether `objective` is its own, which clients minimise in place of the task's loss."""
+        return type(self).objective is not Algorithm.objective
 
     # The server's side
 
@@ -99,6 +117,21 @@ class Algorithm:
         staleness: models made meanwhile.
         """
         return 1.0, update.weight
+
+    def step(
+        self, weights: Sequence[Tensor], mean: Sequence[Tensor], updates: Sequence[Update]
+    ) -> Sequence[Tensor]:
+        """The new weights: w + Δ, along which the strategy's server optimizer goes on.
+
+        weights: w, of the global model. mean: Δ, what the rule of aggregation has made of the
+        updates as `share` scales and weighs them. updates: those that made it, in order of client,
+        as they were sent. Weights and mean may be changed in place, updates may not. The optimizer
+        moves along what comes of this less w; as it is by default, with a rate of 1, the new model
+        is what comes of this.
+
+        One of its own needs the updates of all clients of a round in memory at once.
+        """
+        return [w + d for w, d in zip(weights, mean, strict=True)]
 
     def expects(self, asked: Assignment) -> Sequence[Tensor]:
         """What an update's extras look like: as many tensors, of the same shapes and types."""
@@ -125,6 +158,14 @@ class Algorithm:
         job: FedAvg's; memory: what it kept, None if it has not taken part yet.
         """
         return [job]
+
+    def objective(self, batch: LocalBatch) -> Tensor:
+        """What a client minimises on a batch, a tensor of one number: the task's loss.
+
+        One of its own is computed for one client after another (the engines loop, loop-processes
+        and loop-ray), also where a client's own model is tuned (`fine_tune`).
+        """
+        return batch.loss(batch.model(batch.inputs))
 
     def answer(
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None

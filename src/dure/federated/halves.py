@@ -33,6 +33,7 @@ from dure.federated.client.poisoning import poisoned
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.noised import Noised
+from dure.federated.engines.objective import Objective
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
 from dure.federated.privacy.exposure import exposure
 from dure.federated.server.pacing import Pacing
@@ -168,6 +169,7 @@ def _serving(
         threads=_threads(strategy, task, model, clients),
         samples=strategy.work().most_samples,
         holds=strategy.privacy.secure is not None,
+        steps=strategy.work().steps_of,
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
@@ -315,9 +317,10 @@ def _clients(
         examples, own = poisoned(examples, own, lying(0), attack)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
     # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
-    # may read them, clipping looks at each, and those that are kept are written.
+    # may read them, and `step`, clipping looks at each, and those that are kept are written.
     looks = (
         algorithm.answers
+        or algorithm.has_own_step
         or attack is not None
         or strategy.privacy.user is not None
         or keep is not None
@@ -326,8 +329,9 @@ def _clients(
     synchronous = strategy.pacing(len(own)).synchronous
     example = strategy.privacy.example
     noised = None if example is None else Noised(example, secret)
+    objective = algorithm.objective if algorithm.has_own_objective else None
     engines = _engines(
-        strategy, task, one_more, examples, seed, conditions, synchronous, sums, noised
+        strategy, task, one_more, examples, seed, conditions, synchronous, sums, noised, objective
     )
     return Clients(
         parts=own,
@@ -379,8 +383,9 @@ def _engines(
     together: bool,
     sums: bool,
     noised: Noised | None,
+    objective: Objective | None,
 ) -> Make:
-    """Makes engines; together, sums, noised: as `Setting` has them."""
+    """Makes engines; together, sums, noised, objective: as `Setting` has them."""
 
     # Called once jobs are there, perhaps again after `close`: each engine gets a model of its own
     # to change.
@@ -400,6 +405,7 @@ def _engines(
                 chunk=chunk,
                 threads=threads,
                 noised=noised,
+                objective=objective,
             )
         )
 

@@ -28,7 +28,7 @@ from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start, start_of
 from dure.federated.client.clients import LocalWork
 from dure.federated.client.poisoning import check_poison
-from dure.federated.engines.choose import Setting, check_engine, engine_for
+from dure.federated.engines.choose import Setting, check_engine, check_objective, engine_for
 from dure.federated.engines.job import Engine
 from dure.federated.engines.noised import check_noised
 from dure.federated.privacy.choice import NOTHING, Privacy, privacy_of
@@ -321,12 +321,34 @@ class Federated(Strategy):
         check_apart(model)
         if self.privacy.example is not None:
             check_layers(model)
+        if self.privacy != NOTHING:
+            self._check_hooks(task, model)
         # A server that has no data leaves it to its clients, which check it too.
         singly = self.batch_size == 1 and len(task.train) > 0
         if singly and needs_two(model, examples_for(model, task)[0]):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
                 "example: take a batch_size of 2 or more"
+            )
+
+    def _check_hooks(self, task: Task, model: nn.Module) -> None:
+        """Raises ValueError for hooks that see what the privacy keeps from them."""
+        algorithm = self.algorithm(start_of(task, model, self.count(task) or 1))
+        own = f"{type(algorithm).__name__} of {self.name}"
+        if algorithm.has_own_step and self.privacy.secure is not None:
+            raise ValueError(
+                f"the step of {own} looks at single updates, and under {self.privacy.secure.name} "
+                f"the server has none: leave one of the two out"
+            )
+        if algorithm.has_own_step and self.privacy.user is not None:
+            raise ValueError(
+                f"the step of {own} looks at single updates, and user-level privacy releases none: "
+                f"leave one of the two out"
+            )
+        if algorithm.has_own_objective and self.privacy.example is not None:
+            raise ValueError(
+                f"dp-sgd clips the gradients of the task's loss, and {own} has an objective of its "
+                f"own: leave one of the two out"
             )
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
@@ -380,6 +402,8 @@ class Federated(Strategy):
             )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
+        if self.algorithm(start_of(task, model, clients or 1)).has_own_objective:
+            check_objective(conditions.engine)
 
     def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         if conditions.arrival.still:

@@ -83,7 +83,8 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     delta: weights after training less the weights received. buffers: after training. examples: how
     many the client has. samples: examples processed, local epochs counted. loss: mean over what the
     loss has counted in them, `counted`; None: each of them counts one. failure: why there is no
-    update, which then has no tensors and counts nowhere.
+    update, which then has no tensors and counts nowhere. steps: of its optimizer, those that it has
+    made in the round: 1 to `samples`.
     """
 
     ticket: int
@@ -97,6 +98,7 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
     extra: Sequence[Tensor] = ()
     counted: float | None = None
     failure: Failure | None = None
+    steps: int = 1
 
     @property
     def nbytes(self) -> int:

@@ -210,6 +210,7 @@ class Work:
         examples: int | None = None,
         loss: float = 0.0,
         samples: int | None = None,
+        steps: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
         """Sends how the weights moved; whether the server has it.
@@ -218,15 +219,20 @@ class Work:
 
         model: a module of torch, or a mapping of arrays by name. examples: on which it trained, at
         most those that were said. loss: mean over them. samples: processed, local epochs counted.
-        metrics: numbers for the report. False where the update is not wanted any more.
+        steps: of the optimizer; by default as many as the strategy asks for. metrics: numbers for
+        the report. False where the update is not wanted any more.
 
-        Raises ValueError for tensors of other names or shapes, or that are not finite, and for more
-        examples than the client has; RefusedError where the server takes no such update.
+        Raises ValueError for tensors of other names or shapes, or that are not finite, for more
+        examples than the client has, and for more steps than samples; RefusedError where the server
+        takes no such update.
         """
         own = self._client.examples
         count = own if examples is None else examples
         if not 1 <= count <= own:
             raise ValueError(f"examples is {count}, but this client has said that it has {own}")
+        processed = count if samples is None else samples
+        if steps is not None and not 1 <= steps <= processed:
+            raise ValueError(f"steps is {steps}, and a step has at least one of the {processed} samples")
         moved = self._moved(_named(model))
         if not math.isfinite(loss):
             raise ValueError(f"loss is {loss}, but it is a finite number")
@@ -235,10 +241,11 @@ class Work:
             bytes=size_of(forms_of(moved)),
             digest=digest_of(moved),
             examples=count,
-            samples=count if samples is None else samples,
+            samples=processed,
             loss=loss,
             seconds=time.perf_counter() - self._began,
             metrics=dict(metrics or {}),
+            steps=steps or 0,
         )
         try:
             sent = self._client.session.send(reserve, moved, self.wanted)

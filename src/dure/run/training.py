@@ -207,6 +207,7 @@ class Training:
             counted=update.counted,
             failure=update.failure,
             seconds=seconds,
+            steps=update.steps,
         )
         return Answered(reserve, named, to_cpu(self.clients.keeps(train.ticket)))
 
@@ -243,6 +244,7 @@ class Training:
             buffers=buffers,
             extra=extra,
             counted=reserve.counted,
+            steps=reserve.steps,
         )
         self.clients.hold(held, self._assignment(train, tensors))
 

@@ -61,12 +61,17 @@ def _without_end(examples: int) -> int:
     return 1 << 53
 
 
+def _one(examples: int) -> int:
+    return 1
+
+
 class Federation(NamedTuple):
     """What a network has to know of a federation to speak with its clients.
 
     clients: how many numbers there are. trains: what a site has to train. frozen: the weights that
     are not trained. threads: with how many a client is to compute. samples: how many a client with
     so many examples processes in a round, at the most. holds: updates stay with their clients.
+    steps: how many steps such a client makes in a round.
     """
 
     clients: int
@@ -77,6 +82,7 @@ class Federation(NamedTuple):
     threads: int = 1
     samples: Callable[[int], int] = _without_end
     holds: bool = False
+    steps: Callable[[int], int] = _one
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:

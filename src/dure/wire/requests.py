@@ -207,6 +207,7 @@ class Reserve(Said, frozen=True):
 
     bytes, digest: of the stream of tensors. seconds: that the training took. asking: these are the
     tensors of the answer to that question, and not an update; then nothing else is said here.
+    steps: of the optimizer; 0 where the client does not say.
     """
 
     ticket: Count
@@ -220,6 +221,7 @@ class Reserve(Said, frozen=True):
     seconds: float = 0.0
     metrics: dict[str, float] = {}
     asking: str = ""
+    steps: Count = 0
 
 
 class Reserved(Said, frozen=True):

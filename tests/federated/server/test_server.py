@@ -7,7 +7,6 @@ import pytest
 import dure
 from dure.contracts.strategy import Place
 from dure.errors import RunFolderError
-from dure.federated.algorithm import Algorithm
 from dure.federated.server.server import Server
 from small import small_task
 
@@ -25,11 +24,3 @@ def test_the_state_of_another_version_is_refused_in_a_line_that_names_it() -> No
             server.restore(server.weights(), state)
 
     dure.Simulated(engine="loop").run(program, lambda event: None)
-
-
-@pytest.mark.parametrize("kind", Algorithm.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_algorithms_say_so_where_clients_send_something_of_their_own(
-    kind: type[Algorithm],
-) -> None:
-    assert kind.answers == (kind.answer is not Algorithm.answer)
-    assert kind.divides == (kind.kept is not Algorithm.kept)

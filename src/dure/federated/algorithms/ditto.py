@@ -55,7 +55,6 @@ class Ditto(Federated):
 class OwnModels(Algorithm):
     """A second job for each client, whose result it keeps: weights, then buffers."""
 
-    answers = True
     passes = 2
 
     def __init__(self, lam: float) -> None:

@@ -78,9 +78,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 class PersonalLayers(Algorithm):
     """Flat weights in two parts: a mask of each tensor says which elements are personal."""
 
-    answers = True
-    divides = True
-
     def __init__(self, start: Start, layers: int) -> None:
         chosen = _layers(start.model)[-layers:] if layers else []
         own: set[int] = set()

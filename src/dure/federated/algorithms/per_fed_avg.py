@@ -75,6 +75,11 @@ class PerFedAvg(Federated):
 
     def engine(self, setting: Setting) -> Engine:
         self.check_engine(setting.task, setting.wanted)
+        if setting.objective is not None:
+            raise ValueError(
+                f"the engine {MetaEngine.name} computes gradients of the task's loss at an adapted "
+                f"model, and the algorithm has an objective of its own: take fed-avg"
+            )
         return MetaEngine(
             task=setting.task,
             model=setting.model,

@@ -84,8 +84,6 @@ class Scaffold(Federated):
 class Controls(Algorithm):
     """Control variates: c on the server, c_i on the clients."""
 
-    answers = True
-
     def __init__(
         self, weights: Sequence[Tensor], clients: int, lr: float, by_examples: bool = False
     ) -> None:

@@ -540,6 +540,7 @@ class Clients:
             buffers=first.buffers,
             extra=extra,
             counted=first.counted,
+            steps=jobs[0].steps,
         )
         return update if self._protect is None else self._protect(update, asked)
 
@@ -652,4 +653,5 @@ def _written(update: Update) -> dict[str, Any]:
         "extra": list(update.extra),
         "counted": update.counted,
         "failure": update.failure,
+        "steps": update.steps,
     }

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, tee
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from dure.data.examples import Examples
 from dure.federated.engines.factored import which_pay
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.losses import Found, cross_entropy
+from dure.federated.engines.measuring import results_of, steps_of
 from dure.federated.engines.memory import Memory
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.plan import Step, plan
@@ -74,7 +75,7 @@ class Kind(NamedTuple):
     """What is added to the gradients of a job: mu, whether it has an anchor, a correction.
 
     factors: whether nothing is, it begins at weights that all share, and its batches are so few
-    that these are factored. lr_factor: the job's.
+    that these are factored. lr_factor: the job's. measures: whether its step is the gradient.
     """
 
     mu: float
@@ -82,6 +83,7 @@ class Kind(NamedTuple):
     corrected: bool
     factors: bool
     lr_factor: float
+    measures: bool
 
 
 def batched_engine(
@@ -169,6 +171,12 @@ class BatchedEngine(Engine):
 
         A client whose loss or weights are not finite has a failure as its result.
         """
+        if isinstance(jobs, Sequence) and all(job.measures is None for job in jobs):
+            return self._train(jobs)
+        asked, again = tee(jobs)
+        return results_of(asked, self._train(steps_of(again)))
+
+    def _train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         # Jobs that begin at different weights (personal layers, say) have none to share.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
@@ -188,7 +196,7 @@ class BatchedEngine(Engine):
         known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
 
         def classify(job: Job) -> tuple[Kind, int]:
-            added = job.mu, job.anchor is None, job.correction is None, job.lr_factor
+            added = job.mu, job.anchor is None, job.correction is None, job.lr_factor, job.measures
             what = (job.steps, job.indices.numel(), *added)
             if what not in known:
                 kind = self._kind(job, shared)
@@ -200,7 +208,8 @@ class BatchedEngine(Engine):
     def _kind(self, job: Job, shared: bool) -> Kind:
         # Factors hold products alone: whatever else moves the weights needs weights of the client's
         # own.
-        added = job.mu or job.correction is not None or self.rule.momentum or self.rule.weight_decay
+        rule = self._rule(job)
+        added = job.mu or job.correction is not None or rule.momentum or rule.weight_decay
         factors = shared and not added and any(self._factored(self._rows(job)))
         return Kind(
             mu=job.mu,
@@ -208,7 +217,16 @@ class BatchedEngine(Engine):
             corrected=job.correction is not None,
             factors=factors,
             lr_factor=job.lr_factor,
+            measures=job.measures is not None,
         )
+
+    def _rule(self, job: Job) -> SGD:
+        """The rule of its steps. One that measures moves by the gradient alone."""
+        if job.measures is not None:
+            return replace(self.rule, lr=1.0, momentum=0.0, weight_decay=0.0)
+        if job.lr_factor == 1:
+            return self.rule
+        return replace(self.rule, lr=self.rule.lr * job.lr_factor)
 
     def _rows(self, job: Job) -> int:
         """The rows of all steps of the job."""
@@ -301,11 +319,7 @@ class BatchedEngine(Engine):
         self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
     ) -> tuple[list[Sequence[Tensor]], Losses, bool]:
         """Each job's update; the losses, (steps, C); and whether all of it is finite."""
-        rule = (
-            self.rule
-            if kind.lr_factor == 1
-            else replace(self.rule, lr=self.rule.lr * kind.lr_factor)
-        )
+        rule = self._rule(jobs[0])
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
         # With one step from shared weights the product is the change: it goes to the output, no

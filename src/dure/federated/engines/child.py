@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError, WorkerFailedError
-from dure.federated.engines.job import Engine, Job, Trained
+from dure.federated.engines.job import Engine, Job, Measures, Reference, Trained
 from dure.federated.engines.loop import failed
 from dure.federated.engines.shared import Outputs, Reply, Slots
 
 
 @dataclass(frozen=True)
 class Note:
-    """A job as a message: `Job` with the places of its tensors: weights, anchor, correction."""
+    """A job as a message: `Job` with the places of its tensors: weights, anchor, correction.
+
+    references: (weights, buffers) of each; weights None are the job's own.
+    """
 
     client: int
     round: int
@@ -42,6 +45,8 @@ class Note:
     lr_factor: float
     joins: bool
     name: str | None
+    references: list[tuple[list[Tensor] | None, list[Tensor]]]
+    measures: Measures | None
 
     @property
     def reads(self) -> set[int]:
@@ -69,6 +74,11 @@ def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
         lr_factor=job.lr_factor,
         joins=job.joins,
         name=job.name,
+        references=[
+            (None if one.weights is job.weights else list(one.weights), list(one.buffers))
+            for one in job.references
+        ],
+        measures=job.measures,
     )
 
 
@@ -147,6 +157,10 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
         lr_factor=note.lr_factor,
         joins=note.joins,
         name=note.name,
+        references=[
+            Reference(weights if own is None else own, buffers) for own, buffers in note.references
+        ],
+        measures=note.measures,
     )
 
 

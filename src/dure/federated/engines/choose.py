@@ -28,6 +28,7 @@ from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.job import Engine, Job
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.noised import Noised
+from dure.federated.engines.objective import Objective
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
@@ -47,6 +48,9 @@ COMPANY = 10
 
 MOST_PARTS = 8
 """Parts of a round, at most."""
+
+
+OWN_OBJECTIVE = "the algorithm has an objective of its own, written for one client's model"
 
 
 class Way(NamedTuple):
@@ -80,7 +84,8 @@ class Setting(NamedTuple):
     as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk:
     so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
     suggest. threads: of the operators of an engine alone, in steps of many clients that are long
-    enough; None leaves them as they are.
+    enough; None leaves them as they are. noised: examples are protected. objective: what clients
+    minimise; None is the task's loss.
     """
 
     task: Task
@@ -96,6 +101,7 @@ class Setting(NamedTuple):
     chunk: int = 0
     threads: int | None = None
     noised: Noised | None = None
+    objective: Objective | None = None
 
 
 def engine_for(setting: Setting) -> Engine:
@@ -113,6 +119,7 @@ def engine_for(setting: Setting) -> Engine:
         batch_size=setting.batch_size,
         seed=setting.seed,
         noised=setting.noised,
+        objective=setting.objective,
     )
     batched = _batched(setting) if way is None or way.batched else ""
     made = _Made(setting, loop, batched)
@@ -124,6 +131,8 @@ def engine_for(setting: Setting) -> Engine:
 def _batched(setting: Setting) -> BatchedEngine | str:
     if setting.noised is not None:
         return "the gradients of single examples are clipped"
+    if setting.objective is not None:
+        return OWN_OBJECTIVE
     return batched_engine(
         task=setting.task,
         model=setting.model,
@@ -146,6 +155,12 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
         reason = _reason(task, model)
         if reason is not None:
             raise _cannot(wanted, reason)
+
+
+def check_objective(wanted: str) -> None:
+    """Raises ValueError for an engine, asked for by name, that cannot compute an own objective."""
+    if wanted in WAYS and WAYS[wanted].batched:
+        raise _cannot(wanted, OWN_OBJECTIVE)
 
 
 def _check_name(wanted: str) -> None:
@@ -229,6 +244,7 @@ class _Made:
             batched=batched,
             cohort=inner.cohort,
             workers=self.setting.processes,
+            objective=self.setting.objective,
         )
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:

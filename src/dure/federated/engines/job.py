@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 from torch import Tensor
 
 from dure.protocol.messages import Failure
+
+
+class Reference(NamedTuple):
+    """A model that an objective looks at, and that is not trained.
+
+    weights, buffers: as those of a job.
+    """
+
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+
+
+Measures = Literal["loss", "gradient"]
+"""What a job finds out at its weights, in place of training."""
 
 
 # gc=False: a round has many jobs, and none is part of a cycle.
@@ -30,7 +45,12 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     counts on over the client's rounds, so that batches go on where they stopped
     (`Batches(len(indices), batch_size, seed, client, joins).at(step)`). joins: whether a single
     example that is left at the end of an epoch joins the batch before it. name: the client for
-    people, where it is more than its number.
+    people, where it is more than its number. references: other models that an objective of the
+    algorithm's own looks at (`Algorithm.objective`).
+
+    measures: nothing is trained. "loss": only the mean of the loss over the examples of these steps
+    at the weights, as a model in evaluation has it. "gradient": that of the loss in training, and
+    its gradient. Then mu, anchor, correction and lr_factor are of no account.
     """
 
     client: int
@@ -47,6 +67,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     lr_factor: float = 1.0
     joins: bool = False
     name: str | None = None
+    references: Sequence[Reference] = ()
+    measures: Measures | None = None
 
     @property
     def who(self) -> str:
@@ -57,7 +79,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 class Trained(msgspec.Struct, frozen=True, gc=False):
     """What came of a job.
 
-    delta: the weights after training less `job.weights`. samples: examples processed; loss: mean
+    delta: the weights after training less `job.weights`; of a job that measures, the gradient, or
+    zeros with the loss alone. samples: examples processed; loss: mean
     over what the loss has counted in them, `counted`; None: each of them counts one. failure: the
     reason, if a number of it is not finite; everything else is then empty, and the other clients
     count on.

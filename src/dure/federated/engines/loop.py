@@ -10,7 +10,8 @@ many: the same bits from a few calls. Large models are not copied: there the cal
 to the memory that a copy moves. Nor are those of plain SGD, which is one call anyway
 (`optimizers`), nor those of an optimizer with hooks, which see the parameters as they are.
 
-With `noised` a client's steps are those of DP-SGD (`noised`).
+With `noised` a client's steps are those of DP-SGD (`noised`); with an objective of the algorithm's
+own they minimise that (`objective`).
 
 Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 """
@@ -30,11 +31,12 @@ from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.noised import Noised, NoisedSteps
+from dure.federated.engines.objective import Objective, OwnObjective
 from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import seed_generators
-from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.loss_shares import Computed, CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 from dure.tensors.frozen import Frozen
@@ -59,6 +61,7 @@ class LoopEngine(Engine):
 
     model: a fresh one, which becomes the engine's own. examples: of all clients, in the model's
     dtype. batch_size: of a client's step; None is all of its data. noised: examples are protected.
+    objective: what clients minimise; None is the task's loss.
     """
 
     name = "loop"
@@ -71,6 +74,7 @@ class LoopEngine(Engine):
         batch_size: int | None,
         seed: int,
         noised: Noised | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.noised: NoisedSteps | None = None
         if noised is not None:
@@ -81,6 +85,11 @@ class LoopEngine(Engine):
         self.batch_size = batch_size
         self.seed = seed
         self.losses = CountedLoss(task.loss, examples)
+        self.objective = (
+            None
+            if objective is None
+            else OwnObjective(objective, self.losses, task, model, seed)
+        )
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
@@ -110,9 +119,12 @@ class LoopEngine(Engine):
     def _train(self, job: Job) -> Trained:
         losses: list[Tensor] = []
         counts: list[float] = []
+        gradient: list[Tensor] | None = None
         try:
             self._load(job)
-            if self.noised is None:
+            if job.measures is not None:
+                samples, gradient = self._measured(job, losses, counts)
+            elif self.noised is None:
                 samples = self._steps(job, losses, counts)
             else:
                 samples = self._noised_steps(self.noised, job, losses, counts)
@@ -132,12 +144,14 @@ class LoopEngine(Engine):
         # A loss shows what the step before it did; after the last step none would.
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             return not_finite("its weights became not finite")
-        delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
+        pairs = zip(self.flat.buffers, job.weights, strict=True)
+        delta = [now - before for now, before in pairs] if gradient is None else gradient
+        buffers = self.buffers.of(self.model) if gradient is None else job.buffers
         counted = sum(counts)
         total = sum(value * count for value, count in zip(values, counts, strict=True))
         return Trained(
             delta=delta,
-            buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
+            buffers=[buffer.clone() for buffer in buffers],
             samples=samples,
             loss=total / counted if counted else 0.0,
             counted=counted,
@@ -152,10 +166,24 @@ class LoopEngine(Engine):
 
         losses, counts: get the loss of each, and what that counted.
         """
-        order, sizes = batches(job, self.batch_size, self.seed)
-        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
+        samples = 0
+        for loss, counted, examples in self._losses(job):
+            # Not as a number yet: a GPU would be waited for in every step.
+            losses.append(loss.detach())
+            counts.append(counted)
+            loss.backward()  # type: ignore[no-untyped-call]
+            step()
+            samples += examples
+        return samples
+
+    def _losses(self, job: Job) -> Iterator[tuple[Tensor, float, int]]:
+        """Of each step: the loss, what it has counted, and how many examples there were."""
+        order, sizes = batches(job, self.batch_size, self.seed)
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
+        if self.objective is not None:
+            self.objective.begin(job)
         look = self.look
         for batch in torch.split(order, list(sizes)):
             if look is not None:
@@ -167,13 +195,41 @@ class LoopEngine(Engine):
             # shows.
             for parameter in self.parameters:
                 parameter.grad = None
-            loss, counted = self.losses.mean(self.model(inputs), targets, len(batch))
-            # Not as a number yet: a GPU would be waited for in every step.
-            losses.append(loss.detach())
-            counts.append(counted)
-            loss.backward()  # type: ignore[no-untyped-call]
-            step()
-        return len(order)
+            yield (*self._loss(inputs, targets, len(batch)), len(batch))
+
+    def _loss(self, inputs: Any, targets: Any, examples: int) -> Computed:
+        if self.objective is not None:
+            return self.objective.of(inputs, targets, examples)
+        return self.losses.mean(self.model(inputs), targets, examples)
+
+    def _measured(
+        self, job: Job, losses: list[Tensor], counts: list[float]
+    ) -> tuple[int, list[Tensor]]:
+        """`_steps` of a job that measures: how many examples it had, and the gradient or zeros."""
+        if self.noised is not None:
+            raise ValueError("dp-sgd: a client measures its loss without noise, which it may not")
+        gradients = job.measures == "gradient"
+        self.model.train(gradients)
+        total = [torch.zeros_like(weights) for weights in self.flat.buffers]
+        samples = 0
+        with torch.set_grad_enabled(gradients):
+            for loss, counted, examples in self._losses(job):
+                losses.append(loss.detach())
+                counts.append(counted)
+                samples += examples
+                if gradients and counted:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    for sum_, own in zip(total, self._gradient(), strict=True):
+                        sum_.add_(own, alpha=counted)
+        return samples, [sum_.div_(sum(counts) or 1.0) for sum_ in total]
+
+    def _gradient(self) -> list[Tensor]:
+        """The gradients as they are now, flat as weights are."""
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        return [
+            torch.cat([_dense(parameter).reshape(-1) for parameter in group])
+            for group in by_dtype(trained).values()
+        ]
 
     def _noised_steps(
         self, noised: NoisedSteps, job: Job, losses: list[Tensor], counts: list[float]
@@ -197,6 +253,13 @@ class LoopEngine(Engine):
             counts.append(float(coins.batch_size) if batch is not None else 0.0)
             step()
         return job.steps * coins.batch_size
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    """Its gradient; zeros where it took no part in the loss."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 def check_frozen(frozen: Frozen, job: Job) -> None:

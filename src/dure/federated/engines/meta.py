@@ -93,6 +93,8 @@ class MetaEngine(Engine):
 
     def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         try:
+            if job.measures is not None:
+                raise ValueError(f"the engine {self.name} does not measure a {job.measures}")
             return self._trained(job, steps)
         except DureError:
             raise

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import cloudpickle
@@ -27,8 +28,9 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.batched import batched_engine
-from dure.federated.engines.job import Engine, Job, Trained
+from dure.federated.engines.job import Engine, Job, Reference, Trained
 from dure.federated.engines.loop import LoopEngine
+from dure.federated.engines.objective import Objective
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
@@ -43,12 +45,12 @@ class Actor:
         torch.set_num_threads(1)
         # Where the task's modules are found.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        task, examples, batch_size, seed, batched, frozen = cloudpickle.loads(packed)
+        task, examples, batch_size, seed, batched, frozen, objective = cloudpickle.loads(packed)
         model = seeded_model(task, seed)
         # Weights that a machine draws or reads are not those of another for certain, and jobs have
         # the trained ones alone.
         load_frozen(model, frozen)
-        make = batched_engine if batched else LoopEngine
+        make = batched_engine if batched else partial(LoopEngine, objective=objective)
         self.engine: Any = make(
             task=task,
             model=model,
@@ -66,9 +68,11 @@ class Actor:
 
         def whole(job: Job, places: list[int | None]) -> Job:
             given: dict[str, Any] = {
-                name: tensors[at] for name, at in zip(_SENT, places, strict=True) if at is not None
+                name: tensors[at] for name, at in zip(_SENT, places, strict=False) if at is not None
             }
-            return replace(job, **given)
+            # The sets of references come behind: weights and buffers of each.
+            rest = iter([tensors[at] for at in places[len(_SENT) :] if at is not None])
+            return replace(job, **given, references=list(map(Reference, rest, rest)))
 
         try:
             return list(self.engine.train([whole(*one) for one in jobs]))
@@ -85,7 +89,7 @@ class RayEngine(Engine):
 
     model: like those that the jobs are for, of which actors get the frozen parameters. batched:
     whether actors have the batched engine. workers: how many there are; None is one a core of the
-    cluster.
+    cluster. objective: what clients minimise; None is the task's loss.
 
     Raises ImportError if Ray is not installed.
     """
@@ -100,6 +104,7 @@ class RayEngine(Engine):
         batched: bool,
         cohort: int,
         workers: int | None,
+        objective: Objective | None = None,
     ) -> None:
         self.name = "batched-ray" if batched else "loop-ray"
         self.batch_size = batch_size
@@ -113,7 +118,7 @@ class RayEngine(Engine):
             if workers is not None
             else max(1, int(self.ray.cluster_resources().get("CPU", 1)))
         )
-        setting = (task, examples, batch_size, seed, batched, frozen_of(model))
+        setting = (task, examples, batch_size, seed, batched, frozen_of(model), objective)
         packed = self.ray.put(cloudpickle.dumps(setting))
         actor = self.ray.remote(num_cpus=1)(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
@@ -152,8 +157,8 @@ class RayEngine(Engine):
         light = []
         for job in chunk:
             where: list[int | None] = []
-            for name in _SENT:
-                values = getattr(job, name)
+            sent = [getattr(job, name) for name in _SENT]
+            for values in [*sent, *chain.from_iterable(job.references)]:
                 if values is None:
                     where.append(None)
                     continue
@@ -167,9 +172,10 @@ class RayEngine(Engine):
                     sets.append(known[key][1])
                 where.append(places[key])
             # Without weights and buffers a job is its indices and a few numbers.
-            light.append(
-                (replace(job, weights=(), buffers=(), anchor=None, correction=None), where)
+            bare = replace(
+                job, weights=(), buffers=(), anchor=None, correction=None, references=()
             )
+            light.append((bare, where))
         # Each set an argument of its own: Ray replaces references by what they stand for only
         # there, not inside of lists.
         return actor.train.remote(light, *sets)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from dure.errors import TooFewUpdatesError
 from dure.federated.algorithm import Algorithm
 from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.stepping import stepped
 from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
 from dure.tasks.loss_shares import mean_over
@@ -105,6 +107,8 @@ class Combining:
     _folded: list[Folded] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
     _summed: list[Summed] = field(default_factory=list)
+    _kept: list[Update] = field(default_factory=list)
+    """The updates that were folded, where the algorithm has a step of its own."""
 
     def begin(self, asked: Mapping[int, Assignment]) -> None:
         """Combines the updates of these tickets, in this order; forgets what was folded before."""
@@ -114,6 +118,7 @@ class Combining:
         self._folded = []
         self._refused = {}
         self._summed = []
+        self._kept = []
         self.model.forget()
 
     def fold(self, update: Update, finite: bool, computed: bool) -> list[Tensor] | None:
@@ -138,6 +143,8 @@ class Combining:
         # does not say what was counted.
         learned = weight > 0 or self.model.private is not None
         taken = self.model.fold(update, scale, weight, start) if learned else None
+        if learned and self.algorithm.has_own_step:
+            self._kept.append(update)
         told = (update.client, update.samples, update.count, update.loss)
         self._folded.append(Folded(*told, staleness))
         return taken
@@ -181,7 +188,8 @@ class Combining:
         """Makes the new model; `Coordinator.finish` says the rest."""
         extra: list[Tensor] = []
         try:
-            extra = self.model.finish(self.seed)
+            own = partial(stepped, self.algorithm, self._kept) if self.algorithm.has_own_step else None
+            extra = self.model.finish(self.seed, own)
         except TooFewUpdatesError as error:
             # The rule has refused all, also those that `fold` took. The number of the model rises
             # all the same, so that no round is drawn twice.

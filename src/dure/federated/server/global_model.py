@@ -2,6 +2,9 @@
 
     Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
 
+An algorithm's own step comes between the two: the optimizer then moves along what it makes of x and
+Δ, less x.
+
 Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, as
 `dure.federated.aggregate.aggregator` says, and take their mean change whole; elements that did not
 change add nothing, so that a mask of -inf stays one, and one that was not finite takes the mean of
@@ -16,7 +19,7 @@ and a client whose other buffers move is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +34,10 @@ from dure.federated.server.private import Private
 from dure.federated.server.server_optimizer import ServerOptimizer, State
 from dure.protocol.messages import Update, nbytes
 from dure.randomness.turn import Turn
+
+
+OwnStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+"""(weights, mean) -> new weights; `Algorithm.step`, given the updates."""
 
 
 @dataclass
@@ -208,10 +215,10 @@ class GlobalModel:
         self._folded = self.aggregator.add(self._folded, sum_onto, sum(weights))
         self._deferred = []
 
-    def finish(self, seed: int) -> list[Tensor]:
+    def finish(self, seed: int, own: OwnStep | None = None) -> list[Tensor]:
         """Makes the new model of what was folded, if anything was.
 
-        Returns the mean of the updates' extras.
+        Returns the mean of the updates' extras. own: the step that comes before the optimizer's.
 
         Raises TooFewUpdatesError if the updates are too few for the aggregator.
         """
@@ -229,10 +236,7 @@ class GlobalModel:
             if self._complex:
                 pairs = zip(delta, self.weights, strict=True)
                 delta = [torch.view_as_complex(d) if w.is_complex() else d for d, w in pairs]
-            spare = self.aggregator.sums  # others may have chosen somebody's update
-            self.weights, self.moments = self.optimizer.step(
-                self.weights, delta, self.moments, spare
-            )
+            self.weights, self.moments = self._stepped(delta, self.moments, own)
             if self.buffers:
                 self.buffers = self._moved_buffers(moved)
             if self._extra is not None:
@@ -241,6 +245,20 @@ class GlobalModel:
         # follow.
         self.skip()
         return extra
+
+    def _stepped(
+        self, delta: list[Tensor], moments: State, own: OwnStep | None
+    ) -> tuple[list[Tensor], State]:
+        """The weights and moments after the step along what the rule has made of the updates."""
+        spare = self.aggregator.sums  # others may have chosen somebody's update
+        if own is not None:
+            reached = own(self.weights, delta)
+            # To the bit: w + (reached - w) would be rounded.
+            if self.optimizer.follows:
+                return reached, moments
+            delta = [new - w for new, w in zip(reached, self.weights, strict=True)]
+            spare = True
+        return self.optimizer.step(self.weights, delta, moments, spare)
 
     def _released_of(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Those of them that are released with noise."""

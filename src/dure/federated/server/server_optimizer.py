@@ -66,6 +66,11 @@ class ServerOptimizer:
                 f"tau is {self.tau}, but it keeps from dividing by zero: a number above 0"
             )
 
+    @property
+    def follows(self) -> bool:
+        """Whether its step is Δ itself, as FedAvg's is."""
+        return self.rule == "sgd" and self.lr == 1 and not self.beta1
+
     def start(self, weights: Sequence[Tensor]) -> State:
         """The state before the first step."""
         if self.rule == "sgd" and not self.beta1:

@@ -4,6 +4,7 @@
                                  types
     it is of examples            at least one, and not more than the client has
     it counts no more            than the loss can count in so many examples
+    it is of steps               at least one, and each of at least one example
     it is finite                 the loss, deltas, buffers that changed, extras
 
 Rules count the updates that are refused among the broken ones that they withstand.
@@ -56,6 +57,8 @@ def unfit(
     # n_k is a weight of the mean: below 1 it would turn the client's update around.
     if update.samples <= 0 or update.examples <= 0:
         return "it is of no examples"
+    if not 1 <= update.steps <= update.samples:
+        return f"it says that {update.samples} examples made {update.steps} steps"
     # n_k is what the client says: with a larger one its update would count for more than its data.
     if update.examples > examples:
         return "it is of more examples than its client has"

@@ -35,6 +35,7 @@ class Sending:
 
     def __init__(self, federation: Federation, desk: Desk, shelf: Shelf, files: Updates) -> None:
         self._layout = federation.layout
+        self._steps = federation.steps
         self._desk = desk
         self._shelf = shelf
         self._files = files
@@ -104,4 +105,6 @@ class Sending:
             extra=extra,
             counted=said.counted,
             failure=failure,  # type: ignore[arg-type]
+            # One that does not say has made those that it was asked for.
+            steps=said.steps or max(1, min(self._steps(max(said.examples, 1)), said.samples)),
         )

@@ -1,0 +1,56 @@
+"""Jobs that measure, as single steps of an engine that only trains: its updates are gradients.
+
+    a job of T steps  ->  T jobs of one step at the same weights, with w <- w - gradient
+    its result        <-  the mean over what each step has counted, of losses and of gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from msgspec.structs import replace
+
+from dure.federated.engines.job import Job, Trained
+
+
+def steps_of(jobs: Iterable[Job]) -> Iterator[Job]:
+    """The jobs, those that measure as their single steps."""
+    for job in jobs:
+        if job.measures is None:
+            yield job
+            continue
+        for step in range(job.first_step, job.first_step + job.steps):
+            yield replace(
+                job, first_step=step, steps=1, mu=0.0, anchor=None, correction=None, lr_factor=1.0
+            )
+
+
+def results_of(jobs: Iterable[Job], results: Iterator[Trained]) -> Iterator[Trained]:
+    """The results of the jobs, of those of `steps_of` the same."""
+    for job in jobs:
+        if job.measures is None:
+            yield next(results)
+        else:
+            yield _joined(job, [next(results) for _ in range(job.steps)])
+
+
+def _joined(job: Job, steps: Sequence[Trained]) -> Trained:
+    failed = next((one for one in steps if one.failure is not None), None)
+    if failed is not None:
+        return failed
+    counts = [float(one.samples) if one.counted is None else one.counted for one in steps]
+    counted = sum(counts)
+    total = [torch.zeros_like(weights) for weights in job.weights]
+    for one, count in zip(steps, counts, strict=True):
+        for sum_, moved in zip(total, one.delta if job.measures == "gradient" else (), strict=False):
+            # The step was one along the negative gradient.
+            sum_.add_(moved, alpha=-count / (counted or 1.0))
+    loss = sum(one.loss * count for one, count in zip(steps, counts, strict=True))
+    return Trained(
+        delta=total,
+        buffers=[buffer.clone() for buffer in job.buffers],
+        samples=sum(one.samples for one in steps),
+        loss=loss / counted if counted else 0.0,
+        counted=counted,
+    )
