@@ -72,7 +72,8 @@ def test_a_world_is_read_back_from_json(world):
 
 
 def test_a_torchrun_world_is_read_back_inside_its_job(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert decode_world(encode(Torchrun(12.5, "dure"))) == Torchrun(12.5, "dure")
     assert default_world(SingleWorker()) == Torchrun()

@@ -36,6 +36,7 @@ from dure.cli.running import check_names, file_name, resumed, run_folder, show_r
 from dure.errors import DureError, WorkerFailedError, suggestion
 from dure.machine.streams import open_streams
 from dure.report.words import printable
+from dure.worlds.launched import leads_here, under_torchrun
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -298,7 +299,6 @@ def _compare(given: list[str]) -> int:
     entries = [entry(system, how.workers) for system in systems]
     from dure.cli.show import Display, error_console, table
     from dure.run.compare import compare
-    from dure.worlds.here import leads_here
 
     with (
         run_folder(how.out, f"compare-{file_name(task)}") as out,
@@ -357,7 +357,7 @@ def _bench(given: list[str]) -> int:
     )
     how: BenchOptions = asked["how"]
     # Before anything is measured: under torchrun each rank would start ranks of its own.
-    if "RANK" in os.environ:
+    if under_torchrun():
         raise ValueError("dure bench starts its own ranks: call it without torchrun")
     from dure.bench import options
 
@@ -391,7 +391,7 @@ def _cache_folder() -> Path:
 
 def _start_fork_server() -> None:
     """It loads torch while this process does; under torchrun nobody forks."""
-    if "RANK" not in os.environ:
+    if not under_torchrun():
         from dure.worlds.processes.fork_server import server
 
         server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dure import catalog
 from dure.cli.flags import Limits, ResumeOptions, parse_flags
 from dure.errors import DureError, suggestion
+from dure.worlds.launched import leads_here
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -49,7 +49,6 @@ def resumed(
     folder = how.resume
     from dure.run.config import asked_of
     from dure.run.train import resume
-    from dure.worlds.here import leads_here
 
     stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
     return show_run(
@@ -173,7 +172,7 @@ def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
 def _new_folder(name: str) -> Path:
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Under torchrun the others only need a path that is not None; they write nothing.
-    if os.environ.get("RANK", "0") != "0":  # rank 0 makes it
+    if not leads_here():  # rank 0 makes it
         return wanted
     folder = wanted
     count = 1

@@ -42,7 +42,7 @@ from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
-from dure.worlds.here import under_torchrun
+from dure.worlds.launched import under_torchrun
 from dure.worlds.processes.world import Processes
 
 Base = TypeVar("Base", Strategy, World)

@@ -33,7 +33,7 @@ from dure.run.registry import check_kind, decode_strategy, decode_world, default
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole
-from dure.worlds.here import leads_here
+from dure.worlds.launched import leads_here
 from dure.worlds.processes.fork_server import server
 
 server.begins_with("dure.run.drive")  # what a rank runs

@@ -53,7 +53,8 @@ from dure.protocol.messages import (
     nbytes,
 )
 from dure.randomness.seeds import derive
-from dure.worlds.here import refuse_under_torchrun, run_here
+from dure.worlds.here import run_here
+from dure.worlds.launched import refuse_under_torchrun
 
 Value = TypeVar("Value")
 

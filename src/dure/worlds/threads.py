@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar
 from dure.contracts.strategy import Kind, Place, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import device_of, devices_here
-from dure.worlds.here import refuse_under_torchrun, run_here
+from dure.worlds.here import run_here
+from dure.worlds.launched import refuse_under_torchrun
 
 Value = TypeVar("Value")
 

@@ -378,7 +378,8 @@ def test_a_folder_that_not_all_machines_see_is_refused(tmp_path: Path) -> None:
 def test_a_job_that_torchrun_may_start_again_is_elastic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert not dure.Torchrun().elastic
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

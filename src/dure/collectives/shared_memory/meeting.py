@@ -25,6 +25,7 @@ from dure.collectives.shared_memory.native import NativeHost
 from dure.collectives.shared_memory.pool import Mapping, Pool, open_of, pool
 from dure.collectives.shared_memory.portable import Doors, PortableHost
 from dure.errors import PeerLostError
+from dure.machine.cores import available_cores
 
 Core = Literal["auto", "c", "torch"]
 
@@ -139,7 +140,7 @@ def meet(
     segment, descriptor = _segment(meeting, here, cards, native.segment_bytes(len(here)))
     os.close(descriptor)  # the mapping stays
     # Where ranks outnumber cores, spinning takes a core from the very rank that is waited for.
-    crowded = len(here) > len(os.sched_getaffinity(0))
+    crowded = len(here) > available_cores()
     peers = [_pool_of(cards[r], shared) for r in here]
     return hosts, NativeHost(
         members=members,

@@ -12,7 +12,6 @@ once: a part of a round, whose size follows from the number of clients (`parts_o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +32,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
+from dure.machine.cores import available_cores
 from dure.machine.devices import home_of
 from dure.tasks.flops import flops_per_step
 from dure.tensors.flat import trained_of
@@ -208,8 +208,7 @@ class _Made:
     def workers(self) -> int:
         """Processes that may compute."""
         asked = self.setting.processes
-        # The cores that this process may use, which in a container are fewer than the machine has.
-        return asked if asked is not None else len(os.sched_getaffinity(0))
+        return asked if asked is not None else available_cores()
 
     def named(self, name: str, way: Way) -> Engine:
         inner: Engine = self.loop

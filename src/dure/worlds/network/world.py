@@ -24,7 +24,8 @@ from dure.fleet.conditions import Conditions, EngineName
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
 from dure.wire.requests import Machine, Trains
-from dure.worlds.here import refuse_under_torchrun, run_here
+from dure.worlds.here import run_here
+from dure.worlds.launched import refuse_under_torchrun
 
 if TYPE_CHECKING:
     from dure.wire.owners_roster import OwnersRoster

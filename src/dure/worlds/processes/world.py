@@ -27,8 +27,9 @@ from dure.contracts.strategy import Kind, Place, World
 from dure.errors import DureError, PeerLostError
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.worlds.backend import Backend, check_backend
-from dure.worlds.here import refuse_under_torchrun, run_here
+from dure.worlds.here import run_here
 from dure.worlds.interrupts import on_interrupt
+from dure.worlds.launched import refuse_under_torchrun
 from dure.worlds.processes import parcel
 from dure.worlds.processes.fork_server import server
 from dure.worlds.processes.rank import Seat, Surroundings

@@ -14,7 +14,6 @@ lost.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -38,8 +37,8 @@ from dure.machine.threads import threads
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.worlds.backend import Backend, check_backend
-from dure.worlds.here import leads_here, under_torchrun
 from dure.worlds.interrupts import on_interrupt
+from dure.worlds.launched import UNSET, Launched, launched
 from dure.worlds.torchrun.session import session
 
 Value = TypeVar("Value")
@@ -72,23 +71,18 @@ class Torchrun(World):
     kind: ClassVar[Kind] = "ranks"
 
     def __post_init__(self) -> None:
-        if not under_torchrun():
-            raise ValueError(
-                "this process was not started by torchrun: use `torchrun --nproc-per-node 2 -m "
-                "dure train …`"
-            )
+        job = launched()
         check_backend(self.backend)
         if self.elastic is None:
-            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-            object.__setattr__(self, "elastic", restarts > 0)
+            object.__setattr__(self, "elastic", job.restarts > 0)
 
     @property
     def leads(self) -> bool:
-        return leads_here()
+        return launched().rank == 0
 
     @property
     def workers(self) -> int:
-        return int(os.environ["WORLD_SIZE"])
+        return launched().size
 
     @property
     def starts_again(self) -> bool:
@@ -100,16 +94,14 @@ class Torchrun(World):
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        with threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+        with threads(threads_per_rank(launched().here)):
             return self._run(program, report)
 
     def _run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         limit = timedelta(seconds=self.deadline)
-        # A rendezvous yields one answer for each time that the ranks are counted anew: here, once.
-        store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
-        store.set_timeout(limit)
+        store, rank, size = _met(launched(), limit)
         store = session(PrefixStore("dure", store), rank, size, self.deadline)
         dist.init_process_group(
             self.backend,
@@ -137,6 +129,26 @@ class Torchrun(World):
                 end.let_torchrun_see()
         dist.destroy_process_group()
         return value
+
+
+def _met(job: Launched, limit: timedelta) -> tuple[Store, int, int]:
+    """The store in which the ranks meet, this one's number, and how many they are.
+
+    Raises DureError where nobody answers, by the variables that say that somebody would.
+    """
+    try:
+        # It yields one answer for each time that the ranks are counted anew: here, once.
+        store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+    # Its own types differ between versions of torch, and a name that nobody knows is one more.
+    except (RuntimeError, OSError, ValueError) as error:
+        said = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise DureError(
+            f"the ranks did not meet within {limit.total_seconds():g} s ({said}): by RANK="
+            f"{job.rank}, WORLD_SIZE={job.size}, MASTER_ADDR={job.address} and MASTER_PORT="
+            f"{job.port} this process is one of several. Where it is not: {UNSET}"
+        ) from error
+    store.set_timeout(limit)
+    return store, rank, size
 
 
 class EndWish:
