@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import dure.data.idx
 from dure.data.idx import read_idx
 from dure.errors import DataError
 
@@ -53,7 +55,7 @@ def test_all_element_types_are_big_endian(tmp_path, code, dtype):
         (idx(0x08, (1, 1), b"\0"), "2 dimensions, expected 1"),
         (idx(0x08, (4,), b"")[:6], "ends inside its header: 6 bytes, expected 8"),
         (idx(0x08, (4,), b"\0\0\0"), "3 bytes of elements, expected 4"),
-        (idx(0x08, (4,), b"\0\0\0\0\0"), "5 bytes of elements, expected 4"),
+        (idx(0x08, (4,), b"\0\0\0\0\0"), "at least 5 bytes of elements, expected 4"),
         (idx(0x0E, (2**32 - 1,), b""), "0 bytes of elements, expected 34359738360"),
         (gzip.compress(idx(0x08, (4,), b"\0\0\0\0"), mtime=0)[:-6], "damaged gzip file"),
         (b"\x1f\x8b\x08\0broken", "damaged gzip file"),
@@ -65,6 +67,31 @@ def test_a_damaged_file_is_named_with_what_was_found_and_expected(tmp_path, cont
         read_idx(file, dimensions=1)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        (idx(0x08, (3,), b""), "at least 4 bytes of elements, expected 3"),
+        (b"", "not an IDX file|element type"),
+        (idx(0x0D, (2**20, 2**20, 2**20), b""), "too short for its shape"),
+        (idx(0x08, (64 << 20,), b""), "and takes twice that of memory"),
+    ],
+    ids=["less declared", "no header", "more than can be", "more than memory"],
+)
+def test_no_more_is_unpacked_than_the_header_declares_and_memory_has(
+    tmp_path, monkeypatch, header, complaint
+):
+    monkeypatch.setattr(dure.data.idx, "available_memory", lambda: 100 << 20)
+    file = written(tmp_path, gzip.compress(header + bytes(64 << 20), compresslevel=1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=complaint):
+            read_idx(file)
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 4 << 20
 
 
 def test_a_missing_file_is_a_data_error(tmp_path):

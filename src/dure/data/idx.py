@@ -10,7 +10,8 @@ An IDX file is one array. All numbers in it are big-endian:
 
 So the magic number of a file of images is 0x00000803 and of a file of labels 0x00000801. The
 publishers compress the files with gzip; whether a file is compressed is read from its first bytes,
-not from its name.
+not from its name. A few megabytes of gzip can hold gigabytes: no more of a file is unpacked than
+its header declares, and nothing where that is more than the file can hold, or the memory.
 
 Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits",
 http://yann.lecun.com/exdb/mnist/, section "File formats".
@@ -21,17 +22,26 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dure.errors import DataError
+from dure.machine.memory import available_memory
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _TRY_AGAIN = "download the file again"
+_PIECE = 1 << 20
+"""Bytes that are read at once: a header may declare more than there are."""
+
+_MOST_PACKED = 1032
+"""Bytes that deflate makes of one, at the most: 258 of two bits (RFC 1951)."""
 
 
 def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
@@ -44,14 +54,41 @@ def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
     shorter or longer than its header says.
     """
     path = Path(path)
-    content = _content(path)
-    if len(content) < 4 or content[:2] != b"\0\0":
+    with _opened(path) as content:
+        dtype, shape = _header(path, content, dimensions)
+        return torch.from_numpy(_elements(path, content, dtype, shape))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's content, decompressed if it is gzip. Raises DataError for what cannot be read."""
+    try:
+        with path.open("rb") as raw:
+            # By content: downloads are often renamed or unpacked.
+            if not raw.peek(2).startswith(_GZIP_MAGIC):
+                yield raw
+                return
+            try:
+                with gzip.open(raw) as content:
+                    yield content
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"{path} is a damaged gzip file ({error}); {_TRY_AGAIN}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _header(
+    path: Path, content: IO[bytes], dimensions: int | None
+) -> tuple[np.dtype[np.generic], list[int]]:
+    """The type of the elements and the shape; what follows in `content` are the elements."""
+    magic = content.read(4)
+    if len(magic) < 4 or magic[:2] != b"\0\0":
         raise DataError(
-            f"{path} is not an IDX file: it starts with {content[:4].hex(' ') or 'nothing'}, "
+            f"{path} is not an IDX file: it starts with {magic.hex(' ') or 'nothing'}, "
             f"expected 00 00, a type and a number of dimensions; {_TRY_AGAIN}"
         )
-    code = content[2]
-    rank = content[3]
+    code = magic[2]
+    rank = magic[3]
     if code not in _TYPES:
         known = ", ".join(f"{known:02x}" for known in _TYPES)
         raise DataError(
@@ -62,44 +99,61 @@ def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
             f"{path} holds an array of {rank} dimensions, expected {dimensions}: "
             "images have 3, labels 1; are the files exchanged?"
         )
-    return torch.from_numpy(_elements(path, content, np.dtype(_TYPES[code]), rank))
-
-
-def _content(path: Path) -> bytes:
-    """All bytes of the file, decompressed if it is gzip."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    # By content: downloads are often renamed or unpacked.
-    if not raw.startswith(_GZIP_MAGIC):
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is a damaged gzip file ({error}); {_TRY_AGAIN}") from error
-
-
-def _elements(path: Path, content: bytes, dtype: np.dtype[np.generic], rank: int) -> np.ndarray:
-    """The array after the four bytes of magic number, in the machine's byte order."""
-    start = 4 + 4 * rank
-    if len(content) < start:
+    lengths = content.read(4 * rank)
+    if len(lengths) < 4 * rank:
         raise DataError(
-            f"{path} ends inside its header: {len(content)} bytes, expected {start}; {_TRY_AGAIN}"
+            f"{path} ends inside its header: {4 + len(lengths)} bytes, expected {4 + 4 * rank}; "
+            f"{_TRY_AGAIN}"
         )
-    shape = [int(length) for length in np.frombuffer(content, ">u4", count=rank, offset=4)]
-    # Python's integers: a header of nonsense must not overflow, nor have memory allocated for it.
+    return np.dtype(_TYPES[code]), [int(length) for length in np.frombuffer(lengths, ">u4")]
+
+
+def _elements(
+    path: Path, content: IO[bytes], dtype: np.dtype[np.generic], shape: list[int]
+) -> np.ndarray:
+    """The array, in the machine's byte order."""
+    # Python's integers: a header of nonsense must not overflow.
     expected = math.prod(shape) * dtype.itemsize
-    if len(content) - start != expected:
+    if isinstance(content, gzip.GzipFile):
+        _check_unpacked(path, expected, shape)
+    found = _at_most(content, expected + 1)
+    if len(found) != expected:
+        # Of what is too long, one byte more was read, and nobody knows how many follow.
+        count = f"at least {len(found)}" if len(found) > expected else f"{len(found)}"
         raise DataError(
-            f"{path} has {len(content) - start} bytes of elements, expected {expected} for shape "
+            f"{path} has {count} bytes of elements, expected {expected} for shape "
             f"{tuple(shape)}; {_TRY_AGAIN}"
         )
     try:
-        elements = np.frombuffer(content, dtype, offset=start).reshape(shape)
+        elements = np.frombuffer(found, dtype).reshape(shape)
     except ValueError as error:
         raise DataError(
             f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}"
         ) from error
-    # torch knows only the machine's own order; the copy is writable as well, unlike the bytes.
+    # torch knows only the machine's own order; bytes, unlike the copy, may lie anywhere.
     return elements.astype(dtype.newbyteorder("="))
+
+
+def _check_unpacked(path: Path, expected: int, shape: list[int]) -> None:
+    """Raises DataError where unpacking would be in vain, before it begins."""
+    size = path.stat().st_size
+    if expected > size * _MOST_PACKED:
+        raise DataError(
+            f"{path} is too short for its shape {tuple(shape)}: {size} bytes in gzip hold less "
+            f"than {expected}; {_TRY_AGAIN}"
+        )
+    available = available_memory()
+    # Twice: as they are read, and in the machine's byte order.
+    if available is not None and 2 * expected > available:
+        raise DataError(
+            f"{path} unpacks to {expected} bytes, shape {tuple(shape)}, and takes twice that of "
+            f"memory, of which {available} are available: is it the file that you meant?"
+        )
+
+
+def _at_most(content: IO[bytes], count: int) -> bytearray:
+    """The next bytes: so many, or as many as there are."""
+    found = bytearray()
+    while piece := content.read(min(_PIECE, count - len(found))):
+        found += piece
+    return found
