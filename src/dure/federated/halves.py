@@ -400,6 +400,7 @@ def _engines(
                 chunk=chunk,
                 threads=threads,
                 noised=noised,
+                deadline=conditions.deadline,
             )
         )
 

@@ -31,6 +31,7 @@ from dure.federated.engines.noised import Noised
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
+from dure.federated.engines.progress import DEADLINE
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
 from dure.machine.devices import home_of
 from dure.tasks.flops import flops_per_step
@@ -80,7 +81,8 @@ class Setting(NamedTuple):
     as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk:
     so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
     suggest. threads: of the operators of an engine alone, in steps of many clients that are long
-    enough; None leaves them as they are.
+    enough; None leaves them as they are. deadline: seconds without a step after which a process is
+    given up.
     """
 
     task: Task
@@ -96,6 +98,7 @@ class Setting(NamedTuple):
     chunk: int = 0
     threads: int | None = None
     noised: Noised | None = None
+    deadline: float = DEADLINE
 
 
 def engine_for(setting: Setting) -> Engine:
@@ -229,13 +232,20 @@ class _Made:
             batched=batched,
             cohort=inner.cohort,
             workers=self.setting.processes,
+            deadline=self.setting.deadline,
         )
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:
         """The engine on several processes, each with one thread for its operators."""
         # The cores are the children's: an operator has one thread.
         inner.threads = None
-        return ProcessesEngine(inner, self.setting.model, self.workers, self._chunk(inner))
+        return ProcessesEngine(
+            inner=inner,
+            model=self.setting.model,
+            workers=self.workers,
+            chunk=self._chunk(inner),
+            deadline=self.setting.deadline,
+        )
 
     @cached_property
     def flops(self) -> float:
