@@ -406,6 +406,7 @@ def _engines(
                 threads=threads,
                 noised=noised,
                 objective=objective,
+                deadline=conditions.deadline,
             )
         )
 

@@ -50,6 +50,9 @@ class Conditions:
             that has used them up is not asked any more.
         keep_updates: rounds of which every update is kept in the run folder, with the examples
             that it was made from, for dure audit; 0 keeps none.
+        deadline: seconds without a step of training after which a process that computes for
+            clients is given up, of this machine or of a Ray cluster, and the run ends with an
+            error that names the client.
     """
 
     devices: Devices = field(default_factory=Equal)
@@ -65,6 +68,7 @@ class Conditions:
     server_examples_per_second: float = math.inf
     transfer_budget: int | str | None = None
     keep_updates: int = 0
+    deadline: float = 60.0
 
     def __post_init__(self) -> None:
         parse_fields(
@@ -99,6 +103,10 @@ class Conditions:
         if self.keep_updates < 0:
             raise ValueError(
                 f"keep_updates is {self.keep_updates}, but it counts rounds: 0 or more"
+            )
+        if not self.deadline > 0:
+            raise ValueError(
+                f"deadline is {self.deadline} s, but a step of training takes longer than nothing"
             )
         if not self.server_mbit > 0:
             raise ValueError(f"server_mbit is {self.server_mbit}, but a link has a speed above 0")

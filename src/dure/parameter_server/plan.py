@@ -312,7 +312,7 @@ def check_under(conditions: Conditions) -> None:
             "the model: leave it out"
         )
     without = ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget")
-    for name in (*without, "keep_updates"):
+    for name in (*without, "keep_updates", "deadline"):
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
                 f"{name.replace('_', ' ')} is about clients, and a parameter server has workers: "

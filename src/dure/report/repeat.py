@@ -79,6 +79,7 @@ USUAL = {
         "server_examples_per_second": "inf",
         "transfer_budget": "None",
         "keep_updates": "0",
+        "deadline": "60.0",
     },
 }
 """What worlds are where nothing is said, as config.json has it.

@@ -14,6 +14,7 @@ _WITHOUT = (
     "engine",
     "transfer_budget",
     "keep_updates",
+    "deadline",
 )
 
 

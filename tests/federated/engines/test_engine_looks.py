@@ -1,4 +1,4 @@
-"""Engines that train one client after another can be told, between batches, to leave it off."""
+"""Engines can be told, before a step, to leave it off; and so show how far they have come."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from clients_at_work import jobs_of, results, same, weights_of
 
 from dure.errors import DureError
+from dure.federated.engines.batched import batched_engine
 from dure.federated.engines.job import Engine
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.meta import MetaEngine
@@ -47,3 +48,13 @@ def test_what_is_left_off_in_its_midst_leaves_nothing_behind(make: Callable[[], 
     assert looked == 4
     assert same(results(engine, jobs), results(make(), jobs))
     assert looked == 4 + 12
+
+
+def test_an_engine_that_trains_many_clients_at_once_looks_before_each_of_their_steps() -> None:
+    task = small_task()
+    engine = batched_engine(task, task.model(), task.train, 4, 3)
+    assert isinstance(engine, Engine)
+    looks: list[int] = []
+    engine.look = lambda: looks.append(0)
+    results(engine, jobs_of([9, 13], [6, 6], weights_of()))
+    assert len(looks) == 6

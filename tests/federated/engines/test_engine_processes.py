@@ -36,8 +36,8 @@ def processes():
     left."""
     before, made = descendants(os.getpid()), []
 
-    def make(inner, workers=2, chunk=1, model=network):
-        made.append(ProcessesEngine(inner, model(), workers, chunk))
+    def make(inner, workers=2, chunk=1, model=network, **settings):
+        made.append(ProcessesEngine(inner, model(), workers, chunk, **settings))
         return made[-1]
 
     yield make
@@ -188,34 +188,90 @@ def test_a_child_that_dies_is_an_error_that_names_its_client(processes):
     assert same(results(divided, jobs[:2]), results(alone, jobs[:2]))  # by new children
 
 
-def test_a_child_that_somebody_has_stopped_is_an_error_that_names_its_client(
-    processes, monkeypatch
-):
-    monkeypatch.setattr(module, "LOOK", 0.01)
-    monkeypatch.setattr(module, "PATIENCE", 3)
+def stops(outputs):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return outputs.sum()
+
+
+def hangs(outputs):
+    time.sleep(600)
+    return outputs.sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(
+    ("fault", "what"), [(stops, "has been stopped"), (hangs, "has made no step")]
+)
+def test_a_child_without_progress_is_an_error_that_names_its_client(processes, fault, what, chunk):
     before = descendants(os.getpid())
-    task, jobs = bad_for_two(lambda outputs: os.kill(os.getpid(), signal.SIGSTOP))
-    divided = processes(LoopEngine(task, network(), task.train, 4, 3))
-    text = r"client 2 failed in round 3: the process that trained for it has been stopped for 0.03"
+    task, jobs = bad_for_two(fault)
+    inner = LoopEngine(task, network(), task.train, 4, 3)
+    divided = processes(inner, chunk=chunk, deadline=0.2)
+    text = f"^client 2 failed in round 3: the process that trained for it {what} for 0.2 s"
     with pytest.raises(WorkerFailedError, match=text):
         results(divided, jobs)
     assert descendants(os.getpid()) <= before
 
 
-def test_a_child_that_goes_on_in_time_has_lost_nothing(processes, monkeypatch):
-    monkeypatch.setattr(module, "LOOK", 0.01)
-    looks = []
+def test_of_clients_computed_at_once_all_are_named_for_a_child_without_progress(processes):
+    def waits(outputs, targets):
+        time.sleep(600)
+        return nn.functional.cross_entropy(outputs, targets)
 
-    def stopped(pid):
-        looks.append(pid)
-        return len(looks) % 3 != 0  # never three times in a row
+    task = small_task()
+    inner = batched_engine(task, network(), task.train, 4, 3)
+    assert isinstance(inner, BatchedEngine)
+    inner._step = waits
+    divided = processes(inner, workers=1, chunk=2, deadline=0.2)
+    with pytest.raises(WorkerFailedError, match=r"^one of client 0, client 1 failed in round 3"):
+        results(divided, jobs_of([9, 9], [2, 2], weights_of()))
 
-    monkeypatch.setattr(module, "_is_stopped", stopped)
-    monkeypatch.setattr(module, "PATIENCE", 3)
-    task, jobs = bad_for_two(lambda outputs: time.sleep(0.3) or outputs.sum())
-    divided = processes(LoopEngine(task, network(), task.train, 4, 3), workers=1)
-    assert [each.failure for each in results(divided, jobs)] == [None] * 3
-    assert len(looks) > 3
+
+def unhurried(outputs, targets):
+    """A loss of steps that take long together, and hangs for class 2."""
+    time.sleep(600 if (targets == 2).any() else 0.01)
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_a_hanging_child_is_found_while_another_answers_all_the_time(processes):
+    task, jobs = bad_for_two(raises)
+    inner = LoopEngine(small_task(loss=unhurried, train=task.train), network(), task.train, 4, 3)
+    divided = processes(inner, deadline=0.2)
+    divided.window = 201
+    divided._receive = Counted(divided._receive)
+    with pytest.raises(WorkerFailedError, match=r"^client 2 failed"):
+        results(divided, [jobs[2], *[jobs[0]] * 200])
+    assert divided._receive.calls < 150
+
+
+class Counted:
+    def __init__(self, call):
+        self.call, self.calls = call, 0
+
+    def __call__(self):
+        self.calls += 1
+        self.call()
+
+
+def test_a_client_with_progress_may_take_longer_than_the_deadline(processes):
+    task, jobs = bad_for_two(raises)
+    inner = LoopEngine(small_task(loss=unhurried, train=task.train), network(), task.train, 4, 3)
+    divided = processes(inner, deadline=0.4)
+    assert results(divided, [replace(jobs[0], steps=60)])[0].failure is None
+
+
+def test_a_child_that_closes_its_connection_and_lives_is_an_error_that_names_its_client(
+    processes, monkeypatch
+):
+    def closes(outputs):
+        os.closerange(3, 100)
+        time.sleep(600)
+
+    monkeypatch.setattr(module, "_LAST_SECONDS", 0.1)
+    task, jobs = bad_for_two(closes)
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3))
+    with pytest.raises(WorkerFailedError, match=r"client 2 failed in round 3: .* closed its conn"):
+        results(divided, jobs)
 
 
 def test_an_engine_that_is_dropped_takes_its_children_along():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -85,5 +86,21 @@ def test_a_client_that_diverges_is_a_failure_and_a_lost_actor_names_the_client()
         ray.kill(actor)
         wait_for_the_end(actor)
     with pytest.raises(WorkerFailedError, match=r"client 0 .*its actor was lost"):
+        results(engine, jobs)
+    engine.close()
+
+
+def test_an_actor_without_progress_is_an_error_that_names_the_client() -> None:
+    def hangs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(targets) == 3:
+            time.sleep(600)
+        return outputs.sum()
+
+    task = small_task(loss=hangs)
+    jobs = jobs_of([4, 3, 4], [1, 1, 1], weights_of(task.model))
+    engine = engine_for(
+        Setting(task, network(), task.train, 4, 3, jobs, 2, "loop-ray", deadline=0.4)
+    )
+    with pytest.raises(WorkerFailedError, match=r"^client 1 failed in round 3: .* made no step"):
         results(engine, jobs)
     engine.close()

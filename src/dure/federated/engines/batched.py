@@ -355,6 +355,8 @@ class BatchedEngine(Engine):
                 )
             self.program.begin(len(jobs))
             for at, step in enumerate(steps):
+                if self.look is not None:
+                    self.look()
                 found = self._step(step, at == 0)
                 losses[at, : len(step.sizes)] = found.losses
                 if found.counted is not None:

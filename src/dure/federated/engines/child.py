@@ -23,6 +23,7 @@ from torch import Tensor
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.job import Engine, Job, Measures, Reference, Trained
 from dure.federated.engines.loop import failed
+from dure.federated.engines.progress import Progress
 from dure.federated.engines.shared import Outputs, Reply, Slots
 
 
@@ -87,6 +88,7 @@ def live(
     connection: Connection,
     sets: list[list[Tensor]],
     outputs: Outputs,
+    progress: Progress,
     pipe: Sequence[int],
     not_mine: Sequence[Connection],
 ) -> NoReturn:
@@ -99,9 +101,10 @@ def live(
         for each in not_mine:
             each.close()
         threading.Thread(target=_leave_with_parent, args=(pipe[0],), daemon=True).start()
+        inner.look = progress.step
         while True:
             notes: list[Note] = pickle.loads(connection.recv_bytes())
-            done = _do(inner, notes, sets, outputs)
+            done = _do(inner, notes, sets, outputs, progress)
             connection.send_bytes(pickle.dumps(done, pickle.HIGHEST_PROTOCOL))
             # What user code printed: `os._exit` would lose it.
             sys.stdout.flush()
@@ -124,7 +127,11 @@ def _leave_with_parent(pipe: int) -> None:
 
 
 def _do(
-    inner: Engine, notes: Sequence[Note], sets: Sequence[list[Tensor]], outputs: Outputs
+    inner: Engine,
+    notes: Sequence[Note],
+    sets: Sequence[list[Tensor]],
+    outputs: Outputs,
+    progress: Progress,
 ) -> tuple[Reply, DureError | None]:
     """What came of the jobs up to the first that raised, and what it raised."""
     jobs = [_job(note, sets) for note in notes]
@@ -133,6 +140,7 @@ def _do(
     try:
         for trained in inner.train(jobs):
             results.append(trained)
+            progress.done(len(results))
     except (Exception, SystemExit) as raised:
         # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])

@@ -31,6 +31,7 @@ from dure.federated.engines.objective import Objective
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
 from dure.federated.engines.program import program_of
+from dure.federated.engines.progress import DEADLINE
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
 from dure.machine.cores import available_cores
 from dure.machine.devices import home_of
@@ -85,7 +86,8 @@ class Setting(NamedTuple):
     so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
     suggest. threads: of the operators of an engine alone, in steps of many clients that are long
     enough; None leaves them as they are. noised: examples are protected. objective: what clients
-    minimise; None is the task's loss.
+    minimise; None is the task's loss. deadline: seconds without a step after which a process is
+    given up.
     """
 
     task: Task
@@ -102,6 +104,7 @@ class Setting(NamedTuple):
     threads: int | None = None
     noised: Noised | None = None
     objective: Objective | None = None
+    deadline: float = DEADLINE
 
 
 def engine_for(setting: Setting) -> Engine:
@@ -244,13 +247,20 @@ class _Made:
             cohort=inner.cohort,
             workers=self.setting.processes,
             objective=self.setting.objective,
+            deadline=self.setting.deadline,
         )
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:
         """The engine on several processes, each with one thread for its operators."""
         # The cores are the children's: an operator has one thread.
         inner.threads = None
-        return ProcessesEngine(inner, self.setting.model, self.workers, self._chunk(inner))
+        return ProcessesEngine(
+            inner=inner,
+            model=self.setting.model,
+            workers=self.workers,
+            chunk=self._chunk(inner),
+            deadline=self.setting.deadline,
+        )
 
     @cached_property
     def flops(self) -> float:

@@ -115,8 +115,9 @@ class Engine:
     why: str = ""
     """Why it is this engine that computes, in a line; empty where it was asked for."""
     look: Callable[[], None] | None = None
-    """Called between the batches of a client that trains alone; what it raises, a DureError, ends
-    the training."""
+    """Called before each step, of a client that trains alone or of many at once; what it raises, a
+    DureError, ends the training. Where the engine is in a process of its own it shows that there
+    is progress: without any for the deadline, the process is given up."""
     batch_size: int | None = None
     """The batch size of a client's step; None is all of its data."""
     cohort: int = 1

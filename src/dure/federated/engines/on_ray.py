@@ -7,6 +7,9 @@ with one thread.
 
 Where Ray runs already (`ray.init`, or RAY_ADDRESS in the environment) that cluster is used,
 otherwise one is started on this machine, and stopped at the end. It needs the extra `ray`.
+
+An actor that is waited for is asked how far it has come, in a thread of its own there; one that
+makes no step for the deadline, or does not answer, is given up (`progress`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from dure.federated.engines.batched import batched_engine
 from dure.federated.engines.job import Engine, Job, Reference, Trained
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.objective import Objective
+from dure.federated.engines.progress import DEADLINE, Patience, Progress, named, silent
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
@@ -50,14 +54,20 @@ class Actor:
         # Weights that a machine draws or reads are not those of another for certain, and jobs have
         # the trained ones alone.
         load_frozen(model, frozen)
-        make = batched_engine if batched else partial(LoopEngine, objective=objective)
-        self.engine: Any = make(
+        make: Any = batched_engine if batched else partial(LoopEngine, objective=objective)
+        self.engine = make(
             task=task,
             model=model,
             examples=examples,
             batch_size=batch_size,
             seed=seed,
         )
+        self.progress = Progress()
+        self.engine.look = self.progress.step
+
+    def came(self) -> tuple[int, ...]:
+        """How far it has come; answered while it trains."""
+        return self.progress.now()
 
     def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
         """The results of the jobs, or the error that ended them.
@@ -80,6 +90,9 @@ class Actor:
             return [error]
 
 
+_ASIDE = "aside"
+"""The concurrency group of what an actor answers while it trains."""
+
 _SENT = ("weights", "buffers", "anchor", "correction")
 """The fields of a job that are put into the object store."""
 
@@ -89,7 +102,8 @@ class RayEngine(Engine):
 
     model: like those that the jobs are for, of which actors get the frozen parameters. batched:
     whether actors have the batched engine. workers: how many there are; None is one a core of the
-    cluster. objective: what clients minimise; None is the task's loss.
+    cluster. objective: what clients minimise; None is the task's loss. deadline: seconds without a
+    step after which an actor is given up.
 
     Raises ImportError if Ray is not installed.
     """
@@ -105,9 +119,11 @@ class RayEngine(Engine):
         cohort: int,
         workers: int | None,
         objective: Objective | None = None,
+        deadline: float = DEADLINE,
     ) -> None:
         self.name = "batched-ray" if batched else "loop-ray"
         self.batch_size = batch_size
+        self.deadline = deadline
         self.ray = _ray()
         # A cluster that was there before is the user's: it is used, and left running.
         self._started = not self.ray.is_initialized()
@@ -120,17 +136,21 @@ class RayEngine(Engine):
         )
         setting = (task, examples, batch_size, seed, batched, frozen_of(model), objective)
         packed = self.ray.put(cloudpickle.dumps(setting))
-        actor = self.ray.remote(num_cpus=1)(Actor)
+        # A group of its own: it answers while the actor trains.
+        actor = self.ray.remote(num_cpus=1, concurrency_groups={_ASIDE: 1})(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
+        # They may wait for a place in the cluster, and import torch.
+        self._ready = {actor: actor.__ray_ready__.remote() for actor in self.actors}
         self.chunk = max(1, cohort)
         self.cohort = count * self.chunk
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order.
 
-        Raises what a client raised, and WorkerFailedError for an actor that died.
+        Raises what a client raised, and WorkerFailedError for an actor that died, or made no step
+        for the deadline.
         """
-        pending: deque[tuple[list[Job], Any]] = deque()
+        pending: deque[tuple[list[Job], Any, Any]] = deque()
         known: dict[int, tuple[Sequence[Tensor], Any]] = {}
         waiting = iter(jobs)
         turn = 0
@@ -139,14 +159,13 @@ class RayEngine(Engine):
             while len(pending) < CHUNKS_AHEAD * len(self.actors) and (
                 chunk := list(islice(waiting, self.chunk))
             ):
-                pending.append(
-                    (chunk, self._sent(chunk, self.actors[turn % len(self.actors)], known))
-                )
+                actor = self.actors[turn % len(self.actors)]
+                pending.append((chunk, actor, self._sent(chunk, actor, known)))
                 turn += 1
             if not pending:
                 return
-            chunk, future = pending.popleft()
-            yield from self._results(chunk, future)
+            chunk, actor, future = pending.popleft()
+            yield from self._results(chunk, actor, future)
 
     def _sent(
         self, chunk: list[Job], actor: Any, known: dict[int, tuple[Sequence[Tensor], Any]]
@@ -180,16 +199,36 @@ class RayEngine(Engine):
         # there, not inside of lists.
         return actor.train.remote(light, *sets)
 
-    def _results(self, chunk: list[Job], future: Any) -> list[Trained]:
+    def _results(self, chunk: list[Job], actor: Any, future: Any) -> list[Trained]:
         try:
+            self._wait(chunk, actor, future)
             results: list[Any] = self.ray.get(future)
         except self.ray.exceptions.RayError as error:
-            first = chunk[0]
             reason = f"its actor was lost: {str(error).strip().splitlines()[-1]}"
-            raise WorkerFailedError(first.who, f"round {first.round + 1}", reason) from error
+            raise WorkerFailedError(*self._named(chunk, 0), reason) from error
         if results and isinstance(results[0], DureError):
             raise results[0]
         return results
+
+    def _wait(self, chunk: list[Job], actor: Any, future: Any) -> None:
+        """Until the results are there; raises WorkerFailedError for an actor without progress."""
+        self.ray.wait([self._ready[actor], future])
+        patience = Patience(self.deadline)
+        known: tuple[int, ...] = ()
+        asked = None
+        while not self.ray.wait([future], timeout=patience.every)[0]:
+            # One question at a time, whether or not it is answered.
+            if asked is None:
+                asked = actor.came.options(concurrency_group=_ASIDE).remote()
+            elif self.ray.wait([asked], timeout=0)[0]:
+                known = self.ray.get(asked)
+                asked = None
+            if patience.is_over(known):
+                who, when = self._named(chunk, known[0] if known else 0)
+                raise WorkerFailedError(who, when, silent(self.deadline, False))
+
+    def _named(self, chunk: list[Job], done: int) -> tuple[str, str]:
+        return named(chunk, done, one_by_one=self.chunk == 1)
 
     def close(self) -> None:
         """Ends the actors, and Ray if it was started here."""

@@ -20,6 +20,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import warnings
 import weakref
 from collections import deque
@@ -36,17 +37,15 @@ from torch import nn
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.child import live, note_of
 from dure.federated.engines.job import Engine, Job, Trained
+from dure.federated.engines.progress import DEADLINE, Patience, Progress, named, silent
 from dure.federated.engines.shared import Layout, Outputs, Slots
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
 
 
-LOOK = 1.0
-"""Seconds without an answer until children are looked at, and looked at again."""
-
-PATIENCE = 60
-"""Looks in a row at which a child is found stopped until it is given up."""
+_LAST_SECONDS = 1.0
+"""That a child has to end which has closed its socket."""
 
 
 def forks_here() -> bool:
@@ -83,26 +82,35 @@ class _Child:
     pid: int
     connection: Connection
     outputs: Outputs
+    progress: Progress
+    patience: Patience
     chunk: Chunk | None = None
     reads: set[int] = field(default_factory=set)
     """Where what its chunk needs lies."""
-    stopped: int = 0
-    """Looks in a row at which it was stopped."""
 
 
 class ProcessesEngine(Engine):
     """Gives jobs to `workers` children, each with a copy of the engine `inner`.
 
-    model: like those that the jobs are for. chunk: how many jobs a child gets at once. The children
-    start with the first job.
+    model: like those that the jobs are for. chunk: how many jobs a child gets at once. deadline:
+    seconds without a step after which a child is given up (`progress`). The children start with the
+    first job.
     """
 
-    def __init__(self, inner: Engine, model: nn.Module, workers: int, chunk: int = 1) -> None:
+    def __init__(
+        self,
+        inner: Engine,
+        model: nn.Module,
+        workers: int,
+        chunk: int = 1,
+        deadline: float = DEADLINE,
+    ) -> None:
         self.inner = inner
         self.name = f"{inner.name}-processes"
         self.batch_size = inner.batch_size
         self.workers = workers
         self.chunk = chunk
+        self.deadline = deadline
         self.cohort = workers * chunk
         self.layout = Layout.of(model)
         # At least one chunk more than there are children, so that none is idle; beyond that as many
@@ -112,6 +120,8 @@ class ProcessesEngine(Engine):
         self._children: list[_Child] = []
         self._slots: Slots | None = None
         self._pipe: list[int] = []
+        self._every = Patience(deadline).every
+        self._looked = 0.0
         # Also where nobody calls `close`: children would otherwise wait as long as this process
         # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
@@ -120,7 +130,7 @@ class ProcessesEngine(Engine):
         """The results in the jobs' order; a bounded number is computed ahead of what is asked for.
 
         Raises what the children's engines raise, when the results before it have been given, and
-        WorkerFailedError when a child is lost, or stays stopped.
+        WorkerFailedError when a child is lost, or makes no step for the deadline.
         """
         source = iter(jobs)
         pool: deque[Chunk] = deque()
@@ -171,6 +181,8 @@ class ProcessesEngine(Engine):
         notes = [note_of(job, self._slots, needed) for job in chunk.jobs]
         child.reads = set().union(*(note.reads for note in notes))
         child.chunk = chunk
+        child.progress.done(0)
+        child.patience.again()
         try:
             child.connection.send_bytes(pickle.dumps(notes, pickle.HIGHEST_PROTOCOL))
         except OSError:
@@ -178,8 +190,11 @@ class ProcessesEngine(Engine):
 
     def _receive(self) -> None:
         busy = {child.connection: child for child in self._children if child.chunk is not None}
-        while not (answered := wait(list(busy), LOOK)):
-            self._look(list(busy.values()))
+        answered = wait(list(busy), self._every)
+        # Also while others answer all the time.
+        if time.monotonic() - self._looked >= self._every:
+            self._looked = time.monotonic()
+            self._look([child for at, child in busy.items() if at not in answered])
         for ready in answered:
             child = busy[ready]  # type: ignore[index]
             chunk = child.chunk
@@ -196,34 +211,27 @@ class ProcessesEngine(Engine):
             child.chunk = None
 
     def _look(self, busy: Sequence[_Child]) -> None:
-        """Gives up a child that somebody has stopped: it would be waited for without an end."""
-        # Counted in looks, and not by a clock: who is stopped with this process, as by Ctrl-Z, goes
-        # on with it.
+        """Gives up a child without progress: it would be waited for without an end."""
         for child in busy:
-            child.stopped = child.stopped + 1 if _is_stopped(child.pid) else 0
-            if child.stopped >= PATIENCE:
+            if child.patience.is_over(child.progress.now()):
                 assert child.chunk is not None
-                who, when = _named(child.chunk)
+                who, when = self._named(child, child.chunk)
+                reason = silent(self.deadline, _is_stopped(child.pid))
                 self.close()
-                raise WorkerFailedError(
-                    who,
-                    when,
-                    f"the process that trained for it has been stopped for {PATIENCE * LOOK:g} s",
-                )
+                raise WorkerFailedError(who, when, reason)
+
+    def _named(self, child: _Child, chunk: Chunk) -> tuple[str, str]:
+        one_by_one = self.inner.at_once(chunk.jobs[0]) == 1
+        return named(chunk.jobs, child.progress.jobs, one_by_one)
 
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
         # A dead child is taken from the list before `close`, which kills and awaits those in it.
-        _, status = os.waitpid(child.pid, 0)
+        how = _ended(child.pid)
         self._children.remove(child)
         child.connection.close()
         self.close()
-        code = os.waitstatus_to_exitcode(status)
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with status {code}"
-        )
-        raise WorkerFailedError(*_named(chunk), f"the process that trained for it {how}")
+        who, when = self._named(child, chunk)
+        raise WorkerFailedError(who, when, f"the process that trained for it {how}")
 
     def _start(self) -> None:
         # Nobody writes to it. Children wait at its end, which comes when this process, by whatever
@@ -233,6 +241,7 @@ class ProcessesEngine(Engine):
         self._slots = slots = Slots(self.layout, 3 * self.chunk * self.workers)
         for _ in range(self.workers):
             outputs = Outputs(self.layout, self.chunk)
+            progress = Progress()
             ours, theirs = Pipe()
             # What is buffered here would be in the child's copy too, and come out twice.
             sys.stdout.flush()
@@ -247,20 +256,40 @@ class ProcessesEngine(Engine):
                     connection=theirs,
                     sets=slots.sets,
                     outputs=outputs,
+                    progress=progress,
                     pipe=self._pipe,
                     # Copies of the parent's ends: while a sibling held one, a child would not see
                     # that its parent has closed it.
                     not_mine=[ours, *(child.connection for child in self._children)],
                 )
             theirs.close()
-            self._children.append(_Child(pid, ours, outputs))
+            patience = Patience(self.deadline)
+            self._children.append(_Child(pid, ours, outputs, progress, patience))
 
 
-def _named(chunk: Chunk) -> tuple[str, str]:
-    """Whose work a chunk is, and when, for errors."""
-    clients = ", ".join(job.who for job in chunk.jobs)
-    who = clients if len(chunk.jobs) == 1 else f"one of {clients}"
-    return who, f"round {chunk.jobs[0].round + 1}"
+def _ended(pid: int) -> str:
+    """How a child ended that has closed its socket, in words; it is gone afterwards."""
+    until = time.monotonic() + _LAST_SECONDS
+    while time.monotonic() < until:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else has waited for it
+            return "ended"
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            return f"was killed by {_signal(-code)}" if code < 0 else f"ended with status {code}"
+        time.sleep(0.005)
+    # It lives: the user's own code has closed what was not its own.
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "closed its connection"
+
+
+def _signal(number: int) -> str:
+    # Real-time signals have no name of their own.
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def _is_stopped(pid: int) -> bool:
