@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -110,6 +111,54 @@ def test_zero_bubble_v_is_made_for_weight_gradients_that_take_less_than_the_rest
     if m >= 2 * p:
         assert found <= 2 * m * (forward + inputs + weights) + 12 * (p - 1)
         assert found < time(make("zero-bubble", p, m), 2)
+
+
+TABLE = Path(__file__).parents[3] / "docs" / "pipeline.md"
+
+CONDITIONS = {
+    "always": lambda p, m, v: v == 1,
+    "m = 1": lambda p, m, v: m == 1 == v,
+    "p divides m, v > 1": lambda p, m, v: m % p == 0 and v > 1,
+    "p does not divide m, v > 1": lambda p, m, v: m % p > 0 and v > 1,
+    "m ≥ p": lambda p, m, v: m >= p and v == 1,
+    "m < p": lambda p, m, v: m < p and v == 1,
+    "m ≥ 2·p": lambda p, m, v: m >= 2 * p and v == 2,
+    "m < 2·p": lambda p, m, v: m < 2 * p and v == 2,
+}
+"""What the page says under "if", with the stages a rank that a row is about."""
+
+
+def documented() -> list[list[str]]:
+    """The rows of the page's table of bubbles: schedule, condition, bubble, micro-batches held."""
+    lines = TABLE.read_text().split("| `schedule` | if |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def value(formula: str, p: int, m: int, v: int, rank: int = 0) -> float:
+    names = {"p": p, "m": m, "v": v, "rank": rank, "max": max, "min": min}
+    return float(eval(formula.split(", of ")[0].replace("·", "*"), names))
+
+
+@pytest.mark.parametrize("row", documented(), ids=lambda row: f"{row[0]} if {row[1]}")
+def test_the_page_says_what_the_simulator_finds(row):
+    name, condition, bubble, held = row
+    low, _, high = bubble.partition(" to ")
+    cases = [
+        (p, m, v)
+        for p in range(1, 9)
+        for m in (1, 2, 3, 5, 8, 15, 16, 24)
+        for v in (1, 2, 3)
+        if CONDITIONS[condition](p, m, v)
+    ]
+    for p, m, v in cases:
+        # forward, input gradient and weight gradient alike, where they are apart
+        run = simulated(name, p, m, v, 1, 2)
+        assert run.bubble_over_ideal >= value(low, p, m, v) - 1e-12
+        assert run.bubble_over_ideal <= value(high or low, p, m, v) + 1e-12
+        most = held.removeprefix("at most ")
+        for rank, found in enumerate(run.peak_activations):
+            said = value(most, p, m, v, rank)
+            assert found <= said if most != held else found == said
 
 
 def test_messages_take_time_but_occupy_nobody():

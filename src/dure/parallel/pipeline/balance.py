@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.parallel.pipeline.trace import Trace, origin_of, takes_apart
+from dure.parallel.pipeline.untraced import block_of, in_place_of, is_untraced
 from dure.parallel.tensor.opaque import behind, is_opaque, opens
 from dure.randomness.seeds import generators_state, restore_generators
 
@@ -137,6 +138,8 @@ def _flops(trace: Trace, node: fx.Node) -> float:
 
     if is_opaque(node):
         return _products(trace, node)
+    if is_untraced(node):
+        return block_of(node, trace.blocks).call.flops
     factors: list[fx.Node] = []
     fx.node.map_arg((node.args, dict(node.kwargs)), factors.append)
     if takes_apart(node) or len(factors) < 2:
@@ -191,6 +194,7 @@ class _Timer(fx.Interpreter):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.module)
         self.layers = trace.layers
+        self.blocks = trace.blocks
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -199,7 +203,11 @@ class _Timer(fx.Interpreter):
             self.seconds[n] = 0.0
             return super().run_node(n)
         args, kwargs = tree_map(_alone, self.fetch_args_kwargs_from_env(n))
-        operation: Any = behind(n, self.layers) if is_opaque(n) else n.target
+        operation: Any = n.target
+        if is_opaque(n):
+            operation = behind(n, self.layers)
+        elif is_untraced(n):
+            operation = in_place_of(n, self.blocks)
         with torch.enable_grad():
             started = time.perf_counter()
             outputs = operation(*args, **kwargs)

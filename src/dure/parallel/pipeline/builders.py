@@ -4,11 +4,12 @@
     naive          1              p - 1, as m = 1
     gpipe          1              (p-1)/m
     1f1b           1              (p-1)/m
-    interleaved    v              (p-1)/(v·m), if p divides m
-    zero-bubble    1              (p-1)(F+I-min(F,I,W))/(m(F+I+W)), m ≥ p
-    zero-bubble-v  2              about (p-1)/(6m), m ≥ 2p and F = I = W
+    interleaved    v              (p-1)/(v·m), if p divides m; else up to (p-1)/m
+    zero-bubble    1              (p-1)(F+I-min(F,I,W))/(m(F+I+W)), if m ≥ p
+                                  (2p-1-m)/(3m), if m < p and F = I = W
+    zero-bubble-v  2              (p-1)/(6m) to (2p-3)/(6m), if m ≥ 2p and F = I = W
 
-    schedule       most activations that a rank holds
+    schedule       most activations that a rank holds, of m micro-batches
     naive          1
     gpipe          m
     1f1b           p - rank

@@ -29,6 +29,7 @@ from dure.parallel.pipeline.program import (
     stages_of,
 )
 from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
+from dure.parallel.pipeline.whole import Untraced
 from dure.parallel.zero.away import unwatched
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.modes import in_mode
@@ -123,6 +124,7 @@ class CutModel:
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
         self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._untraced = Untraced()
         self.costs: Costs | None = None
         # the trace on which the cut is made; all others follow it
         self.reference = self._traced(examples, True)
@@ -162,7 +164,7 @@ class CutModel:
                     torch.enable_grad(),
                     unwatched(self.model.parameters()),
                 ):
-                    self._traces[key] = Trace(self.model, inputs)
+                    self._traces[key] = Trace(self.model, inputs, self._untraced)
             finally:
                 restore_generators(before)
         return self._traces[key]

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from dure.parallel.pipeline.place import module_at
 from dure.parallel.pipeline.trace import Trace, leaves_of
+from dure.parallel.pipeline.untraced import in_place_of, is_untraced
 from dure.parallel.proof import first_difference
+from dure.parallel.tensor.opaque import behind, is_opaque
 from dure.randomness.seeds import generators_state, restore_generators
 
 
@@ -28,7 +30,7 @@ def first_foreign(model: nn.Module, trace: Trace, inputs: Any) -> str | None:
     restore_generators(before)
     leaves = leaves_of(inputs)
     known = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    known += _Recorded(trace.module).values_of(leaves)
+    known += _Recorded(trace).values_of(leaves)
     for name, tensor in passed:
         alike = (value for value in known if value.shape == tensor.shape)
         if all(first_difference({"": tensor}, {"": value}) is not None for value in alike):
@@ -74,6 +76,10 @@ def _passed(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:
 class _Recorded(fx.Interpreter):
     """Runs a trace, and keeps every tensor that an operation gives."""
 
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.module)
+        self._trace = trace
+
     def values_of(self, leaves: list[Any]) -> list[Tensor]:
         """Copies, in the order of the operations."""
         self._values: list[Tensor] = []
@@ -82,7 +88,15 @@ class _Recorded(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         """One operation."""
-        value = super().run_node(node)
+        value = self._value(node)
         tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
         self._values += [tensor.clone() for tensor in tensors]
         return value
+
+    def _value(self, node: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if is_untraced(node):
+            return in_place_of(node, self._trace.blocks)(*args, **kwargs)
+        if is_opaque(node):
+            return behind(node, self._trace.layers)(*args, **kwargs)
+        return super().run_node(node)

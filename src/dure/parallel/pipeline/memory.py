@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dure.parallel.pipeline.untraced import changed_of, is_untraced
+
 aten = torch.ops.aten
 
 NORMS = (aten.batch_norm.default, aten.instance_norm.default)
@@ -53,6 +55,8 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes."""
     if node.op != "call_function":
         return []
+    if is_untraced(node):
+        return changed_of(node)
     if node.target in NORMS:
         # Running statistics, arguments 3 and 4, which change in training; schemas do not say so.
         return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node) and node.args[5]]

@@ -33,6 +33,16 @@ def place_of(error: BaseException, model: nn.Module) -> str | None:
     return _told(_lines_of(error), model)
 
 
+def modules_of(error: BaseException, model: nn.Module) -> list[str]:
+    """The names of the modules in whose code an error was raised, the innermost last."""
+    return _modules(_lines_of(error), model)
+
+
+def modules_here(model: nn.Module) -> list[str]:
+    """The names of the modules whose code called the caller, the innermost last."""
+    return _modules(_lines_here(), model)
+
+
 def place_in(stack: str, name: str) -> str:
     """The innermost line of the user's in a stack that is printed as Python does it.
 
@@ -45,12 +55,13 @@ def place_in(stack: str, name: str) -> str:
 
 def place_here(model: nn.Module) -> str | None:
     """Where in the model the caller was called from; None if it was not."""
-    lines: list[Line] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        lines.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return _told(reversed(lines), model)
+    return _told(_lines_here(), model)
+
+
+def _lines_here() -> list[Line]:
+    """Of the caller's caller and all around it, the innermost last."""
+    frame = sys._getframe(2)
+    return [*_outside(frame), (frame, frame.f_lineno)]
 
 
 def place_where(changes: Callable[[], bool], run: Callable[[], Any], model: nn.Module) -> str:
@@ -115,6 +126,13 @@ def _outside(frame: FrameType) -> list[Line]:
     return lines[::-1]
 
 
+def _modules(lines: Iterable[Line], model: nn.Module) -> list[str]:
+    """The names of the modules whose code these lines are, in their order."""
+    names = {id(module): name for name, module in model.named_modules()}
+    own = (names.get(id(module_of(frame))) for frame, _ in lines)
+    return list(dict.fromkeys(name for name in own if name is not None))
+
+
 def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
     """The innermost line of a module's code that is the user's; else of torch's modules."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -122,7 +140,7 @@ def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
     users: str | None = None
     torchs: str | None = None
     for frame, number in lines:
-        own = _module_of(frame)
+        own = module_of(frame)
         inside = names.get(id(own), inside)
         # Before the model was called there is nothing of it.
         if inside is None or frame.f_code.co_filename.startswith(_HERE):
@@ -134,7 +152,7 @@ def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
     return users or torchs
 
 
-def _module_of(frame: FrameType) -> Any:
+def module_of(frame: FrameType) -> Any:
     """The module of whose method this is a frame; None of any other."""
     own: Any = frame.f_locals.get("self")
     # While it traces, torch stands in for a module by another object.

@@ -22,6 +22,7 @@ from dure.parallel.pipeline.apart import Later, apart, pays
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.trace import Trace, Value, origin_of
+from dure.parallel.pipeline.untraced import in_place_of, is_untraced
 from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.tensor.opaque import behind, is_opaque
 
@@ -237,7 +238,10 @@ class _Builder:
         # the divided layer itself, in the place of the operation that stood for it
         if is_opaque(node):
             copy.target = behind(node, self.trace.layers)
-        elif node in self.numbers:
+            return
+        if is_untraced(node):
+            copy.target = in_place_of(node, self.trace.blocks)
+        if node in self.numbers:
             on_shards = self.trace.is_on_shards(node)
             copy.target = self.stream.drawing(copy.target, self.numbers[node], on_shards)  # type: ignore[arg-type]
         elif self.later is not None:

@@ -8,6 +8,8 @@ a place where the model can be cut.
 
 Operations that change memory are settled first (`dure.parallel.pipeline.memory`).
 
+A module that cannot be traced is one operation (`dure.parallel.pipeline.whole`).
+
 A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a
 model does apart from its operations is not in it, and refused where that can be seen
 (`dure.parallel.pipeline.unseen`).
@@ -41,8 +43,10 @@ from dure.parallel.pipeline.memory import (
     part_of,
     settle,
 )
-from dure.parallel.pipeline.place import place_in, place_of
+from dure.parallel.pipeline.place import modules_of, place_in, place_of
 from dure.parallel.pipeline.unseen import unseen
+from dure.parallel.pipeline.untraced import Block, draws_of, is_untraced
+from dure.parallel.pipeline.whole import UntraceableError, Untraced
 from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
@@ -105,11 +109,12 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
 class Trace:
     """The operations of `model` for inputs like `inputs`, in the mode in which it is.
 
-    Raises ValueError if it cannot be traced.
+    untraced: the modules that are one operation; more are added where the model cannot be traced
+    without. Raises ValueError if it cannot be traced.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.module, self.layers = exported(model, inputs)
+    def __init__(self, model: nn.Module, inputs: Any, untraced: Untraced | None = None) -> None:
+        self.module, self.layers, self.blocks = traced(model, inputs, untraced or Untraced())
         # First, for it rewrites the graph that all of the following look at.
         settle(self.module)
         self._on_shards = modules_on_shards(model)
@@ -127,21 +132,12 @@ class Trace:
         self.names = names_of(model, self.module, nodes)
         self.company = company(self.operations, self.root)
         self._find_constants()
-        for node in self.operations:
-            # A number that depends on the data is a symbol here, and would have to travel as one.
-            known = (isinstance(leaf, PLAIN) for leaf in tree_leaves(node.meta.get("val")))
-            if not all(known):
-                raise ValueError(
-                    f"a {type(model).__name__} cannot be cut, for {node.name} in "
-                    f"{_place_of(node, model, inputs)} makes a number that depends on the data; "
-                    "make it independent of them, such as by a mask instead of indices"
-                )
 
     def _find_constants(self) -> None:
         """Which values depend on nothing but constants."""
         # All are taken for constant at first; those that need something else are taken out until
         # nothing changes, for an operation's company may come after it.
-        constant = {node for node in self.operations if not draws(node)}
+        constant = {node for node in self.operations if not (draws(node) or is_untraced(node))}
         # Of what the model holds: all but parameters, which are learned, and memory that changes.
         constant.update(
             node
@@ -263,46 +259,95 @@ def leaves_of(inputs: Any) -> list[Any]:
     return [inputs] if isinstance(inputs, Tensor) else list(tree_flatten(((inputs,), {}))[0])
 
 
-def exported(model: nn.Module, inputs: Any, places: bool = False) -> tuple[fx.GraphModule, Layers]:
-    """The graph, and what its opaque operations stand for.
+def traced(
+    model: nn.Module, inputs: Any, untraced: Untraced
+) -> tuple[fx.GraphModule, Layers, list[Block]]:
+    """The graph, what its opaque operations stand for, and what its untraced ones do.
 
-    places: each operation has a "stack_trace", with the lines from which it was called.
+    Where the model cannot be traced, the module that is the reason becomes one operation.
+    """
+    while True:
+        try:
+            return exported(model, inputs, untraced)
+        except UntraceableError as error:
+            if not untraced.widen(model, inputs, error):
+                raise
+
+
+def exported(
+    model: nn.Module, inputs: Any, untraced: Untraced, places: bool = False
+) -> tuple[fx.GraphModule, Layers, list[Block]]:
+    """The same with the modules that are one operation so far.
+
+    places: each operation has a "stack_trace", with the lines from which it was called. Raises
+    UntraceableError.
     """
     # torch.export runs the model, which may draw; what comes after must not notice.
     before = generators_state()
+    kind = type(model).__name__
     try:
         with warnings.catch_warnings(), _settings(places):
             warnings.simplefilter("ignore")
-            with hidden(model) as layers, unseen(model, inputs) as lost:
+            with (
+                hidden(model) as layers,
+                untraced.hidden(model, inputs) as blocks,
+                unseen(model, inputs) as lost,
+            ):
                 module = torch.export.export(model, (inputs,), strict=False).module()
     # It says already what is wrong, and callers tell it from the rest.
     except LengthError:
         raise
     except Exception as error:
-        raise ValueError(
-            f"a {type(model).__name__} cannot be cut, for {_why(error, model)}"
-        ) from error
+        why, of_data = _why(error, model)
+        raise UntraceableError(kind, why, modules_of(error, model), of_data) from error
     finally:
         restore_generators(before)
     if lost:
-        raise ValueError(f"a {type(model).__name__} cannot be cut, for {lost[0]}")
+        raise UntraceableError(kind, lost[0].said, lost[0].modules, of_data=False)
     for node in list(module.graph.nodes):
         # The one module called checks the shapes of inputs; each shape has a trace of its own.
         if node.op == "call_module":
             module.graph.erase_node(node)
-    return module, layers
+    if not places:
+        _check_numbers(module, model, inputs, untraced)
+    return module, layers, blocks
 
 
-def _place_of(node: fx.Node, model: nn.Module, inputs: Any) -> str:
+def _check_numbers(
+    module: fx.GraphModule, model: nn.Module, inputs: Any, untraced: Untraced
+) -> None:
+    """A number that depends on the data is a symbol here, and would have to travel as one."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not all(_is_plain(leaf) for leaf in tree_leaves(node.meta.get("val"))):
+            raise UntraceableError(
+                type(model).__name__,
+                f"{node.name} in {_place_of(node, model, inputs, untraced)} makes a number that "
+                "depends on the data; make it independent of them, such as by a mask instead of "
+                "indices",
+                ["", *_modules_around(node)],
+                of_data=True,
+            )
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, PLAIN)
+
+
+def _place_of(node: fx.Node, model: nn.Module, inputs: Any, untraced: Untraced) -> str:
     """Where in the model an operation was called."""
-    module, _ = exported(model, inputs, places=True)
+    module, _, _ = exported(model, inputs, untraced, places=True)
     twins = [other for other in module.graph.nodes if other.name == node.name]
     stack = twins[0].meta.get("stack_trace") if twins else None
     return place_in(stack or "", owner_of(node))
 
 
-def _why(error: Exception, model: nn.Module) -> str:
-    """Why torch.export cannot trace the model, and where, as the end of a sentence."""
+def _why(error: Exception, model: nn.Module) -> tuple[str, bool]:
+    """Why torch.export cannot trace the model, and where, as the end of a sentence.
+
+    With it, whether that is numbers in tensors.
+    """
     # Here, for they take long to import.
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -316,12 +361,12 @@ def _why(error: Exception, model: nn.Module) -> str:
         return (
             f"what it does{at} depends on numbers in tensors, drawn or computed, which a trace "
             "does not have; make its control flow independent of the data, such as by torch.where"
-        )
+        ), True
     reason = str(error).strip().split("\n")[0]
     return (
         f"torch.export cannot trace it{at} ({type(error).__name__}: {reason}); make its control "
         "flow independent of the data"
-    )
+    ), False
 
 
 @contextmanager
@@ -377,6 +422,8 @@ def draws(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
+    if is_untraced(node):
+        return draws_of(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         # an operation with a graph inside draws if something in it does
         inside = part_of(node)

@@ -15,25 +15,35 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from dure.parallel.pipeline.place import place_here, place_where
+from dure.parallel.pipeline.place import modules_here, place_here, place_where
 
 TRACING = ("torch._dynamo.", "torch._functorch.", "torch._library.")
 """Where torch has functions with which it traces, and those of custom operations, which a trace has
 as they are."""
 
 
+class Lost(NamedTuple):
+    """What a trace loses: said as the end of a sentence, and the modules in whose code it is.
+
+    modules: the innermost last; none where no module may do so.
+    """
+
+    said: str
+    modules: list[str]
+
+
 @contextmanager
-def unseen(model: nn.Module, inputs: Any) -> Iterator[list[str]]:
-    """Inside, what a trace of the model loses is put on the list, each as the end of a sentence."""
-    found: list[str] = []
+def unseen(model: nn.Module, inputs: Any) -> Iterator[list[Lost]]:
+    """Inside, what a trace of the model loses is put on the list."""
+    found: list[Lost] = []
     # What a trace cannot have is seen by comparing before and after.
-    drawn = _drawn()
+    before = drawn()
     with ExitStack() as patches:
         # In evaluation nobody goes backward, so own gradients do not matter.
         if model.training:
@@ -45,14 +55,16 @@ def unseen(model: nn.Module, inputs: Any) -> Iterator[list[str]]:
                     )
             patches.enter_context(_replaced(Tensor, "register_hook", _hooked(model, found)))
         yield found
-    now = _drawn()
-    if now != drawn:
+    now = drawn()
+    if now != before:
         # Once more, on the inputs themselves, to say where.
-        place = place_where(lambda: _drawn() != now, lambda: model(inputs), model)
-        found.append(
+        place = place_where(lambda: drawn() != now, lambda: model(inputs), model)
+        said = (
             f"it draws random numbers from Python or numpy ({place}), which a trace would repeat; "
             "draw them from torch"
         )
+        # Nobody seeds these generators: such draws are refused wherever they are.
+        found.insert(0, Lost(said, []))
 
 
 @contextmanager
@@ -72,36 +84,38 @@ def _kinds(of: type[Function]) -> Iterator[type[Function]]:
         yield from _kinds(kind)
 
 
-def _noticed(kind: type[Function], model: nn.Module, found: list[str]) -> Callable[..., Any]:
+def _noticed(kind: type[Function], model: nn.Module, found: list[Lost]) -> Callable[..., Any]:
     forward: Callable[..., Any] = kind.forward
 
     def noticed(*arguments: Any, **named: Any) -> Any:
         given = (*arguments, *named.values())
         if any(isinstance(each, Tensor) and each.requires_grad for each in given):
-            found.append(
+            said = (
                 f"it calls {kind.__name__}, a torch.autograd.Function{_here(model)}, whose "
                 "backward a trace does not have; write it with operations alone, such as "
                 "x + (y - x).detach() for the value of y with the gradient of x"
             )
+            found.append(Lost(said, modules_here(model)))
         return forward(*arguments, **named)
 
     return noticed
 
 
-def _hooked(model: nn.Module, found: list[str]) -> Callable[..., Any]:
+def _hooked(model: nn.Module, found: list[Lost]) -> Callable[..., Any]:
     register: Callable[..., Any] = Tensor.register_hook
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
-        found.append(
+        said = (
             f"it registers a hook on a tensor{_here(model)}, which a trace does not have; do "
             "without it"
         )
+        found.append(Lost(said, modules_here(model)))
         return register(tensor, hook)
 
     return hooked
 
 
-def _drawn() -> tuple[object, ...]:
+def drawn() -> tuple[object, ...]:
     """The state of the generators that a trace does not know."""
     state: Any = numpy.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]

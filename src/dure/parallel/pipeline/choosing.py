@@ -1,0 +1,288 @@
+"""Blocks that a model leaves out by chance, as LayerDrop does.
+
+    for block in self.layers:
+        if self.training and torch.rand([]) < self.layerdrop:
+            continue
+        hidden = block(hidden)
+
+Whether a block is called depends on a number in a tensor, which a trace does not have. So the trace
+has both: the number and the comparison as operations, which draw from where the model draws, and
+the block as one operation (`dure.parallel.pipeline.untraced`) that is told the outcome. Where the
+block is not called, what it is given first stands for its result, or zeros (hidden + block(hidden)).
+
+That this is what the model does is tried on the model itself, with outcomes that are forced: all
+the other way, and every second one. It has to give the same as with these blocks replaced by what
+stands for them. A module of which that does not hold decides something else.
+
+Source: Fan et al. 2019, "Reducing Transformer Depth on Demand with Structured Dropout".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from dure.parallel.pipeline.observed import replaced, run_copy
+from dure.parallel.pipeline.place import module_of
+from dure.parallel.pipeline.untraced import Call, Like, Skip, skipped
+from dure.parallel.proof import first_difference, once_more
+from dure.randomness.seeds import generators_state, restore_generators
+
+Outcome = Callable[[int], bool]
+"""The outcome of a decision, by its number in a pass."""
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A module that decides which of its blocks it calls.
+
+    called_if: the outcome of a decision with which its block is called. guards: the decision before
+    each call that depends on one, by the block's name and the call's number among its own.
+    """
+
+    name: str
+    called_if: bool
+    skip: Skip
+    guards: Mapping[tuple[str, int], int]
+
+
+@torch.library.custom_op("dure::decision", mutates_args=())
+def _decision(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+@_decision.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+class Decisions:
+    """What the code of one module asks of tensors in one pass, and is told."""
+
+    def __init__(self, module: nn.Module, outcome: Outcome) -> None:
+        self.module = module
+        self.values: list[Tensor] = []
+        """The tensors on which was decided, in order."""
+        self._outcome = outcome
+        self._numbers: dict[int, int] = {}
+        self._asked: list[Tensor] = []
+
+    def decide(self, tensor: Tensor) -> bool:
+        """The outcome for a tensor: the same if it is asked again."""
+        if id(tensor) not in self._numbers:
+            # A tensor that is gone would leave its id to another one.
+            self._asked.append(tensor)
+            self._numbers[id(tensor)] = len(self.values)
+            self.values.append(torch.ops.dure.decision(tensor))
+        return self._outcome(self._numbers[id(tensor)])
+
+    def forget(self) -> None:
+        """A pass is over."""
+        self.values.clear()
+        self._numbers.clear()
+        self._asked.clear()
+
+
+@contextmanager
+def taken(all_decisions: Sequence[Decisions]) -> Iterator[None]:
+    """Inside, what the code of these modules asks of a tensor is a decision."""
+    by_module = {id(decisions.module): decisions for decisions in all_decisions}
+    before = {name: vars(Tensor).get(name) for name in ("__bool__", "item")}
+    ask = Tensor.__bool__
+    read = Tensor.item
+
+    def is_true(tensor: Tensor) -> bool:
+        decisions = by_module.get(id(module_of(sys._getframe(1))))
+        return ask(tensor) if decisions is None else decisions.decide(tensor)
+
+    def item(tensor: Tensor) -> Any:
+        decisions = by_module.get(id(module_of(sys._getframe(1))))
+        return read(tensor) if decisions is None else _Number(tensor, decisions)
+
+    Tensor.__bool__ = is_true  # type: ignore[method-assign]
+    Tensor.item = item  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            # Tensor inherits both.
+            delattr(Tensor, name) if method is None else setattr(Tensor, name, method)
+
+
+class _Number:
+    """The number in a tensor, which can be compared and nothing else: a trace does not have it."""
+
+    def __init__(self, tensor: Tensor, decisions: Decisions) -> None:
+        self._tensor = tensor
+        self._decisions = decisions
+
+    def __bool__(self) -> bool:
+        return self._decisions.decide(self._tensor != 0)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._decisions.decide(self._tensor < other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._decisions.decide(self._tensor <= other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._decisions.decide(self._tensor > other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._decisions.decide(self._tensor >= other)
+
+
+Made = list[tuple[str, int, int]]
+"""Calls that a module's code makes: of which module, how many decisions were made, and the number
+of the call among those of that module."""
+
+
+def chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
+    """How a module chooses among its blocks; None if that is not what it decides."""
+    try:
+        return _chooser(model, inputs, name)
+    except Exception:  # with other outcomes than its own a module may fail in any way
+        return None
+
+
+def _chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
+    runs = {outcome: _run(model, inputs, name, lambda _, o=outcome: o) for outcome in (False, True)}  # type: ignore[misc]
+    called_if = len(runs[True].made) > len(runs[False].made)
+    with_all = runs[called_if]
+    without = set(runs[not called_if].made_at)
+    guards = {
+        (block, number): decisions - 1
+        for block, decisions, number in with_all.made
+        if (block, decisions) not in without
+    }
+    if not guards or min(guards.values()) < 0 or len(set(guards.values())) < len(guards):
+        return None
+    for skip in ("given", "zeros"):
+        found = Chooser(name, called_if, skip, guards)  # type: ignore[arg-type]
+        if _holds(model, inputs, found, runs[not called_if].outputs):
+            return found
+    return None
+
+
+@dataclass
+class _Run:
+    """What a pass has given, and which calls the module's code has made."""
+
+    outputs: Any
+    made: Made
+
+    @property
+    def made_at(self) -> list[tuple[str, int]]:
+        """The calls by name and decisions."""
+        return [(block, decisions) for block, decisions, _ in self.made]
+
+
+def _run(
+    model: nn.Module,
+    inputs: Any,
+    name: str,
+    outcome: Outcome,
+    tried: Chooser | None = None,
+    skips: Outcome = lambda _: False,
+) -> _Run:
+    """One pass. skips: the decisions whose block is not called, by a chooser to be tried."""
+    module = model.get_submodule(name)
+    decisions = Decisions(module, outcome)
+    made: Made = []
+    counts: dict[str, int] = {}
+    # the modules that are at work, the innermost last
+    stack: list[str] = []
+
+    def around(child: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if stack:
+                return function(*args, **kwargs)
+            number = counts[child] = counts.get(child, -1) + 1
+            made.append((child, len(decisions.values), number))
+            before = generators_state()
+            stack.append(child)
+            try:
+                outputs = function(*args, **kwargs)
+            finally:
+                stack.pop()
+            guard = None if tried is None else tried.guards.get((child, number))
+            if tried is None or guard is None or not skips(guard):
+                return outputs
+            # A block that is not called draws nothing.
+            restore_generators(before)
+            return _stand_in(tried.skip, args, kwargs, outputs)
+
+        return noted
+
+    prefix = f"{name}." if name else ""
+    children = [f"{prefix}{path}" for path, _ in module.named_modules() if path]
+    with replaced(dict.fromkeys(children, around), model), taken([decisions]), torch.no_grad():
+        outputs = run_copy(model, inputs)
+    return _Run(outputs, made)
+
+
+def _stand_in(skip: Skip, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """What stands for a block's result."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves, structure = tree_flatten(outputs)
+    likes = tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    call = Call("", likes, structure, (), (), (), False, 0.0)
+    tensors = iter(skipped(call, skip, given))
+    return structure.unflatten(
+        [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    )
+
+
+def _holds(model: nn.Module, inputs: Any, found: Chooser, all_skipped: Any) -> bool:
+    """Whether the model gives without its blocks what it gives with what stands for them."""
+
+    def every(_: int) -> bool:
+        return True
+
+    def even(number: int) -> bool:
+        return number % 2 == 0
+
+    def odd(number: int) -> bool:
+        return number % 2 == 1
+
+    for pattern in (every, even, odd):
+        right = all_skipped
+        if pattern is not every:
+            forced = partial(_forced, found.called_if, pattern)
+            right = _run(model, inputs, found.name, forced).outputs
+        tried = _run(
+            model,
+            inputs,
+            found.name,
+            lambda _: found.called_if,
+            tried=found,
+            skips=pattern,
+        ).outputs
+        if not _alike(right, tried):
+            return False
+    return True
+
+
+def _forced(called_if: bool, skips: Outcome, number: int) -> bool:
+    return called_if != skips(number)
+
+
+def _alike(right: Any, tried: Any) -> bool:
+    one, form = tree_flatten(right)
+    other, other_form = tree_flatten(tried)
+    if form != other_form:
+        return False
+    tensors = [
+        ({"": a}, {"": b})
+        for a, b in zip(one, other, strict=True)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+    ]
+    return all(first_difference(a, b, tolerance=once_more) is None for a, b in tensors)

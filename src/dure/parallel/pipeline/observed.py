@@ -1,0 +1,165 @@
+"""What modules that are not traced are given and give: seen in one run of the model.
+
+The model runs forward once, on copies of its parameters and buffers, with the inputs on which it is
+traced; generators are put back. It needs the memory of one more model, and the time of a forward
+pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.parallel.pipeline.unseen import drawn
+from dure.parallel.pipeline.untraced import Call, Like, tensors_by_place
+from dure.randomness.seeds import generators_state, restore_generators
+
+
+def run_copy(model: nn.Module, inputs: Any) -> Any:
+    """What the model gives, run on copies of its parameters, its buffers and the inputs."""
+    before = generators_state()
+    try:
+        fresh = tree_map_only(Tensor, torch.clone, inputs)
+        return torch.func.functional_call(model, _copies(model), (fresh,))
+    finally:
+        restore_generators(before)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    # Copies of parameters too: forward passes may change them, as by max_norm.
+    return {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in _tensors_of(model)
+    }
+
+
+def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call]:
+    """The calls of these modules in a forward pass, in order; but for those inside of another."""
+    if not names:
+        return []
+    calls: list[Call] = []
+    own = {
+        name: [known for known, _ in _tensors_of(model.get_submodule(name), name)] for name in names
+    }
+    first = {id(tensor): name for name, tensor in _tensors_of(model)}
+    # names of a tensor that has several are those of the first
+    alias = {name: first[id(tensor)] for name, tensor in _tensors_of(model, every=True)}
+    known: dict[int, str] = dict(first)
+    inside: list[str] = []
+
+    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if inside:
+                return function(*args, **kwargs)
+            if len(known) == len(first):
+                # here, for the copies are in the model only while it runs
+                known.update((id(tensor), at) for at, tensor in _tensors_of(model))
+            inside.append(name)
+            try:
+                call, outputs = _noted(name, function, args, kwargs, known)
+            finally:
+                inside.pop()
+            uses = dict.fromkeys([*(alias[each] for each in own[name]), *call.uses])
+            call.uses = tuple(uses)
+            calls.append(call)
+            return outputs
+
+        return noted
+
+    with replaced({name: around for name in names}, model):
+        run_copy(model, inputs)
+    return calls
+
+
+def _tensors_of(
+    model: nn.Module, prefix: str = "", every: bool = False
+) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers, by name. every: also further names of the same tensor."""
+    unique: Any = {"prefix": prefix, "remove_duplicate": not every}
+    return [*model.named_parameters(**unique), *model.named_buffers(**unique)]
+
+
+def _noted(
+    name: str,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    known: Mapping[int, str],
+) -> tuple[Call, Any]:
+    """Calls a module, and looks at what it does. known: parameters and buffers by id."""
+    given = tensors_by_place(args, kwargs)
+    versions = {place: tensor._version for place, tensor in given.items()}
+    used = _Used(known)
+    state = torch.get_rng_state()
+    foreign = drawn()
+    with used, FlopCounterMode(display=False) as counter:
+        outputs = function(*args, **kwargs)
+    if drawn() != foreign:
+        raise ValueError(
+            f"module {name} draws random numbers from Python or numpy, which nobody seeds; draw "
+            "them from torch"
+        )
+    leaves, structure = tree_flatten(outputs)
+    call = Call(
+        name=name,
+        leaves=tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        structure=structure,
+        uses=tuple(used.names),
+        written=tuple(used.written()),
+        changed=tuple(
+            place for place, tensor in given.items() if tensor._version != versions[place]
+        ),
+        draws=not torch.equal(state, torch.get_rng_state()),
+        flops=float(counter.get_total_flops()),
+    )
+    return call, outputs
+
+
+class _Used(TorchDispatchMode):
+    """Notes which parameters and buffers operations are given, and which of them they change."""
+
+    def __init__(self, known: Mapping[int, str]) -> None:
+        super().__init__()
+        self.known = known
+        self.names: dict[str, None] = {}
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            name = self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None
+            if name is not None and name not in self.names:
+                self.names[name] = None
+                # Not their versions: batch norm changes its buffers unseen.
+                self._before[name] = leaf, leaf.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def written(self) -> list[str]:
+        """The names of those that were changed."""
+        return [
+            name for name, (now, before) in self._before.items() if not torch.equal(now, before)
+        ]
+
+
+@contextmanager
+def replaced(
+    by: Mapping[str, Callable[[str, Callable[..., Any]], Callable[..., Any]]], model: nn.Module
+) -> Iterator[None]:
+    """Inside, the `forward` of each of these modules is what `by` makes of its name and of it."""
+    modules = {name: model.get_submodule(name) for name in by}
+    before = {name: vars(module).get("forward") for name, module in modules.items()}
+    for name, module in modules.items():
+        module.forward = by[name](name, module.forward)
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            del module.forward
+            if before[name] is not None:
+                module.forward = before[name]

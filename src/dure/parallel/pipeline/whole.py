@@ -1,0 +1,125 @@
+"""Which modules of a model are one operation of its trace, because they cannot be traced.
+
+A trace is tried, and where it fails the innermost module of the user's whose code is the reason
+becomes one operation, with all others of its class: a router with its experts, in every layer. Then
+it is tried again; where it fails once more, with the module around. A module that leaves out blocks
+by chance (`dure.parallel.pipeline.choosing`) is traced, and the blocks are operations.
+
+What is left is a model that cannot be traced in its own code, outside of all modules: it is
+refused. Modules that are divided over tensor neighbours cannot be inside of such an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from dure.parallel.pipeline.choosing import Chooser, Decisions, chooser, taken
+from dure.parallel.pipeline.observed import observed
+from dure.parallel.pipeline.untraced import Block, Call, Skip, in_one_piece
+from dure.parallel.tensor.divided import Divided
+
+
+class UntraceableError(ValueError):
+    """A model cannot be traced. said: why, as the end of a sentence.
+
+    modules: in whose code, the innermost last. of_data: because of numbers in tensors.
+    """
+
+    def __init__(self, kind: str, said: str, modules: list[str], of_data: bool) -> None:
+        super().__init__(f"a {kind} cannot be cut, for {said}")
+        self.said = said
+        self.modules = modules
+        self.of_data = of_data
+
+
+class Untraced:
+    """The modules of a model that are one operation. reasons: why, by name."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._choosers: dict[str, Chooser] = {}
+        self._no_choosers: set[str] = set()
+
+    def widen(self, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
+        """Makes of one module more, or of several alike, one operation; False if there is none."""
+        for name in reversed(error.modules):
+            if self._is_chooser(model, inputs, name, error):
+                return True
+            if name and name not in self.reasons and _is_users(model.get_submodule(name)):
+                self._add(model, name, error.said)
+                return True
+        return False
+
+    def _is_chooser(
+        self, model: nn.Module, inputs: Any, name: str, error: UntraceableError
+    ) -> bool:
+        """Whether a module leaves out blocks by chance, which was not known before."""
+        innermost = name == error.modules[-1]
+        if not innermost or not error.of_data or name in self._choosers:
+            return False
+        if name in self._no_choosers:
+            return False
+        found = chooser(model, inputs, name)
+        if found is None:
+            self._no_choosers.add(name)
+            return False
+        self._choosers[name] = found
+        for block, _ in found.guards:
+            self.reasons.setdefault(block, error.said)
+        return True
+
+    def _add(self, model: nn.Module, name: str, said: str) -> None:
+        kind = type(model.get_submodule(name))
+        for other, module in model.named_modules():
+            if other and type(module) is kind:
+                self.reasons.setdefault(other, said)
+        for other in self.reasons:
+            inside = model.get_submodule(other).modules()
+            if any(isinstance(module, Divided) for module in inside):
+                raise ValueError(
+                    f"module {other} cannot be traced, and layers in it are divided over tensor "
+                    f"neighbours: divide other layers, or take one stage; {said}"
+                )
+
+    @contextmanager
+    def hidden(self, model: nn.Module, inputs: Any) -> Iterator[list[Block]]:
+        """Inside, these modules are operations of a trace; what they stand for is in the list."""
+        if not self.reasons:
+            yield []
+            return
+        with ExitStack() as stack:
+            asked = [
+                (one, Decisions(model.get_submodule(one.name), lambda _, o=one.called_if: o))  # type: ignore[misc]
+                for one in self._choosers.values()
+            ]
+            stack.enter_context(taken([decisions for _, decisions in asked]))
+            # With the outcomes of the trace, so that all blocks are called.
+            calls = observed(model, inputs, self.reasons)
+            for _, decisions in asked:
+                decisions.forget()
+            yield stack.enter_context(in_one_piece(model, calls, _Guards(asked)))
+
+
+class _Guards:
+    """Tells whether a call depends on a decision."""
+
+    def __init__(self, asked: list[tuple[Chooser, Decisions]]) -> None:
+        self._asked = asked
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, call: Call) -> tuple[Tensor, Skip, bool] | None:
+        number = self._counts[call.name] = self._counts.get(call.name, -1) + 1
+        for one, decisions in self._asked:
+            guard = one.guards.get((call.name, number))
+            # In evaluation nothing is decided.
+            if guard is not None and guard < len(decisions.values):
+                return decisions.values[guard], one.skip, one.called_if
+        return None
+
+
+def _is_users(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.")
