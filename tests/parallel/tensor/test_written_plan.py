@@ -18,10 +18,12 @@ from dure.parallel.tensor import (
     Cut,
     Enter,
     Join,
+    Leave,
     OnShards,
     Output,
     OwnDraws,
     Row,
+    Tensors,
     Vocabulary,
 )
 from dure.parallel.tensor.written_plan import TensorPlan
@@ -106,19 +108,21 @@ kinds = st.one_of(
         dimension,
         st.booleans(),
     ),
-    st.builds(Row, small, st.booleans(), dimension),
+    st.builds(Row, small, st.booleans(), dimension, st.booleans()),
     st.builds(Vocabulary, dimension),
     st.builds(Output, st.booleans(), st.booleans(), dimension),
     st.builds(
         Attributes,
-        st.sampled_from(["heads", "n_head"]),
+        st.sampled_from(["heads", "config.n_head"]),
         st.sampled_from(["width", "kv"]),
         units=st.none() | small,
     ),
     st.builds(Enter, dimension, st.sampled_from(["hidden_states", "x"])),
-    st.builds(Cut, st.integers(0, 2)),
+    st.builds(Leave, dimension),
+    st.builds(Cut, st.integers(0, 2), st.sampled_from(["hidden_states", "x"]), st.none() | small),
     st.builds(Join, st.integers(0, 2)),
-    st.builds(OnShards),
+    st.builds(OnShards) | st.builds(OnShards, st.just("scale"), st.just("shift")),
+    st.builds(Tensors, st.just("table"), dim=st.integers(-1, 2), blocks=small, unit=small),
     st.builds(OwnDraws),
 )
 patterns = st.from_regex(r"\A([a-z_0-9*]+(\.[a-z_0-9*]+){0,2})?\Z")

@@ -59,12 +59,25 @@ def state_of(held: Held) -> dict[str, Any]:
 
 def _passing_buffers(held: Held) -> dict[str, Tensor]:
     """Those of all stages that a state_dict leaves out, on rank 0; all ranks call it."""
-    own = passing_buffers(held.model) if _writes(held) else {}
+    divided = divisions(held.model)
+    own = {}
+    for name, value in passing_buffers(held.model).items():
+        # Every tensor neighbour takes part in the joining, though only the first one writes.
+        own[name] = _whole(value, divided.get(name)) if name in held.names else value
     mine = {name: value for name, value in own.items() if held.is_first(name)}
+    mine = mine if _writes(held) else {}
     found: dict[str, Tensor] = {}
     for part in held.group.gather_bytes(tree_to_bytes(to_cpu(mine))):
         found |= tree_from_bytes(part)
     return found
+
+
+def _whole(tensor: Tensor, how: tuple[Division, Group] | None) -> Tensor:
+    """A tensor of which this rank may hold a part; all tensor neighbours call it."""
+    if how is None:
+        return tensor
+    division, group = how
+    return gathered(tensor, group.unmetered(), division)
 
 
 def part_of(held: Held) -> dict[str, Any]:
@@ -104,11 +117,8 @@ def _joined(
     state: Mapping[str, Any], parameter: Tensor, how: tuple[Division, Group] | None
 ) -> dict[str, Any]:
     """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
-    if how is None:
-        return dict(state)
-    division, group = how
     return {
-        key: gathered(value, group.unmetered(), division)
+        key: _whole(value, how)
         if isinstance(value, Tensor) and value.shape == parameter.shape
         else value
         for key, value in state.items()
@@ -120,22 +130,34 @@ def _own_part(held: Held, name: str, state: Mapping[str, Any]) -> dict[str, Any]
     how = divisions(held.model).get(name)
     if how is None:
         return dict(state)
-    division, group = how
+    division, _ = how
     # the undivided shape, by which tensors that are to be cut are told from numbers
     shape = list(held.parameters[name].shape)
     shape[division.dim] = division.length
     return {
-        key: division.part(value, group.rank, group.size)
+        key: _part(value, how)
         if isinstance(value, Tensor) and list(value.shape) == shape
         else value
         for key, value in state.items()
     }
 
 
+def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
+    """What this rank holds of a tensor."""
+    if how is None:
+        return whole
+    division, group = how
+    return division.part(whole, group.rank, group.size)
+
+
 def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Takes this rank's part of a checkpoint, of this mesh or another."""
     _restore_weights(held, weights)
-    buffers = {name: value for name, value in state["buffers"].items() if name in held.names}
+    divided = divisions(held.model)
+    buffers = {}
+    for name, value in state["buffers"].items():
+        if name in held.names:
+            buffers[name] = _part(value, divided.get(name))
     load_passing_buffers(held.model, buffers)
     _restore_optimizer(held, state["parts"])
     held.step = state["step"]
@@ -154,10 +176,7 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
                 held.model.get_submodule(module).set_extra_state(value)
             # Other stages' parameters have no memory here (`forget`).
             elif held.first_name[name] in held.names:
-                if name in divided:
-                    division, group = divided[name]
-                    value = division.part(value, group.rank, group.size)
-                own[name].copy_(value)
+                own[name].copy_(_part(value, divided.get(name)))
     if held.zero is not None and held.zero.stage == 1:
         # In stages 2 and 3 ZeRO takes what was written when `whole` ends; in stage 1, where `whole`
         # does nothing, it is told here. It knows the parameters by their places.

@@ -23,6 +23,7 @@ Cost: a step of one worker, one of the divided model, and a forward pass of each
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ class _Trial:
         undivided = twins.one()
         self.right = passed(undivided, examples, loss, self._own_part)
         self.names = _names(undivided)
-        self.tried = _passed_divided(divided, examples, divided_loss or loss)
+        self.tried = self._passed(divided, examples, divided_loss or loss)
         for name, parameter in divided.named_parameters():
             parameter.grad = self.tried.gradients[name]
         self.norm = float(gradient_norm(divided, group))
@@ -147,6 +148,19 @@ class _Trial:
         if name not in self.parts:
             return gradient
         return self.parts[name][0].part(gradient, self.group.rank, self.group.size)
+
+    def _passed(self, divided: nn.Module, examples: Examples, loss: LossOf) -> Passed:
+        try:
+            return passed(divided, examples, loss)
+        except DureError:
+            raise
+        except Exception as error:
+            name = _module_that_failed(divided, error)
+            where = "" if name is None else f" in {name} ({said(self.plan, [f'{name}.'])})"
+            raise PlanError(
+                f"divided by the plan, the model fails{where}, which it does not undivided: "
+                f"{type(error).__name__}: {error}: {ADVICE}"
+            ) from error
 
     @property
     def computed_in(self) -> torch.dtype | None:
@@ -342,10 +356,19 @@ class _Trial:
         too_often = is_right(tried / self.group.size)
         rows = agreeing.all_gather_values([float(summed), float(too_often)], "the proof")
         if all(row[0] for row in rows):
-            return " (the sum over the ranks is right, as OnShards() of its module makes it)"
+            return f" (the sum over the ranks is right, as {self._on_shards(name)} makes it)"
         if all(row[1] for row in rows):
             return f" (it is {self.group.size} times too large: it is summed once too often)"
         return ""
+
+    def _on_shards(self, name: str) -> str:
+        """What sums the gradient of a parameter."""
+        module, _, own = name.rpartition(".")
+        within = f"{module}." if module else ""
+        # A module that has others in it may compute on shards while those do not.
+        others = (other for other in self.right.gradients if other.startswith(within))
+        alone = all("." not in other.removeprefix(within) for other in others)
+        return "OnShards() of its module" if alone else f"OnShards({own!r}) of its module"
 
     def _of_draw(self, place: int) -> str:
         whole: Drawn = self.right.settled.drawn[place]
@@ -361,16 +384,14 @@ class _Trial:
         )
 
 
-def _passed_divided(model: nn.Module, examples: Examples, loss: LossOf) -> Passed:
-    try:
-        return passed(model, examples, loss)
-    except DureError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"divided by the plan, the model fails, which it does not undivided: "
-            f"{type(error).__name__}: {error}: {ADVICE}"
-        ) from error
+def _module_that_failed(model: nn.Module, error: BaseException) -> str | None:
+    """The innermost module inside of a model that was being called; None if none was."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        found = names.get(id(owner), found)
+    return found
 
 
 def _alike(one: Tensor, other: Tensor | None) -> bool:
