@@ -94,9 +94,9 @@ class MetaEngine(Engine):
     def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
         try:
             return self._trained(job, steps)
-        except DureError:
+        except (DureError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise failed(job, error) from error
 
     def _trained(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:

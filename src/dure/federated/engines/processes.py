@@ -37,6 +37,7 @@ from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.child import live, note_of
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.shared import Layout, Outputs, Slots
+from dure.machine.ended import how_it_ended
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
@@ -217,12 +218,7 @@ class ProcessesEngine(Engine):
         self._children.remove(child)
         child.connection.close()
         self.close()
-        code = os.waitstatus_to_exitcode(status)
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with status {code}"
-        )
+        how = how_it_ended(os.waitstatus_to_exitcode(status))
         raise WorkerFailedError(*_named(chunk), f"the process that trained for it {how}")
 
     def _start(self) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
-from dure.errors import DureError, PlanError
+from dure.errors import DureError, PlanError, described
 from dure.parallel.proof import SMALL, first_difference, tolerance_of
 from dure.parallel.settled import Drawn
 from dure.parallel.tensor.dividing import divide, fits, share_weights
@@ -369,7 +369,7 @@ def _passed_divided(model: nn.Module, examples: Examples, loss: LossOf) -> Passe
     except Exception as error:
         raise PlanError(
             f"divided by the plan, the model fails, which it does not undivided: "
-            f"{type(error).__name__}: {error}: {ADVICE}"
+            f"{described(error)}: {ADVICE}"
         ) from error
 
 
