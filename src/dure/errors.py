@@ -9,17 +9,68 @@ from __future__ import annotations
 
 import difflib
 import math
+import pickle
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+MOST_OF_A_TEXT = 10_000
+"""Signs of an error's text that are told: it may be as long as its class likes."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, in signs that every file and message can hold.
+
+    A class of a user's own makes its text, and may fail in that: then the text says so, so that the
+    error itself is told and not another one.
+    """
+    try:
+        text = str(error)
+    except BaseException as another:
+        text = f"(its text cannot be printed: {type(another).__name__})"
+    if len(text) > MOST_OF_A_TEXT:
+        text = f"{text[:MOST_OF_A_TEXT]} ({len(text) - MOST_OF_A_TEXT:,} more signs)"
+    return _writable(text)
+
+
+def described(error: BaseException) -> str:
+    """An error as its class and what it says: "ValueError: the shapes differ"."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; "nothing" where it says nothing."""
+    return (text_of(error).strip() or "nothing").split("\n")[0]
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error, as text that every file and message can hold."""
+    return _writable("".join(traceback.format_exception(error)))
+
+
+def _writable(text: str) -> str:
+    """The text without halves of signs, which Python allows and UTF-8 does not."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
 
 class DureError(Exception):
     """Base of all errors that dure itself raises."""
 
     exit_code = 1
+
+
+def travels(error: DureError) -> bool:
+    """Whether a process of the same program makes the same error of its pickle.
+
+    One of a user's own class may have arguments that are no such, or a class that is found nowhere.
+    """
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return type(again) is type(error)
 
 
 class DataError(DureError):
@@ -149,13 +200,15 @@ class WorkerFailedError(DureError):
 def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
     """`sys.exit` in the user's own code, with whatever status, is a failure like any other.
 
-    Raises WorkerFailedError for it: the process is to end neither silently nor with status 0.
+    Raises WorkerFailedError for it, and for whatever else is no Exception but Ctrl-C: the process
+    is to end neither silently nor with status 0.
     """
     try:
         yield
-    except SystemExit as error:
-        text = "".join(traceback.format_exception(error))
-        raise WorkerFailedError(who, step, f"SystemExit: {error}", text) from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise WorkerFailedError(who, step, described(error), traceback_of(error)) from error
 
 
 class MismatchError(DureError, RuntimeError):

@@ -34,7 +34,7 @@ from typing import Any
 
 import cloudpickle
 
-from dure.errors import suggestion
+from dure.errors import described, suggestion
 
 
 def load(reference: str, base: type | None = None) -> type[Any]:
@@ -235,10 +235,12 @@ def _run(path: Path, name: str) -> ModuleType:
         with _importing_from(path.parent):
             spec.loader.exec_module(module)
     # A file that ends its process when it is run has failed as well.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         # Half a module must not be found the next time.
         del sys.modules[name]
-        raise ValueError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(f"{path} could not be loaded: {described(error)}") from error
     cloudpickle.register_pickle_by_value(module)
     return module
 
@@ -252,9 +254,7 @@ def from_import_path(name: str, folder: Path | None = None) -> ModuleType:
         with _importing_from(Path.cwd() if folder is None else folder):
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"the module {name} could not be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"the module {name} could not be imported: {described(error)}") from error
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ from dure.cli.flags import (
     value_of,
 )
 from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
-from dure.errors import DureError, WorkerFailedError, suggestion
-from dure.machine.streams import open_streams
+from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
+from dure.machine.streams import nobody_reads, open_streams
 from dure.report.words import printable
 from dure.worlds.launched import leads_here, under_torchrun
 
@@ -108,17 +108,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _warnings_in_a_line():
             return _dispatch(given)
-    except BrokenPipeError:  # `dure --help | head`: nobody reads on
-        # Python flushes standard output once more at its end, and would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
         return 130
     except Shown:  # --help
         return 0
-    # SystemExit: code of the user's own that would end the process as if all were well.
-    except (Exception, SystemExit) as error:
+    # Not only Exceptions: code of the user's own may raise SystemExit, which would end the process
+    # as if all were well.
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads(1):  # `dure --help | head`
+            # Python flushes standard output once more at its end, and would complain there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 0
         if debug:
             traceback.print_exc()
         # The worker's own traceback, from the process in which it failed.
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # of which the traceback says more.
         foreseen = isinstance(error, (DureError, ValueError, ImportError))
         own = foreseen and not isinstance(error, WorkerFailedError)
-        text = str(error) if foreseen else f"{type(error).__name__}: {error}"
+        text = (foreseen and text_of(error).strip()) or described(error)
         print(
             f"dure: {_one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
             file=sys.stderr,
@@ -319,13 +320,13 @@ def _compare(given: list[str]) -> int:
         return max((error.exit_code for error in done.failed.values()), default=0)
     summaries = [run.summary for run in done.runs]
     if how.json:
-        failed = {label: str(error) for label, error in done.failed.items()}
+        failed = {label: text_of(error) for label, error in done.failed.items()}
         print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
     elif summaries:
         console = error_console()
         console.print(table(summaries, console))
     for label, error in done.failed.items():
-        print(f"dure: {label}: {error}", file=sys.stderr)
+        print(f"dure: {label}: {_one_line(text_of(error))}", file=sys.stderr)
     print(f"report: {done.report}", file=sys.stderr)
     interrupted = any(summary["ended"] == "interrupt" for summary in summaries)
     return (

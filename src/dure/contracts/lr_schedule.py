@@ -19,6 +19,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dure.errors import described
+
 LRSchedule = Callable[[int], float]
 
 
@@ -50,7 +52,7 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise ValueError(
-            f"lr_schedule(0) raised {type(error).__name__}: {error}; it is a function of the step "
+            f"lr_schedule(0) raised {described(error)}; it is a function of the step "
             f"that gives a factor, such as lr_lambda of torch's LambdaLR"
         ) from error
     groups = getattr(optimizer, "param_groups", None)  # some only look like one

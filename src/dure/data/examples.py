@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dure.data.keys import keys_of
-from dure.errors import DataError
+from dure.errors import DataError, described
 
 
 class Examples:
@@ -181,7 +181,7 @@ class DatasetExamples(Examples):
             return self.dataset[index][1]
         except Exception as error:
             raise DataError(
-                f"the dataset cannot give example {index}: {type(error).__name__}: {error}"
+                f"the dataset cannot give example {index}: {described(error)}"
             ) from error
 
     @staticmethod

@@ -16,7 +16,6 @@ import itertools
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dure.data.examples import Examples
-from dure.errors import WorkerFailedError
+from dure.errors import WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_device
 from dure.machine.threads import set_own_threads
 from dure.randomness.seeds import generators_state, restore_generators
@@ -237,9 +236,8 @@ class _Steps(Dataset[Any]):
             self.seed(step)
             batch = self.examples.batch(self.indices(step))
         except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {error}"
             return WorkerFailedError(
-                f"loader {loader}", f"step {step + 1}", reason, traceback.format_exc()
+                f"loader {loader}", f"step {step + 1}", described(error), traceback_of(error)
             )
         return batch, generators_state(), loader, start, time.perf_counter()
 

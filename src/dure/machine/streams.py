@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 
 
 def open_streams() -> None:
@@ -17,3 +18,10 @@ def open_streams() -> None:
         except OSError:
             # Mostly open gives this very number, the lowest that is free.
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
+
+
+def nobody_reads(descriptor: int) -> bool:
+    """Whether it is a pipe whose reader is gone."""
+    looks = select.poll()
+    looks.register(descriptor, 0)  # errors are told unasked
+    return any(event & select.POLLERR for _, event in looks.poll(0))

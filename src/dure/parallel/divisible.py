@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from dure.errors import described, text_of
+
 _ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.ASGD,
@@ -97,10 +99,10 @@ def _problem(
         )
         _steps(optimizer, [[piece] for piece in pieces], [cut(gradient) for gradient in gradients])
     except Exception as error:
-        needs_closure = isinstance(error, TypeError) and "closure" in str(error)
+        needs_closure = isinstance(error, TypeError) and "closure" in text_of(error)
         if together and not needs_closure:
             return None  # that of a user, who knows better: most treat each parameter for itself
-        return f"trying it out failed ({type(error).__name__}: {error})"
+        return f"trying it out failed ({described(error)})"
     if torch.equal(_joined(whole), _joined(pieces)):
         return None
     return f"it updates {what} otherwise than together"

@@ -18,7 +18,7 @@ import msgspec
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
-from dure.errors import DureError, exit_is_a_failure
+from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.job import Job
@@ -147,7 +147,7 @@ def _report(folder: Path, asked: Mapping[str, Any], names: list[str], done: Comp
     """Writes comparison.json and the page. names: the runs' folders."""
     from dure.report import write_report
 
-    failed = {label: str(error) for label, error in done.failed.items()}
+    failed = {label: text_of(error) for label, error in done.failed.items()}
     content = {**asked, "runs": names, "failed": failed}
     text = msgspec.json.format(msgspec.json.encode(content)) + b"\n"
     write_atomically(folder / "comparison.json", text)

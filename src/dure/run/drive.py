@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from dure.contracts.strategy import (
     Place,
     Progress,
 )
-from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept, memory_returned
 from dure.machine.threads import threads, threads_for
@@ -88,8 +87,8 @@ def _drive(job: Job, place: Place) -> Outcome:
         # An error of the user's own code, or of ours: told with the rank and the step. So is
         # SystemExit, which would end the process as if all were well.
         where = learner.where if learner is not None else f"rank {place.group.rank}"
-        reason = f"{type(error).__name__}: {error}"
-        raise WorkerFailedError(where, place.group.step, reason, traceback.format_exc()) from error
+        step = place.group.step
+        raise WorkerFailedError(where, step, described(error), traceback_of(error)) from error
     finally:
         try:
             # First, since threads of the run may draw from the generators until they end.

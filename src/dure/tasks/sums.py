@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dure.contracts.metric import Metric, SumMetric, as_number, ratio
+from dure.errors import described
 
 MOST_FORM = 10_000
 """Characters of a form, which may come from anybody."""
@@ -80,7 +81,7 @@ def added(metric: Metric | None, rows: Sequence[Sequence[float]], form: str) -> 
     try:
         return as_number(metric.compute(tree))
     except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(described(error)) from error
 
 
 def _shaped(form: str, flat: Tensor) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from dure.contracts.metric import Metric, SumMetric, as_number, as_sum, ratio
-from dure.errors import DureError
+from dure.errors import DureError, described
 from dure.tasks.libraries import is_of_a_library, of_all
 from dure.tasks.sums import Leaf, Sums, form_of
 
@@ -130,8 +130,7 @@ class Tally:
             raise
         except Exception as error:
             raise ValueError(
-                f"the metric {self.name!r} failed: {type(error).__name__}: "
-                f"{' '.join(str(error).split())}"
+                f"the metric {self.name!r} failed: {' '.join(described(error).split())}"
             ) from error
 
     def _add(self, given: Any) -> None:

@@ -436,3 +436,16 @@ def test_ctrl_c_while_the_fork_server_starts_is_the_parents_alone(pause: float) 
         os.killpg(parent.pid, signal.SIGINT)
         _, said = parent.communicate(timeout=60)
     assert (parent.returncode, said) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+)
+def test_what_ends_its_parent_leaves_the_fork_server_to_clear_up(sent: int) -> None:
+    """A closed terminal sends SIGHUP to all, and the server has the folders to remove."""
+    server.ready()
+    before = server.pid
+    assert before is not None
+    os.kill(before, sent)
+    run(2, lambda place: None)
+    assert server.pid == before

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.errors import text_of
 from dure.federated.algorithm import Own
 from dure.machine.devices import home_of, to_device
 from dure.protocol.messages import Measured
@@ -254,6 +255,6 @@ def measured_by(
 
 def told(error: Exception) -> str:
     """An error in a line."""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     # A metric that failed has said so itself (`dure.tasks.tally`).
     return text if text.startswith("the metric ") else f"{type(error).__name__}: {text}"

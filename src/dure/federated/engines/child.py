@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dure.errors import DureError, WorkerFailedError
+from dure.errors import DureError, WorkerFailedError, traceback_of, travels
 from dure.federated.engines.job import Engine, Job, Measures, Reference, Trained
 from dure.federated.engines.loop import failed
 from dure.federated.engines.progress import Progress
@@ -141,7 +141,8 @@ def _do(
         for trained in inner.train(jobs):
             results.append(trained)
             progress.done(len(results))
-    except (Exception, SystemExit) as raised:
+    # Ctrl-C is ignored here (`live`): a KeyboardInterrupt is the user's own code's.
+    except BaseException as raised:
         # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
@@ -175,8 +176,8 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
 def _portable(error: BaseException, job: Job) -> DureError:
     """An error that can be pickled, with its traceback as text where the parent cannot have it."""
     if isinstance(error, WorkerFailedError):
-        text = "".join(traceback.format_exception(error.__cause__ or error))
+        text = traceback_of(error.__cause__ or error)
         return WorkerFailedError(error.who, error.step, error.reason, error.traceback or text)
-    if isinstance(error, DureError):
+    if isinstance(error, DureError) and travels(error):
         return error
     return _portable(failed(job, error), job)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dure.contracts.lr_schedule import scale
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import DureError, WorkerFailedError
+from dure.errors import DureError, WorkerFailedError, described
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.noised import Noised, NoisedSteps
 from dure.federated.engines.objective import Objective, OwnObjective
@@ -128,9 +128,9 @@ class LoopEngine(Engine):
                 samples = self._steps(job, losses, counts)
             else:
                 samples = self._noised_steps(self.noised, job, losses, counts)
-        except (DureError, _NoGradientError):
+        except (DureError, _NoGradientError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             # A loss that was not finite before the error is the likelier cause: it is told instead.
             failure = loss_failure(_values(losses))
             if failure is None:
@@ -271,7 +271,7 @@ def check_frozen(frozen: Frozen, job: Job) -> None:
 
 def failed(job: Job, error: BaseException) -> WorkerFailedError:
     """What the user reads of an error of his own code."""
-    return WorkerFailedError(job.who, f"round {job.round + 1}", f"{type(error).__name__}: {error}")
+    return WorkerFailedError(job.who, f"round {job.round + 1}", described(error))
 
 
 def _values(losses: Sequence[Tensor]) -> list[float]:

@@ -96,9 +96,9 @@ class MetaEngine(Engine):
             if job.measures is not None:
                 raise ValueError(f"the engine {self.name} does not measure a {job.measures}")
             return self._trained(job, steps)
-        except DureError:
+        except (DureError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise failed(job, error) from error
 
     def _trained(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:

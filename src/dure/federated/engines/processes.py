@@ -39,6 +39,7 @@ from dure.federated.engines.child import live, note_of
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.progress import DEADLINE, Patience, Progress, named, silent
 from dure.federated.engines.shared import Layout, Outputs, Slots
+from dure.machine.ended import how_it_ended
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
@@ -276,8 +277,7 @@ def _ended(pid: int) -> str:
         except ChildProcessError:  # somebody else has waited for it
             return "ended"
         if found:
-            code = os.waitstatus_to_exitcode(status)
-            return f"was killed by {_signal(-code)}" if code < 0 else f"ended with status {code}"
+            return how_it_ended(os.waitstatus_to_exitcode(status))
         time.sleep(0.005)
     # It lives: the user's own code has closed what was not its own.
     os.kill(pid, signal.SIGKILL)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dure.contracts.task import Loss as TaskLoss
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.errors import first_line
 from dure.federated.engines import layers, pooling
 from dure.federated.engines.layers import Layer, Pair
 from dure.federated.engines.losses import (
@@ -208,7 +209,7 @@ def _try(
             )
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
-                f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
+                f"a layer has inputs of another shape than usual: {first_line(error)}"
             ) from error
         for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
             # With lr 1 the step is the gradient. Its own rounding is relative to its largest
@@ -229,7 +230,7 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
         raise
     except Exception as error:
         # Where a client meets it, the error names the client.
-        raise CannotBatchError(f"the loss fails: {str(error).splitlines()[0]}") from error
+        raise CannotBatchError(f"the loss fails: {first_line(error)}") from error
     if not found.counted:
         raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
     return found.loss
@@ -290,7 +291,8 @@ class _Reader:
         except CannotBatchError:
             raise
         except Exception as error:
-            raise CannotBatchError(f"the model's forward depends on its inputs: {error}") from error
+            reason = first_line(error)
+            raise CannotBatchError(f"the model's forward depends on inputs: {reason}") from error
         # Traced once, it would not be asked again how it computes.
         if _kept_by(model) != before:
             raise CannotBatchError("the model's forward changes what the model keeps")

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.contracts.strategy import another, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.errors import described
 from dure.machine.devices import home_of, to_device
 from dure.parallel.local import parts
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -69,7 +70,7 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
         )
     except Exception as error:
         same = False
-        reason = f" ({type(error).__name__}: {error})".replace("\n", " ")
+        reason = f" ({described(error)})".replace("\n", " ")
     else:
         reason = ""
     finally:

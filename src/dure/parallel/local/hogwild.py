@@ -28,7 +28,6 @@ import math
 import operator
 import os
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -49,7 +48,7 @@ from dure.contracts.strategy import (
 )
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size
-from dure.errors import DureError, LossNotFiniteError, WorkerFailedError
+from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_cpu, to_device
 from dure.parallel.local.replicas import refresh, replica
 from dure.parallel.local.single import SingleLearner
@@ -155,9 +154,8 @@ class Hog:
                 self.learner.stop_all()
                 if isinstance(error, (DureError, KeyboardInterrupt)):
                     raise
-                reason = f"{type(error).__name__}: {error}"
                 raise WorkerFailedError(
-                    self.meter.name, f"step {step + 1}", reason, traceback.format_exc()
+                    self.meter.name, f"step {step + 1}", described(error), traceback_of(error)
                 ) from error
             ran = Ran(*map(operator.add, ran, made))
             if self.learner.stopping():

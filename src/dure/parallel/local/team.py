@@ -14,7 +14,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from dure.contracts.strategy import Place
-from dure.errors import DureError, WorkerFailedError
+from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.threads import set_own_threads, threads_for
 from dure.record.meter import Meter
 
@@ -132,9 +131,8 @@ class Team:
         # dure's own errors say enough; an interrupt is not a failure of the worker
         if isinstance(error, (DureError, KeyboardInterrupt)):
             raise error
-        text = "".join(traceback.format_exception(error))
-        reason = f"{type(error).__name__}: {error}"
-        raise WorkerFailedError(f"{self.name} {outcome.worker}", step, reason, text) from error
+        who = f"{self.name} {outcome.worker}"
+        raise WorkerFailedError(who, step, described(error), traceback_of(error)) from error
 
     def _live(self, worker: int) -> None:
         device = self.devices[worker]

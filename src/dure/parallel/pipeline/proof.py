@@ -37,6 +37,7 @@ from torch.utils._pytree import (
     tree_map_only,
 )
 
+from dure.errors import first_line
 from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
@@ -210,7 +211,7 @@ class _Whole:
             return tree_flatten(self.model(_fresh(on.inputs)))
         except Exception as error:
             place = place_of(error, self.model)
-            said = str(error).strip().split("\n")[0]
+            said = first_line(error)
             raise ValueError(
                 f"a {type(self.model).__name__} fails in {on.when}"
                 f"{f', in {place}' if place else ''}: {type(error).__name__}: {said}"

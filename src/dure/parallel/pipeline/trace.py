@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from dure.errors import first_line
 from dure.parallel.pipeline.memory import (
     attribute,
     changed_by,
@@ -362,7 +363,7 @@ def _why(error: Exception, model: nn.Module) -> tuple[str, bool]:
             f"what it does{at} depends on numbers in tensors, drawn or computed, which a trace "
             "does not have; make its control flow independent of the data, such as by torch.where"
         ), True
-    reason = str(error).strip().split("\n")[0]
+    reason = first_line(error)
     return (
         f"torch.export cannot trace it{at} ({type(error).__name__}: {reason}); make its control "
         "flow independent of the data"

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
-from dure.errors import DureError, PlanError
+from dure.errors import DureError, PlanError, described
 from dure.parallel.proof import SMALL, first_difference, tolerance_of
 from dure.parallel.settled import Drawn
 from dure.parallel.tensor.dividing import divide, fits, share_weights
@@ -159,7 +159,7 @@ class _Trial:
             where = "" if name is None else f" in {name} ({said(self.plan, [f'{name}.'])})"
             raise PlanError(
                 f"divided by the plan, the model fails{where}, which it does not undivided: "
-                f"{type(error).__name__}: {error}: {ADVICE}"
+                f"{described(error)}: {ADVICE}"
             ) from error
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dure.contracts.strategy import STOP, Learner, Place, Progress
 from dure.contracts.task import Task
-from dure.errors import LossNotFiniteError, PeerLostError
+from dure.errors import LossNotFiniteError, PeerLostError, described, traceback_of
 from dure.parameter_server.compressed import push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
@@ -86,8 +85,8 @@ def _tell(error: BaseException, who: str, step: str, port: Port) -> None:
     if isinstance(error, LossNotFiniteError):
         port.say(MANAGER, Failed(error.where, error.when, "loss", str(error), value=error.loss))
         return
-    reason = f"{type(error).__name__}: {error}"
-    port.say(MANAGER, Failed(who, step, "error", reason, traceback.format_exc()[-20_000:]))
+    reason = described(error)
+    port.say(MANAGER, Failed(who, step, "error", reason, traceback_of(error)[-20_000:]))
 
 
 class ProcessesLearner(Learner):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.errors import PeerLostError, warn
+from dure.errors import PeerLostError, text_of, warn
 from dure.parameter_server.messages import server, worker
 from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import rank_of
@@ -112,4 +112,4 @@ def _lost(error: BaseException) -> Lost:
     """What others are told of an error of the leader."""
     if isinstance(error, PeerLostError):
         return Lost(error.ranks, error.operation, error.step, error.reason)
-    return Lost((0,), "the run", "the training", f"failed: {error}")
+    return Lost((0,), "the run", "the training", f"failed: {text_of(error)}")

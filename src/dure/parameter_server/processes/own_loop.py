@@ -38,7 +38,7 @@ from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
 from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
 from dure.contracts.strategy import Place
-from dure.errors import PeerLostError
+from dure.errors import PeerLostError, described
 from dure.parallel.data.reducer import check_alike
 from dure.parallel.zero.agreement import agreed
 from dure.parameter_server.embeddings import check_no_tables
@@ -240,7 +240,7 @@ def _serve(plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port) 
     except PeerLostError:
         raise
     except BaseException as error:
-        port.say(MANAGER, Failed(name, "the training", "error", f"{type(error).__name__}: {error}"))
+        port.say(MANAGER, Failed(name, "the training", "error", described(error)))
         raise
     finally:
         port.close()

@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dure.errors import PeerLostError
+from dure.errors import PeerLostError, described
 from dure.parameter_server.gradients import no_gradient, write_gradients
 from dure.parameter_server.messages import MANAGER, Envelope, worker
 from dure.parameter_server.plan import Plan
@@ -178,7 +178,7 @@ class Worker:
             self.leave()
             return
         if not self._ended:
-            reason = f"{type(error).__name__}: {error}"
+            reason = described(error)
             self._port.say(MANAGER, Failed(self._side.name, self._step, "error", reason))
             self._ended = "it has left by an error"
         self._end()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.errors import described, first_line
 from dure.parallel.divisible import check_parameter_wise
 from dure.parallel.mesh.check import sample
 from dure.parallel.pipeline.place import place_of
@@ -125,7 +126,7 @@ def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
         return module(inputs)
     except Exception as error:
         place = place_of(error, module)
-        said = (str(error).strip() or "nothing").split("\n")[0]
+        said = first_line(error)
         raise ValueError(
             f"{who} does not take {what}: {type(error).__name__}: {said}"
             f"{f' (in {place})' if place else ''}"
@@ -194,7 +195,7 @@ def _check_optimizer(task: Task, side: str, model: ModelParts) -> None:
     except Exception as error:
         raise ValueError(
             f"the optimizer of the {side} cannot be made of its {len(every)} parameters, which are "
-            f"all that it is called with: {type(error).__name__}: {error}"
+            f"all that it is called with: {described(error)}"
         ) from error
     check_parameter_wise(optimizer)
     check_schedule(task.lr_schedule, optimizer)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.strategy import Proof, another
+from dure.errors import first_line
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.proof import first_difference, same_operations
 from dure.randomness.seeds import generators_state, restore_generators
@@ -91,8 +92,8 @@ def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
     try:
         tried = _apart(apart, batch)
     except Exception as error:
-        said = (str(error).strip() or "nothing").split("\n")[0]
-        return f"fail where the model undivided does not ({type(error).__name__}: {said})"
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return f"fail where the model undivided does not ({said})"
     found = _difference(right, tried)
     return None if found is None else f"give {found} than the model undivided"
 

@@ -19,8 +19,15 @@ from typing import NoReturn
 
 from dure.machine.streams import open_streams
 
-_ENDS = (signal.SIGINT, signal.SIGTERM)
-"""What a terminal or a supervisor sends to a whole group of processes."""
+ENDS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""What a terminal, a supervisor or a batch system sends to a whole group of processes."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 8_192
@@ -31,11 +38,12 @@ _DESCRIPTORS = 4
 def serve(descriptor: int, first: Sequence[str]) -> None:
     """Imports the modules `first`, and answers messages until the parent closes its end."""
     open_streams()  # what the parent has opened in their place ends with its exec
-    # Ctrl-C is the parent's to handle; this process has to live on, to clear up after it.
-    for end in _ENDS:
+    # They are the parent's to handle; this process has to live on, to clear up after it. Ranks
+    # ignore them too, but for SIGTERM: where the parent goes on, so do they.
+    for end in ENDS:
         signal.signal(end, signal.SIG_IGN)
     # The parent blocked them before it started this process, which had not ignored them yet.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     # This brings torch in, which takes seconds: once for all ranks, and with the signals ignored.
     from dure.worlds.processes.rank import rank_main
 

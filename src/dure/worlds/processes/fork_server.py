@@ -28,13 +28,13 @@ import threading
 from collections.abc import Sequence
 
 from dure.machine.streams import open_streams
+from dure.worlds.processes.fork_child import ENDS
 
 # `-c` looks into the current folder, where `dure` does not.
 _START = """import sys
 sys.path[:] = [place for place in sys.path if place]
 from dure.worlds.processes.fork_child import serve
 serve(int(sys.argv[1]), sys.argv[2:])"""
-_ENDS = (signal.SIGINT, signal.SIGTERM)
 _NAMES = 40
 """Modules in a message."""
 
@@ -129,7 +129,7 @@ class ForkServer:
             "OPENBLAS_NUM_THREADS": "1",
         }
         # The child inherits the mask: it begins with these blocked, until it ignores them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:
             return subprocess.Popen(
                 [sys.executable, "-c", _START, str(descriptor), *self._first],

@@ -13,7 +13,6 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ import dure.collectives.shared_memory.backend  # noqa: F401 - so that the server
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
 from dure.contracts.strategy import Place
-from dure.errors import DureError, WorkerFailedError
+from dure.errors import DureError, WorkerFailedError, described, text_of, traceback_of, travels
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
 from dure.record.meter import Meter
@@ -106,7 +105,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         step = place.group.step if place is not None else "the start"
         failure = as_dure_error(error, seat.rank, step)
         if roll_call is not None:
-            roll_call.answer(Answer(failed=str(failure)))
+            roll_call.answer(Answer(failed=text_of(failure)))
         control.send("error", failure)
         return
     control.wait_for_the_end()
@@ -169,7 +168,7 @@ def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
         )
     if isinstance(error, DureError):
         error.__cause__ = None  # of any class, perhaps one that the parent does not know
-        return error
-    text = "".join(traceback.format_exception(error))
-    failure = WorkerFailedError(f"rank {rank}", step, f"{type(error).__name__}: {error}", text)
+        if travels(error):
+            return error
+    failure = WorkerFailedError(f"rank {rank}", step, described(error), traceback_of(error))
     return as_dure_error(failure, rank, step)

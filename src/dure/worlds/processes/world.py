@@ -24,8 +24,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import DureError, PeerLostError
+from dure.errors import DureError, PeerLostError, described
 from dure.machine.cores import available_cores, threads_per_rank
+from dure.machine.ended import how_it_ended
 from dure.worlds.backend import Backend, check_backend
 from dure.worlds.here import run_here
 from dure.worlds.interrupts import on_interrupt
@@ -146,12 +147,7 @@ class Member:
         """Makes sure that the process is gone; how it ended, in words."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
-        status = server.wait(self.pid)
-        return (
-            f"was killed by {signal.Signals(-status).name}"
-            if status < 0
-            else f"exited with status {status}"
-        )
+        return how_it_ended(server.wait(self.pid))
 
 
 @contextmanager
@@ -160,9 +156,7 @@ def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list
     try:
         descriptor = parcel.pack((Surroundings(), program))
     except Exception as error:
-        raise DureError(
-            f"the task cannot travel to its ranks: {type(error).__name__}: {error}"
-        ) from error
+        raise DureError(f"the task cannot travel to its ranks: {described(error)}") from error
     members: list[Member] = []
     try:
         for seat in seats:

@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import DureError
+from dure.errors import DureError, first_line, text_of
 from dure.machine.cores import threads_per_rank
 from dure.machine.threads import threads
 from dure.record.meter import Meter
@@ -120,7 +120,7 @@ class Torchrun(World):
             try:
                 value = program(place)
             except BaseException as error:
-                roll_call.answer(Answer(failed=str(error)))
+                roll_call.answer(Answer(failed=text_of(error)))
                 if isinstance(error, DureError):  # the job may go on with another run
                     dist.destroy_process_group()
                 raise
@@ -141,9 +141,9 @@ def _met(job: Launched, limit: timedelta) -> tuple[Store, int, int]:
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
     # Its own types differ between versions of torch, and a name that nobody knows is one more.
     except (RuntimeError, OSError, ValueError) as error:
-        said = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise DureError(
-            f"the ranks did not meet within {limit.total_seconds():g} s ({said}): by RANK="
+            f"the ranks did not meet within {limit.total_seconds():g} s "
+            f"({first_line(error)}): by RANK="
             f"{job.rank}, WORLD_SIZE={job.size}, MASTER_ADDR={job.address} and MASTER_PORT="
             f"{job.port} this process is one of several. Where it is not: {UNSET}"
         ) from error

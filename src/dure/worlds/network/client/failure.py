@@ -10,7 +10,7 @@ import linecache
 import traceback
 from pathlib import Path
 
-from dure.errors import WorkerFailedError
+from dure.errors import WorkerFailedError, text_of
 from dure.wire.requests import Failed
 
 MOST_MESSAGE = 2000
@@ -63,9 +63,6 @@ def _name(path: str, folder: Path | None) -> str:
 
 
 def _message(error: BaseException, path: str, line: int) -> str:
-    try:
-        text = str(error)
-    except Exception:  # of the site's own class
-        text = "its message cannot be written"
+    text = text_of(error)
     source = linecache.getline(path, line).strip()
     return "\n".join(part[:MOST_MESSAGE] for part in (text, source) if part)

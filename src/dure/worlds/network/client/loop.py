@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 from torch import Tensor
 
+from dure.errors import described
 from dure.protocol.messages import Answer, Form, Say
 from dure.wire.requests import (
     VERSION,
@@ -346,7 +347,7 @@ class Loop:
                 raise ValueError("the answer has other tensors than were asked for")
         except Exception as error:
             self._left.add(this.ticket)
-            self.event("left", {"why": f"{type(error).__name__}: {error}"})
+            self.event("left", {"why": described(error)})
             raise _LeftError(type(error).__name__) from error
         return answer
 
@@ -424,7 +425,7 @@ class Loop:
         """The site's own code raised: the server hears where, and the client waits a little."""
         site = self.site
         told = what_is_told(train.ticket, error, site.share_errors, site.folder)
-        self._give_up(train, told, f"{type(error).__name__}: {error}")
+        self._give_up(train, told, described(error))
 
     def _give_up(self, train: Train, told: Failed, why: str) -> None:
         """There is no update, of which the server hears this much; the next attempt waits."""
