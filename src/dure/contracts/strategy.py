@@ -183,6 +183,18 @@ class Learner(ABC):
         """The run has ended by this limit; "interrupt" where it may go on."""
         return
 
+    def rest(self) -> None:
+        """No step follows, and no `state` is asked for: what only these need may go.
+
+        `weights` and `passing_buffers` are asked for once more. Called on all ranks.
+        """
+        return
+
+    def passing_buffers(self) -> Mapping[str, Tensor]:
+        """The buffers that a state_dict leaves out. Called on all ranks."""
+        buffers: Mapping[str, Tensor] = self.state()["buffers"]
+        return buffers
+
     def saved(self) -> None:
         """The newest `state` is on the disk: what was kept in case it would not be can go."""
         return

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from dure.contracts.strategy import (
     CHECKPOINT,
@@ -27,7 +28,7 @@ from dure.contracts.strategy import (
 )
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import left_out
-from dure.machine.memory import memory_kept, memory_returned
+from dure.machine.memory import give_back, memory_kept, memory_returned
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.history import Evaluation, History, Step, finite
@@ -364,8 +365,16 @@ class Driver:
 
     def _finish(self, ended: str) -> Outcome:
         self.learner.ended(ended)
-        workers = self._all_counters()
+        # Facts on all ranks or on none: the gathering is one of all ranks.
+        facts = self.learner.facts()
+        told = None if facts is None else self.group.gather_bytes(msgspec.json.encode(facts))
         lanes = self._lanes()
+        self.learner.rest()
+        give_back()
+        weights = {name: _apart(tensor) for name, tensor in self.learner.weights().items()}
+        buffers = {name: _apart(one) for name, one in self.learner.passing_buffers().items()}
+        # After the weights are gathered, which is the most that rank 0 may ever hold.
+        workers = self._all_counters()
         summary = summarise(
             self.job,
             self.learner,
@@ -375,19 +384,10 @@ class Driver:
             ranks=self.group.size,
             everybody=workers,
         )
-        # Facts on all ranks or on none: the gathering is one of all ranks.
-        facts = self.learner.facts()
-        if facts is not None:
-            told = self.group.gather_bytes(msgspec.json.encode(facts))
+        if told is not None:
             summary["facts"] = [msgspec.json.decode(each) for each in told]
         if self.learner.elsewhere:
             summary["weights_elsewhere"] = list(self.learner.elsewhere)
-        # Copies: the learner's own may be views of its flat buffers.
-        weights = {name: tensor.detach().clone() for name, tensor in self.learner.weights().items()}
-        buffers = {
-            name: tensor.detach().clone()
-            for name, tensor in self.learner.state()["buffers"].items()
-        }
         summary, metadata, beside = self._signed(summary)
         if self.folder is not None:
             summary = self.folder.finish(weights, summary, lanes, metadata, beside)
@@ -409,3 +409,9 @@ class Driver:
         """The timelines of all ranks, on rank 0."""
         parts = self.group.gather_bytes(self.place.trace.packed(self.place.clock_offset))
         return [lane for part in parts for lane in Trace.unpacked(part)]
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The tensor without what else lies in its memory, such as the rest of a flat buffer."""
+    own = tensor.detach()
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

@@ -336,6 +336,14 @@ class SingleLearner(Learner):
             **({} if self.private is None else {"privacy": self.private.state()}),
         }
 
+    def rest(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+
+    def passing_buffers(self) -> Mapping[str, Tensor]:
+        buffers: Mapping[str, Tensor] = to_cpu(passing_buffers(self.model))
+        return buffers
+
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])

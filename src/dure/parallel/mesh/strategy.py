@@ -579,6 +579,11 @@ class ParallelLearner(Learner):
     def part(self) -> dict[str, Any]:
         return part_of(self.held)
 
+    def rest(self) -> None:
+        if self.held.optimizer is not None:
+            self.held.optimizer.zero_grad(set_to_none=True)
+            self.held.optimizer.state.clear()
+
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore(self.held, weights, state)
         if self.strategy.uncut:
