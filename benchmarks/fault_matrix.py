@@ -50,8 +50,9 @@ BEGIN = 90.0
 """Seconds until a fault has happened, or a run that never passes its place has ended."""
 MARGIN = 15.0
 """Seconds over the deadline: what is given up after it still has to end, on a busy machine."""
-AFTER = {"metric": 1, "data": 40, "optimizer": 4}
-"""Passes of a place that go well before, so that the run is in its midst; of others 6."""
+AFTER = {"metric": 1, "data": 40, "optimizer": 4, "loss": 20}
+"""Passes of a place that go well before, so that the run is in its midst; of others 6. A loss is
+tried more often before."""
 
 
 # One run, in a process of its own or in one that does many

@@ -155,13 +155,20 @@ class Metric:
 
 
 class Stepping(torch.optim.SGD):
-    def __init__(self, parameters: Any, fault: Fault) -> None:
-        super().__init__(parameters, lr=0.05)
-        self.fault = fault
+    """fault: of the one that trains; those that systems make to try something out have none."""
+
+    fault: Fault | None = None
 
     def step(self, closure: Any = None) -> Any:
-        self.fault.here("optimizer")
+        if self.fault is not None:
+            self.fault.here("optimizer")
         return super().step(closure)
+
+
+def stepping(parameters: Any, fault: Fault) -> torch.optim.Optimizer:
+    optimizer = Stepping(parameters, lr=0.05)
+    optimizer.fault = fault
+    return optimizer
 
 
 class Rows(Dataset[Any]):
@@ -207,13 +214,13 @@ def task_of(fault: Fault, reads: bool = False, pairs: bool = False) -> dure.Task
     changes: dict[str, Any] = {}
     if fault.place == "metric":
         changes["metrics"] = {"accuracy": Metric(fault)}
-    stepping = fault.place == "optimizer"
+    own = fault.place == "optimizer"
     return dure.Task(
         model=partial(network, fault),
         loss=Loss(fault, pairs) if fault.place == "loss" else F.cross_entropy,
         train=train,
         test=(inputs[:32], targets[:32]),
-        optimizer=partial(Stepping, fault=fault) if stepping else partial(torch.optim.SGD, lr=0.05),
+        optimizer=partial(stepping, fault=fault) if own else partial(torch.optim.SGD, lr=0.05),
         name="faulty",
         **changes,
     )

@@ -28,6 +28,7 @@ JSON = dict[str, Any]
 PLACES = ("loss", "forward:1", "backward:1", "data", "metric", "optimizer")
 STAGES = tuple(f"{way}:{block}" for block in (0, 1, 2) for way in ("forward", "backward"))
 ROUNDS = 6
+STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,17 @@ def _trained(case: Case, strategy: Any, world: Any, steps: int, **options: bool)
 def ranks(strategy: Any, count: int, backend: str) -> Way:
     def way(case: Case) -> JSON:
         world = dure.Processes(count, case.deadline, backend)  # type: ignore[arg-type]
-        return _trained(case, strategy, world, 16)
+        return _trained(case, strategy, world, STEPS)
 
     return way
 
 
 def one_process(case: Case) -> JSON:
-    return _trained(case, dure.SingleWorker(batch_size=16), None, 16)
+    return _trained(case, dure.SingleWorker(batch_size=16), None, STEPS)
 
 
 def threads(case: Case) -> JSON:
-    return _trained(case, dure.DataParallel(batch_size=16), dure.Threads(2), 16)
+    return _trained(case, dure.DataParallel(batch_size=16), dure.Threads(2), STEPS)
 
 
 def torchrun(backend: str) -> Way:
@@ -142,7 +143,7 @@ def _as_rank(case: Case, rank: int, port: str, backend: str, result: Path) -> No
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     world = dure.Torchrun(case.deadline, backend)  # type: ignore[arg-type]
-    said = _trained(case, dure.DataParallel(batch_size=16), world, 16)
+    said = _trained(case, dure.DataParallel(batch_size=16), world, STEPS)
     _write(result, json.dumps(said))
 
 

@@ -27,6 +27,7 @@ from dure.federated.engines.losses import (
     Found,
     Loss,
     Own,
+    OwnLossError,
     check_pair,
     hooked,
     loss_of,
@@ -204,9 +205,11 @@ def _try(
                 shares=shares_of_rows,
                 first=True,
             )
+        except OwnLossError as error:
+            raise CannotBatchError(f"the loss fails: {_line(error.__cause__)}") from error
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
-                f"a layer has inputs of another shape than usual: {str(error).splitlines()[0]}"
+                f"a layer has inputs of another shape than usual: {_line(error)}"
             ) from error
         for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
             # With lr 1 the step is the gradient. Its own rounding is relative to its largest
@@ -227,10 +230,15 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
         raise
     except Exception as error:
         # Where a client meets it, the error names the client.
-        raise CannotBatchError(f"the loss fails: {str(error).splitlines()[0]}") from error
+        raise CannotBatchError(f"the loss fails: {_line(error)}") from error
     if not found.counted:
         raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
     return found.loss
+
+
+def _line(error: BaseException | None) -> str:
+    """An error in one line; many have no text."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _counting(loss: Loss, examples: Examples) -> Tensor:
