@@ -50,8 +50,9 @@ BEGIN = 90.0
 """Seconds until a fault has happened, or a run that never passes its place has ended."""
 MARGIN = 15.0
 """Seconds over the deadline: what is given up after it still has to end, on a busy machine."""
-AFTER = {"metric": 1, "data": 40, "optimizer": 4}
-"""Passes of a place that go well before, so that the run is in its midst; of others 6."""
+AFTER = {"metric": 1, "data": 40, "optimizer": 4, "loss": 20}
+"""Passes of a place that go well before, so that the run is in its midst; of others 6. A loss is
+tried more often before."""
 
 
 # One run, in a process of its own or in one that does many
@@ -166,7 +167,7 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
         else:
             said = runner.said(case.deadline * where.waits + MARGIN)
     seconds = round(time.time() - by["at"], 1) if by is not None else None
-    what, ok = judged_alone(fault.kind, said) if alone else judged(where, by, said)
+    what, ok = judged_alone(fault.kind, said) if alone else judged(where, fault.kind, by, said)
     return Found(name, fault.place, fault.kind, what, seconds, ok)
 
 
@@ -196,7 +197,7 @@ def judged_alone(kind: str, said: JSON | None) -> tuple[str, bool]:
     return text or str(said), _names_a_step(text) and "failed in" in text
 
 
-def judged(where: Where, by: JSON | None, said: JSON | None) -> tuple[str, bool | None]:
+def judged(where: Where, kind: str, by: JSON | None, said: JSON | None) -> tuple[str, bool | None]:
     """What became of a run of several processes, in words, and whether it is as it should be."""
     if said is None:
         return "it goes on without end", False
@@ -209,7 +210,9 @@ def judged(where: Where, by: JSON | None, said: JSON | None) -> tuple[str, bool 
         return f"{len(said['left'])} processes are left", False
     if "ended" in said:
         told = [" ".join(one.split()) for one in said.get("clients", [])]
-        return "; ".join(["went on", *told]), where.goes_on
+        # A client that is gone, or waits, says nothing itself.
+        silent = "clients" in said and kind in ("raise", "exit") and not told
+        return "; ".join(["went on", *told]), where.goes_on and not silent
     name = named(by, text)
     wrong = [] if name else ["nobody is named"]
     wrong += [] if _names_a_step(text) else ["no step is named"]
@@ -226,7 +229,11 @@ def named(by: JSON, text: str) -> bool:
     if by["name"] is not None:
         return by["name"] in text
     if by["rank"] is not None:
-        return re.search(rf"\branks? ([\d, ]*\b)?{by['rank']}\b", text) is not None
+        # Ranks of a parameter server have names of their own.
+        return (
+            re.search(rf"\branks? ([\d, ]*\b)?{by['rank']}\b|\b(worker|server) \d", text)
+            is not None
+        )
     if by["client"] is not None and "client" in text:
         return re.search(rf"\bclient {by['client']}\b", text) is not None
     return re.search(r"\b(client|rank|worker) \d|the server|server", text) is not None

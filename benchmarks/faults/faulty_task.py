@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,13 @@ class Fault:
     after: int
     marker: str
     on: int | None = None
+
+    def told(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, told: str) -> Fault:
+        return cls(**json.loads(told))
 
     def here(self, place: str) -> None:
         """A process passes a place."""
@@ -102,18 +109,41 @@ def strike(kind: str) -> None:
 # The places
 
 
-class Back(torch.autograd.Function):
-    """Passes on what it gets, and tells when a gradient comes back."""
+@torch.library.custom_op("faults::passage", mutates_args=())
+def passage(inputs: Tensor, told: str, block: int) -> Tensor:
+    """Gives back what it gets, and is a place, as is its backward pass.
 
-    @staticmethod
-    def forward(context: Any, inputs: Tensor, fault: Fault, place: str) -> Tensor:
-        context.fault, context.place = fault, place
-        return inputs.clone()
+    An operator, and not an `autograd.Function`: pipelines take it along. told: the fault.
+    """
+    Fault.of(told).here(f"forward:{block}")
+    return inputs.clone()
 
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        context.fault.here(context.place)
-        return gradient, None, None
+
+@torch.library.custom_op("faults::back", mutates_args=())
+def back(gradient: Tensor, told: str, block: int) -> Tensor:
+    Fault.of(told).here(f"backward:{block}")
+    return gradient.clone()
+
+
+@passage.register_fake
+def _(inputs: Tensor, told: str, block: int) -> Tensor:
+    return torch.empty_like(inputs)
+
+
+@back.register_fake
+def _(gradient: Tensor, told: str, block: int) -> Tensor:
+    return torch.empty_like(gradient)
+
+
+def _note(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
+    ctx.told, ctx.block = inputs[1:]
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> Any:
+    return back(gradient, ctx.told, ctx.block), None, None
+
+
+passage.register_autograd(_gradient, setup_context=_note)
 
 
 class Passage(nn.Module):
@@ -121,13 +151,10 @@ class Passage(nn.Module):
 
     def __init__(self, fault: Fault, block: int) -> None:
         super().__init__()
-        self.fault, self.block = fault, block
+        self.told, self.block = fault.told(), block
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return inputs
-        self.fault.here(f"forward:{self.block}")
-        passed: Tensor = Back.apply(inputs, self.fault, f"backward:{self.block}")
+        passed: Tensor = passage(inputs, self.told, self.block)
         return passed
 
 
@@ -155,13 +182,20 @@ class Metric:
 
 
 class Stepping(torch.optim.SGD):
-    def __init__(self, parameters: Any, fault: Fault) -> None:
-        super().__init__(parameters, lr=0.05)
-        self.fault = fault
+    """fault: of the one that trains; those that systems make to try something out have none."""
+
+    fault: Fault | None = None
 
     def step(self, closure: Any = None) -> Any:
-        self.fault.here("optimizer")
+        if self.fault is not None:
+            self.fault.here("optimizer")
         return super().step(closure)
+
+
+def stepping(parameters: Any, fault: Fault) -> torch.optim.Optimizer:
+    optimizer = Stepping(parameters, lr=0.05)
+    optimizer.fault = fault
+    return optimizer
 
 
 class Rows(Dataset[Any]):
@@ -207,13 +241,13 @@ def task_of(fault: Fault, reads: bool = False, pairs: bool = False) -> dure.Task
     changes: dict[str, Any] = {}
     if fault.place == "metric":
         changes["metrics"] = {"accuracy": Metric(fault)}
-    stepping = fault.place == "optimizer"
+    own = fault.place == "optimizer"
     return dure.Task(
         model=partial(network, fault),
         loss=Loss(fault, pairs) if fault.place == "loss" else F.cross_entropy,
         train=train,
         test=(inputs[:32], targets[:32]),
-        optimizer=partial(Stepping, fault=fault) if stepping else partial(torch.optim.SGD, lr=0.05),
+        optimizer=partial(stepping, fault=fault) if own else partial(torch.optim.SGD, lr=0.05),
         name="faulty",
         **changes,
     )

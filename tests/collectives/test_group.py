@@ -106,3 +106,12 @@ def test_where_tensors_of_a_device_travel_follows_from_what_the_backend_carries(
     (found, _) = on_ranks(2, program, backend="dure")
     assert found[:3] == ["cpu", "cpu", "cpu"]
     assert "carries no tensors of cuda:0" in found[3]
+
+
+def test_what_a_group_is_at_is_what_its_copies_are_at() -> None:
+    group = Group()
+    quiet, part = group.unmetered(), group.among([0])
+    group.step = "step 5"
+    assert (quiet.step, part.step) == ("step 5", "step 5")
+    quiet.step = "step 6"
+    assert group.step == "step 6"

@@ -206,14 +206,15 @@ def test_a_worker_that_hangs_is_named_within_the_deadline() -> None:
     assert time.monotonic() - started < 50
 
 
-def test_an_error_of_the_task_ends_the_run_and_names_the_worker() -> None:
+def test_an_error_of_the_task_ends_the_run_and_names_worker_and_step() -> None:
     def failing(outputs: Tensor, targets: Tensor) -> Tensor:
         if torch.is_grad_enabled() and len(targets) == 1:
             raise RuntimeError("a batch of one")
         return F.cross_entropy(outputs, targets)
 
     task = small_task(loss=failing)
-    with pytest.raises(WorkerFailedError, match="a batch of one"):
+    text = "^worker 0 failed in step 2: RuntimeError: a batch of one$"
+    with pytest.raises(WorkerFailedError, match=text):
         train(task, dure.ParameterServer(1, 2, batch_size=40))
 
 

@@ -100,6 +100,15 @@ class _During:
             group.operation = self._before
 
 
+class _At:
+    """What a group is at; its copies, which have fewer ranks or another meter, are at the same."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: str) -> None:
+        self.step = step
+
+
 class Group:
     """The ranks 0 … size-1 of a process group, seen from `rank`.
 
@@ -119,7 +128,7 @@ class Group:
         self.size: int = dist.get_world_size(process_group) if process_group is not None else 1
         self.meter = meter if meter is not None else Meter(f"rank {self.rank}")
         self.operation = "a transfer"
-        self.step = "the start"
+        self._at = _At("the start")
         self._diagnose = diagnose
         self.transport = transport_of(process_group)
         self._shared = _shared_of(process_group)
@@ -148,6 +157,15 @@ class Group:
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"this process is not in the group, or it is none: {group!r}")
         return cls(group)
+
+    @property
+    def step(self) -> str:
+        """What the group is at, for errors: "step 12"."""
+        return self._at.step
+
+    @step.setter
+    def step(self, step: str) -> None:
+        self._at.step = step
 
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of a rank of this group."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
+from dure.errors import WorkerFailedError
 from dure.federated.engines import layers
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.loop import LoopEngine
@@ -313,6 +314,10 @@ def double(make):
     return lambda: make().double()
 
 
+def fails_without_words(outputs, targets):
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -324,7 +329,11 @@ def double(make):
         ({"optimizer": lambda p: SGD(list(p)[1:], lr=0.1)}, "leaves parameters out"),
         ({"optimizer": partial(SGD, lr=0.1, maximize=True)}, "settings beyond lr"),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "the loss is CrossEntropyLoss"),
-        ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3).float())}, "the loss fails: expected"),
+        (
+            {"loss": nn.CrossEntropyLoss(weight=torch.ones(3).float())},
+            "the loss fails: RuntimeError: expected",
+        ),
+        ({"loss": fails_without_words}, "the loss fails: AssertionError"),
         ({"loss": nn.NLLLoss()}, "the loss is NLLLoss"),
         ({"loss": lambda outputs, targets: (outputs.sum(), 0)}, "the loss counts nothing"),
         ({"loss": lambda outputs, targets: (outputs, 1)}, "a sum that is no scalar tensor"),
@@ -481,3 +490,23 @@ def test_a_job_that_fails_has_its_place_whatever_its_kind(bad):
     assert [each.samples for each in given] == [each.samples for each in expected]
     losses = [each.loss for each in expected]
     assert [each.loss for each in given] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("error", [KeyError("no such class"), SystemExit(7), AssertionError()])
+def test_a_loss_of_ones_own_that_raises_names_the_client_whose_examples_it_had(error):
+    def loss(outputs, targets):
+        if (targets == 2).any():
+            raise error
+        return F.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(30, 6, generator=generator).double(), torch.arange(30) // 10)
+    task = small_task(loss=loss, train=data)
+    # Fewer steps than the others: clients are computed in another order than the jobs have.
+    jobs = jobs_of([10, 10, 10], [2, 3, 1], weights_of())
+    made = batched_engine(task, network(), task.train, 4, 3)
+    assert isinstance(made, BatchedEngine)
+    with pytest.raises(WorkerFailedError) as caught:
+        results(made, jobs)
+    assert str(caught.value) == f"client 2 failed in round 3: {type(error).__name__}: {error}"
+    assert caught.value.__cause__ is error

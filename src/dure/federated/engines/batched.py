@@ -37,7 +37,8 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.federated.engines.factored import which_pay
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
-from dure.federated.engines.losses import Found, cross_entropy
+from dure.federated.engines.loop import failed
+from dure.federated.engines.losses import Found, OwnLossError, cross_entropy
 from dure.federated.engines.measuring import results_of, steps_of
 from dure.federated.engines.memory import Memory
 from dure.federated.engines.optimizers import optimizer_of
@@ -169,7 +170,8 @@ class BatchedEngine(Engine):
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, a cohort at a time.
 
-        A client whose loss or weights are not finite has a failure as its result.
+        A client whose loss or weights are not finite has a failure as its result. Raises
+        WorkerFailedError, which names the client, when a loss of the user's own raises.
         """
         if isinstance(jobs, Sequence) and all(job.measures is None for job in jobs):
             return self._train(jobs)
@@ -357,7 +359,11 @@ class BatchedEngine(Engine):
             for at, step in enumerate(steps):
                 if self.look is not None:
                     self.look()
-                found = self._step(step, at == 0)
+                try:
+                    found = self._step(step, at == 0)
+                except OwnLossError as error:
+                    raised = error.__cause__ or error
+                    raise failed(jobs[error.client], raised) from raised
                 losses[at, : len(step.sizes)] = found.losses
                 if found.counted is not None:
                     if counted is None:

@@ -138,8 +138,19 @@ class Unequal(Loss):
         return Found(*self.rows(outputs, targets, weights), total)
 
 
+class OwnLossError(Exception):
+    """A user's loss raised its `__cause__` for the examples of one client.
+
+    client: its row among those that are computed together.
+    """
+
+    def __init__(self, client: int, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.client = client
+
+
 class Own(Loss):
-    """A user's loss that returns (sum, count), by autograd."""
+    """A user's loss that returns (sum, count), by autograd; raises OwnLossError where it raises."""
 
     def __init__(self, losses: CountedLoss) -> None:
         super().__init__(None)
@@ -149,7 +160,7 @@ class Own(Loss):
         gradient = torch.zeros_like(outputs)
         sizes = (shares > 0).sum(1).tolist()
         found = [
-            self._of(outputs[client, :size], targets[client, :size])
+            self._named(client, outputs[client, :size], targets[client, :size])
             for client, size in enumerate(sizes)
         ]
         for client, size in enumerate(sizes):
@@ -157,6 +168,12 @@ class Own(Loss):
         losses = torch.stack([loss.to(outputs.dtype).reshape(()) for loss, _, _ in found])
         counted = torch.tensor([count for _, _, count in found], dtype=torch.float64)
         return Found(losses, gradient, counted)
+
+    def _named(self, client: int, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
+        try:
+            return self._of(outputs, targets)
+        except (Exception, SystemExit) as error:
+            raise OwnLossError(client, error) from error
 
     def _of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
         """(loss, gradient, counted) of one client."""

@@ -285,13 +285,6 @@ def _ended(pid: int) -> str:
     return "closed its connection"
 
 
-def _signal(number: int) -> str:
-    # Real-time signals have no name of their own.
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
-
-
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP; never where the system does not tell (/proc)."""
     try:

@@ -28,6 +28,7 @@ from dure.federated.engines.losses import (
     Found,
     Loss,
     Own,
+    OwnLossError,
     check_pair,
     hooked,
     loss_of,
@@ -207,6 +208,8 @@ def _try(
                 shares=shares_of_rows,
                 first=True,
             )
+        except OwnLossError as error:
+            raise CannotBatchError(f"the loss fails: {first_line(error.__cause__)}") from error
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
                 f"a layer has inputs of another shape than usual: {first_line(error)}"
@@ -234,6 +237,7 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
     if not found.counted:
         raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
     return found.loss
+
 
 
 def _counting(loss: Loss, examples: Examples) -> Tensor:

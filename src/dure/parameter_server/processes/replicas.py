@@ -97,6 +97,7 @@ class Replicating:
     ) -> None:
         self.number = number
         self.port = port
+        self.place = place
         self.meter = place.group.meter
         self.meter.name = worker(number)
         self.trace = place.trace
@@ -131,6 +132,7 @@ class Replicating:
 
     def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
         def compute() -> Computed:
+            self.place.group.step = f"step {step + 1}"
             found = self.model.compute(step, weights)
             self._computed.append(found)
             return found

@@ -57,6 +57,8 @@ def _say(said: list[Envelope], server: Server, port: Port) -> None:
 def _answer(server: Server, sender: str, message: Message, port: Port, place: Place) -> None:
     began = time.perf_counter()
     counters = place.group.meter.counters
+    if isinstance(message, Push):
+        place.group.step = f"step {message.clock + 1}"
     if isinstance(message, Push | Replicate):
         counters.bytes_received += payload_of(message)
     # Each by itself: what is said takes the weights as they are at this moment.

@@ -56,6 +56,7 @@ class Working:
         self.plan = plan
         self.seed = seed
         self.port = port
+        self.place = place
         self.meter = place.group.meter
         self.meter.name = worker(number)
         self.trace = place.trace
@@ -127,6 +128,7 @@ class Working:
         self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
     ) -> tuple[Sequence[Tensor | Rows], float]:
         self.port.flush()
+        self.place.group.step = f"step {work.batch + 1}"
         started = time.perf_counter()
         dense, rows = apart(values)
         self.slots.take(side.number, dense)
