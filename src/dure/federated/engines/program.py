@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dure.contracts.task import Loss as TaskLoss
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import first_line
+from dure.errors import described, first_line
 from dure.federated.engines import layers, pooling
 from dure.federated.engines.layers import Layer, Pair
 from dure.federated.engines.losses import (
@@ -209,7 +209,7 @@ def _try(
                 first=True,
             )
         except OwnLossError as error:
-            raise CannotBatchError(f"the loss fails: {first_line(error.__cause__)}") from error
+            raise CannotBatchError(f"the loss fails: {described(error.__cause__ or error)}") from error
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
                 f"a layer has inputs of another shape than usual: {first_line(error)}"
@@ -233,7 +233,7 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
         raise
     except Exception as error:
         # Where a client meets it, the error names the client.
-        raise CannotBatchError(f"the loss fails: {first_line(error)}") from error
+        raise CannotBatchError(f"the loss fails: {described(error)}") from error
     if not found.counted:
         raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
     return found.loss
