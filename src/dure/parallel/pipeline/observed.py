@@ -7,8 +7,8 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure.parallel.pipeline.stand_in import standing_in
 from dure.parallel.pipeline.unseen import drawn
-from dure.parallel.pipeline.untraced import Call, Like, tensors_by_place
+from dure.parallel.pipeline.untraced import Call, Like, left_in, tensors_by_place
 from dure.randomness.seeds import generators_state, restore_generators
 
 
@@ -40,10 +41,13 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call]:
-    """The calls of these modules in a forward pass, in order; but for those inside of another."""
-    if not names:
-        return []
+def observed(
+    model: nn.Module, inputs: Any, names: Collection[str], entirely: Collection[str]
+) -> list[Call]:
+    """The calls of these modules in a forward pass, in order; but for those inside of another.
+
+    entirely: those of which more than forward is looked at (`dure.parallel.pipeline.stand_in`).
+    """
     calls: list[Call] = []
     own = {
         name: [known for known, _ in _tensors_of(model.get_submodule(name), name)] for name in names
@@ -63,7 +67,8 @@ def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call
                 known.update((id(tensor), at) for at, tensor in _tensors_of(model))
             inside.append(name)
             try:
-                call, outputs = _noted(name, function, args, kwargs, known)
+                module = model.get_submodule(name)
+                call, outputs = _noted(name, module, partial(function, *args, **kwargs), known)
             finally:
                 inside.pop()
             uses = dict.fromkeys([*(alias[each] for each in own[name]), *call.uses])
@@ -73,7 +78,7 @@ def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call
 
         return noted
 
-    with replaced({name: around for name in names}, model):
+    with standing_in(model, names, around, entirely):
         run_copy(model, inputs)
     return calls
 
@@ -87,30 +92,32 @@ def _tensors_of(
 
 
 def _noted(
-    name: str,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    known: Mapping[int, str],
+    name: str, module: nn.Module, call: partial[Any], known: Mapping[int, str]
 ) -> tuple[Call, Any]:
     """Calls a module, and looks at what it does. known: parameters and buffers by id."""
-    given = tensors_by_place(args, kwargs)
+    given = tensors_by_place(call.args, call.keywords)
     versions = {place: tensor._version for place, tensor in given.items()}
     used = _Used(known)
     state = torch.get_rng_state()
     foreign = drawn()
+    before = left_in(module)
     with used, FlopCounterMode(display=False) as counter:
-        outputs = function(*args, **kwargs)
+        outputs = call()
     if drawn() != foreign:
         raise ValueError(
             f"module {name} draws random numbers from Python or numpy, which nobody seeds; draw "
             "them from torch"
         )
     leaves, structure = tree_flatten(outputs)
-    call = Call(
+    noted = Call(
         name=name,
         leaves=tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         structure=structure,
+        left={
+            place: Like.of(tensor)
+            for place, tensor in left_in(module).items()
+            if before.get(place) is not tensor
+        },
         uses=tuple(used.names),
         written=tuple(used.written()),
         changed=tuple(
@@ -119,7 +126,7 @@ def _noted(
         draws=not torch.equal(state, torch.get_rng_state()),
         flops=float(counter.get_total_flops()),
     )
-    return call, outputs
+    return noted, outputs
 
 
 class _Used(TorchDispatchMode):
@@ -145,21 +152,3 @@ class _Used(TorchDispatchMode):
         return [
             name for name, (now, before) in self._before.items() if not torch.equal(now, before)
         ]
-
-
-@contextmanager
-def replaced(
-    by: Mapping[str, Callable[[str, Callable[..., Any]], Callable[..., Any]]], model: nn.Module
-) -> Iterator[None]:
-    """Inside, the `forward` of each of these modules is what `by` makes of its name and of it."""
-    modules = {name: model.get_submodule(name) for name in by}
-    before = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.forward = by[name](name, module.forward)
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            del module.forward
-            if before[name] is not None:
-                module.forward = before[name]

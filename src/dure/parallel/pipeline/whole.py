@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dure.parallel.pipeline.choosing import Chooser, Decisions, chooser, taken
 from dure.parallel.pipeline.observed import observed
-from dure.parallel.pipeline.untraced import Block, Call, Skip, in_one_piece
+from dure.parallel.pipeline.untraced import Block, Call, Decision, in_one_piece
 from dure.parallel.tensor.divided import Divided
 
 
@@ -41,16 +41,32 @@ class Untraced:
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
+        self._entirely: set[str] = set()
         self._choosers: dict[str, Chooser] = {}
         self._no_choosers: set[str] = set()
+
+    def said(self) -> str:
+        """Which modules are not cut, after a semicolon; nothing where there is none."""
+        if not self.reasons:
+            return ""
+        name, why = next(iter(self.reasons.items()))
+        others = len(self.reasons) - 1
+        more = f" and {others} more modules are" if others else " is"
+        return f"; module {name}{more} one operation, for {why}"
 
     def widen(self, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
         """Makes of one module more, or of several alike, one operation; False if there is none."""
         for name in reversed(error.modules):
             if self._is_chooser(model, inputs, name, error):
                 return True
-            if name and name not in self.reasons and _is_users(model.get_submodule(name)):
+            if not name or not _is_users(model.get_submodule(name)):
+                continue
+            if name not in self.reasons:
                 self._add(model, name, error.said)
+                return True
+            if name not in self._entirely:
+                # What is wrong is around its forward, such as a hook.
+                self._entirely.update(self._alike(model, name))
                 return True
         return False
 
@@ -73,10 +89,8 @@ class Untraced:
         return True
 
     def _add(self, model: nn.Module, name: str, said: str) -> None:
-        kind = type(model.get_submodule(name))
-        for other, module in model.named_modules():
-            if other and type(module) is kind:
-                self.reasons.setdefault(other, said)
+        for other in self._alike(model, name):
+            self.reasons.setdefault(other, said)
         for other in self.reasons:
             inside = model.get_submodule(other).modules()
             if any(isinstance(module, Divided) for module in inside):
@@ -84,6 +98,11 @@ class Untraced:
                     f"module {other} cannot be traced, and layers in it are divided over tensor "
                     f"neighbours: divide other layers, or take one stage; {said}"
                 )
+
+    def _alike(self, model: nn.Module, name: str) -> list[str]:
+        """The names of all modules of the same class."""
+        kind = type(model.get_submodule(name))
+        return [other for other, module in model.named_modules() if other and type(module) is kind]
 
     @contextmanager
     def hidden(self, model: nn.Module, inputs: Any) -> Iterator[list[Block]]:
@@ -98,10 +117,10 @@ class Untraced:
             ]
             stack.enter_context(taken([decisions for _, decisions in asked]))
             # With the outcomes of the trace, so that all blocks are called.
-            calls = observed(model, inputs, self.reasons)
+            calls = observed(model, inputs, self.reasons, self._entirely)
             for _, decisions in asked:
                 decisions.forget()
-            yield stack.enter_context(in_one_piece(model, calls, _Guards(asked)))
+            yield stack.enter_context(in_one_piece(model, calls, _Guards(asked), self._entirely))
 
 
 class _Guards:
@@ -111,13 +130,13 @@ class _Guards:
         self._asked = asked
         self._counts: dict[str, int] = {}
 
-    def __call__(self, call: Call) -> tuple[Tensor, Skip, bool] | None:
+    def __call__(self, call: Call) -> Decision | None:
         number = self._counts[call.name] = self._counts.get(call.name, -1) + 1
         for one, decisions in self._asked:
             guard = one.guards.get((call.name, number))
             # In evaluation nothing is decided.
             if guard is not None and guard < len(decisions.values):
-                return decisions.values[guard], one.skip, one.called_if
+                return Decision(decisions.values[guard], one.skip, one.called_if)
         return None
 
 
