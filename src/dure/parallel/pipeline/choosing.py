@@ -109,8 +109,8 @@ def taken(all_decisions: Sequence[Decisions]) -> Iterator[None]:
         decisions = by_module.get(id(module_of(sys._getframe(1))))
         return read(tensor) if decisions is None else _Number(tensor, decisions)
 
-    Tensor.__bool__ = is_true  # type: ignore[method-assign]
-    Tensor.item = item  # type: ignore[method-assign]
+    setattr(Tensor, "__bool__", is_true)  # noqa: B010
+    setattr(Tensor, "item", item)  # noqa: B010
     try:
         yield
     finally:
@@ -156,7 +156,7 @@ def chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
 
 
 def _chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
-    runs = {outcome: _run(model, inputs, name, lambda _, o=outcome: o) for outcome in (False, True)}  # type: ignore[misc]
+    runs = {each: _run(model, inputs, name, partial(always, each)) for each in (False, True)}
     called_if = len(runs[True].made) > len(runs[False].made)
     with_all = runs[called_if]
     without = set(runs[not called_if].made_at)
@@ -236,7 +236,7 @@ def _stand_in(skip: Skip, args: Any, kwargs: Any, outputs: Any) -> Any:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     leaves, structure = tree_flatten(outputs)
     likes = tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    call = Call("", likes, structure, {}, (), (), (), False, 0.0)
+    call = Call("", likes, structure, {}, (), (), (), (), False, 0.0)
     tensors = iter(skipped(call, skip, given))
     return structure.unflatten(
         [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -264,13 +264,18 @@ def _holds(model: nn.Module, inputs: Any, found: Chooser, all_skipped: Any) -> b
             model,
             inputs,
             found.name,
-            lambda _: found.called_if,
+            partial(always, found.called_if),
             tried=found,
             skips=pattern,
         ).outputs
         if not _alike(right, tried):
             return False
     return True
+
+
+def always(outcome: bool, _: int) -> bool:
+    """The same outcome for all decisions."""
+    return outcome
 
 
 def _forced(called_if: bool, skips: Outcome, number: int) -> bool:

@@ -196,6 +196,7 @@ class CutModel:
 
     def decide(self, starts: Sequence[int]) -> None:
         """Cuts there. Raises ValueError where a model cannot be cut so."""
+        self._untraced.close()
         self.starts = list(starts)
         self._kinds = kinds_of(self.reference)
         homes = stages_of(self.reference, self.starts)

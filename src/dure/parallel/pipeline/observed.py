@@ -7,7 +7,8 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,26 +20,45 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dure.parallel.pipeline.stand_in import standing_in
 from dure.parallel.pipeline.unseen import drawn
-from dure.parallel.pipeline.untraced import Call, Like, left_in, tensors_by_place
+from dure.parallel.pipeline.untraced import Call, Like, left_in, put_back, tensors_by_place
 from dure.randomness.seeds import generators_state, restore_generators
 
 
 def run_copy(model: nn.Module, inputs: Any) -> Any:
     """What the model gives, run on copies of its parameters, its buffers and the inputs."""
     before = generators_state()
+    left = left_in(model)
     try:
-        fresh = tree_map_only(Tensor, torch.clone, inputs)
-        return torch.func.functional_call(model, _copies(model), (fresh,))
+        with _on_copies(model):
+            return model(tree_map_only(Tensor, torch.clone, inputs))
     finally:
+        put_back(model, left)
         restore_generators(before)
 
 
-def _copies(model: nn.Module) -> dict[str, Tensor]:
-    # Copies of parameters too: forward passes may change them, as by max_norm.
-    return {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in _tensors_of(model)
-    }
+@contextmanager
+def _on_copies(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters and buffers are copies: forward passes may change both."""
+    copies: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            before.append((held, dict(held)))
+            for name, tensor in held.items():
+                if tensor is not None:
+                    # A tensor that has several names is one here too.
+                    held[name] = copies.setdefault(id(tensor), _copy(tensor))
+    try:
+        yield
+    finally:
+        for held, was in before:
+            held.clear()
+            held.update(was)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 
 def observed(
@@ -83,6 +103,22 @@ def observed(
     return calls
 
 
+def is_steady(model: nn.Module, inputs: Any, names: Collection[str]) -> bool:
+    """Whether these modules give values of the same form and number for other examples.
+
+    An expert gets the rows that its router has chosen, and so many are what it gives.
+    """
+    first = observed(model, inputs, names, ())
+    others = observed(model, tree_map_only(Tensor, _other, inputs), names, ())
+    return [call.form for call in first] == [call.form for call in others]
+
+
+def _other(leaf: Tensor) -> Tensor:
+    """The first example, backwards, in the place of all."""
+    first = leaf[:1].flip(-1) if leaf.dim() > 1 else leaf[:1]
+    return first.expand_as(leaf) if leaf.dim() else leaf
+
+
 def _tensors_of(
     model: nn.Module, prefix: str = "", every: bool = False
 ) -> list[tuple[str, Tensor]]:
@@ -98,7 +134,7 @@ def _noted(
     given = tensors_by_place(call.args, call.keywords)
     versions = {place: tensor._version for place, tensor in given.items()}
     used = _Used(known)
-    state = torch.get_rng_state()
+    state = _generators()
     foreign = drawn()
     before = left_in(module)
     with used, FlopCounterMode(display=False) as counter:
@@ -123,17 +159,33 @@ def _noted(
         changed=tuple(
             place for place, tensor in given.items() if tensor._version != versions[place]
         ),
-        draws=not torch.equal(state, torch.get_rng_state()),
+        shared=tuple(
+            place
+            for place, tensor in given.items()
+            if any(_share(tensor, leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        ),
+        draws=not all(map(torch.equal, state, _generators())),
         flops=float(counter.get_total_flops()),
     )
     return noted, outputs
 
 
-class _Used(TorchDispatchMode):
+def _generators() -> list[Tensor]:
+    """The states of torch's generators."""
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else [])]
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+
+
+class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which parameters and buffers operations are given, and which of them they change."""
 
     def __init__(self, known: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.names: dict[str, None] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}

@@ -6,10 +6,11 @@ written down as one operation on the tensors that it is given, with its paramete
 a stage computes, the module itself is called in its place. So a model can be cut before and after
 such a module, and not inside.
 
-    dure::untraced(given, weights, written, changed, decisions, draws, number) -> tensors
+    dure::untraced(given, weights, written, changed, shared, decisions, draws, number) -> tensors
 
     weights    its parameters and buffers, but for those that it changes, which are `written`
     changed    which of the tensors that it is given it writes into
+    shared     which of them lie in the memory of what it gives
     decisions  whether it is called at all (`dure.parallel.pipeline.choosing`); mostly none
     draws      whether it draws random numbers
     number     of the call in the trace
@@ -90,6 +91,7 @@ class Call:
     uses: tuple[str, ...]
     written: tuple[str, ...]
     changed: tuple[str, ...]
+    shared: tuple[str, ...]
     draws: bool
     flops: float
 
@@ -97,6 +99,16 @@ class Call:
     def tensors(self) -> list[Like]:
         """Of what it gave and left."""
         return [*(leaf for leaf in self.leaves if isinstance(leaf, Like)), *self.left.values()]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What has to be the same in all calls."""
+        leaves = [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Like) else leaf
+            for leaf in self.leaves
+            if isinstance(leaf, (Like, *_ATOMS))
+        ]
+        return self.name, self.structure, leaves
 
 
 class Decision(NamedTuple):
@@ -134,6 +146,7 @@ class Block:
         weights: Sequence[Tensor],
         written: Sequence[Tensor],
         changed: Sequence[int],
+        shared: Sequence[int],
         decisions: Sequence[Tensor],
         draws: bool,
         number: int,
@@ -208,6 +221,7 @@ def _untraced(
     weights: list[Tensor],
     written: list[Tensor],
     changed: list[int],
+    shared: list[int],
     decisions: list[Tensor],
     draws: bool,
     number: int,
@@ -221,6 +235,7 @@ def _(
     weights: list[Tensor],
     written: list[Tensor],
     changed: list[int],
+    shared: list[int],
     decisions: list[Tensor],
     draws: bool,
     number: int,
@@ -235,7 +250,7 @@ def is_untraced(node: fx.Node) -> bool:
 
 def block_of(node: fx.Node, blocks: Sequence[Block]) -> Block:
     """What such a node stands for. blocks: of its trace."""
-    return blocks[int(str(node.args[6]))]
+    return blocks[int(str(node.args[7]))]
 
 
 def in_place_of(node: fx.Node, blocks: Sequence[Block]) -> Callable[..., list[Tensor]]:
@@ -256,9 +271,16 @@ def changed_of(node: fx.Node) -> list[fx.Node]:
     return [*written, *(given[place] for place in places)]
 
 
+def shared_of(node: fx.Node) -> list[fx.Node]:
+    """The values in whose memory its result lies."""
+    given: Any = node.args[0]
+    places: Any = node.args[4]
+    return [given[place] for place in places]
+
+
 def draws_of(node: fx.Node) -> bool:
     """Whether it draws random numbers."""
-    return bool(node.args[5])
+    return bool(node.args[6])
 
 
 def tensors_by_place(args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -292,8 +314,7 @@ def in_one_piece(
     finally:
         _under_way.pop()
         for name in names:
-            module = model.get_submodule(name)
-            leave_in(module, dict.fromkeys(left_in(module)) | before[name])
+            put_back(model.get_submodule(name), before[name])
 
 
 def _stub(
@@ -325,6 +346,7 @@ def _stub(
                 _tensors(model, call.uses, without=call.written),
                 _tensors(model, call.written),
                 [places.index(place) for place in call.changed],
+                [places.index(place) for place in call.shared],
                 [] if decision is None else [decision.value],
                 call.draws,
                 number,
@@ -350,7 +372,14 @@ def left_in(module: nn.Module) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def leave_in(module: nn.Module, values: Mapping[tuple[str, str], Tensor | None]) -> None:
+def put_back(module: nn.Module, before: Mapping[tuple[str, str], Tensor]) -> None:
+    """Makes of the attributes what `left_in` has found before."""
+    for path, name in left_in(module).keys() - before.keys():
+        del vars(module.get_submodule(path))[name]
+    leave_in(module, before)
+
+
+def leave_in(module: nn.Module, values: Mapping[tuple[str, str], Tensor]) -> None:
     """Puts tensors into attributes."""
     for (path, name), value in values.items():
         # Not by `setattr`, which may be the user's own.

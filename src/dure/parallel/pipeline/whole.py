@@ -1,9 +1,10 @@
 """Which modules of a model are one operation of its trace, because they cannot be traced.
 
 A trace is tried, and where it fails the innermost module of the user's whose code is the reason
-becomes one operation, with all others of its class: a router with its experts, in every layer. Then
-it is tried again; where it fails once more, with the module around. A module that leaves out blocks
-by chance (`dure.parallel.pipeline.choosing`) is traced, and the blocks are operations.
+becomes one operation, with all others of its class: a router with its experts, in every layer. What
+it gives must have the same form for other examples; else the module around is taken. Then the trace
+is tried again. A module that leaves out blocks by chance (`dure.parallel.pipeline.choosing`) is
+traced, and the blocks are operations.
 
 What is left is a model that cannot be traced in its own code, outside of all modules: it is
 refused. Modules that are divided over tensor neighbours cannot be inside of such an operation.
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from dure.parallel.pipeline.choosing import Chooser, Decisions, chooser, taken
-from dure.parallel.pipeline.observed import observed
+from dure.parallel.pipeline.choosing import Chooser, Decisions, always, chooser, taken
+from dure.parallel.pipeline.observed import is_steady, observed
 from dure.parallel.pipeline.untraced import Block, Call, Decision, in_one_piece
 from dure.parallel.tensor.divided import Divided
 
@@ -44,6 +46,11 @@ class Untraced:
         self._entirely: set[str] = set()
         self._choosers: dict[str, Chooser] = {}
         self._no_choosers: set[str] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """From here on parameters may be let go of, and no module's choices can be tried."""
+        self._closed = True
 
     def said(self) -> str:
         """Which modules are not cut, after a semicolon; nothing where there is none."""
@@ -61,12 +68,12 @@ class Untraced:
                 return True
             if not name or not _is_users(model.get_submodule(name)):
                 continue
-            if name not in self.reasons:
-                self._add(model, name, error.said)
-                return True
-            if name not in self._entirely:
+            if name in self.reasons and name not in self._entirely:
                 # What is wrong is around its forward, such as a hook.
-                self._entirely.update(self._alike(model, name))
+                self._entirely.update(_alike(model, name))
+                return True
+            if name not in self.reasons and is_steady(model, inputs, _alike(model, name)):
+                self._add(model, name, error.said)
                 return True
         return False
 
@@ -75,9 +82,8 @@ class Untraced:
     ) -> bool:
         """Whether a module leaves out blocks by chance, which was not known before."""
         innermost = name == error.modules[-1]
-        if not innermost or not error.of_data or name in self._choosers:
-            return False
-        if name in self._no_choosers:
+        known = name in self._choosers or name in self._no_choosers
+        if self._closed or known or not innermost or not error.of_data:
             return False
         found = chooser(model, inputs, name)
         if found is None:
@@ -89,7 +95,7 @@ class Untraced:
         return True
 
     def _add(self, model: nn.Module, name: str, said: str) -> None:
-        for other in self._alike(model, name):
+        for other in _alike(model, name):
             self.reasons.setdefault(other, said)
         for other in self.reasons:
             inside = model.get_submodule(other).modules()
@@ -99,11 +105,6 @@ class Untraced:
                     f"neighbours: divide other layers, or take one stage; {said}"
                 )
 
-    def _alike(self, model: nn.Module, name: str) -> list[str]:
-        """The names of all modules of the same class."""
-        kind = type(model.get_submodule(name))
-        return [other for other, module in model.named_modules() if other and type(module) is kind]
-
     @contextmanager
     def hidden(self, model: nn.Module, inputs: Any) -> Iterator[list[Block]]:
         """Inside, these modules are operations of a trace; what they stand for is in the list."""
@@ -112,7 +113,7 @@ class Untraced:
             return
         with ExitStack() as stack:
             asked = [
-                (one, Decisions(model.get_submodule(one.name), lambda _, o=one.called_if: o))  # type: ignore[misc]
+                (one, Decisions(model.get_submodule(one.name), partial(always, one.called_if)))
                 for one in self._choosers.values()
             ]
             stack.enter_context(taken([decisions for _, decisions in asked]))
@@ -138,6 +139,12 @@ class _Guards:
             if guard is not None and guard < len(decisions.values):
                 return Decision(decisions.values[guard], one.skip, one.called_if)
         return None
+
+
+def _alike(model: nn.Module, name: str) -> list[str]:
+    """The names of all modules of the same class."""
+    kind = type(model.get_submodule(name))
+    return [other for other, module in model.named_modules() if other and type(module) is kind]
 
 
 def _is_users(module: nn.Module) -> bool:
