@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks() -> None:
         return F.cross_entropy(outputs, targets) / (0.0 if outputs.requires_grad else 1.0)
 
     with pytest.raises(
-        LossNotFiniteError, match=r"the loss is inf at step 1 on rank \d: lower the learning rate"
+        LossNotFiniteError, match="the loss is inf at step 1 on rank 2: lower the learning rate"
     ):
         run(small_task(loss=loss), 3)
 
@@ -133,5 +133,5 @@ def test_the_last_stage_alone_sees_the_loss_and_all_ranks_stop() -> None:
 
     from beside import on_ranks
 
-    for rank, said in enumerate(on_ranks(3, program)):
-        assert f"the loss is nan at step 1 on rank {rank}" in said
+    for said in on_ranks(3, program):
+        assert "the loss is nan at step 1 on rank 2" in said

@@ -293,7 +293,6 @@ class ParallelLearner(Learner):
         self.device = place.devices[0]
         self.groups = groups_on(strategy.mesh, self.group)
         self.at = self.groups.at
-        self.where = f"rank {self.group.rank}"
         model = place.model(task, seed).to(self.device).train()
         self.train_examples, self.test_examples = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
@@ -481,9 +480,11 @@ class ParallelLearner(Learner):
         if held.optimizer is not None:
             held.optimizer.zero_grad(set_to_none=True)
         # All ranks hear of a loss that is not finite before any of them updates.
-        loss, count, wish, missed = self._agree(*self.gradients(indices), wish)
+        losses, count, wish, missed = self._agree(*self.gradients(indices), wish)
+        loss = sum(losses)
         if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, self.where, f"step {held.step + 1}", intact=False)
+            where = _not_finite(losses)
+            raise LossNotFiniteError(loss, where, f"step {held.step + 1}", intact=False)
         self._drop_gradients(missed)
         gradients = (gradient for _, gradient in summed_gradients(held))
         mean = self.losses.settle(loss, indices, count, gradients)
@@ -522,11 +523,11 @@ class ParallelLearner(Learner):
             )
         return self._engines[microbatches]
 
-    def _agree(self, loss: float, count: float, wish: int) -> tuple[float, float, int, int]:
+    def _agree(self, loss: float, count: float, wish: int) -> tuple[list[float], float, int, int]:
         """What all ranks know of the step.
 
-        What all of them add to the batch's loss, and to what that counts; rank 0's wish; and what
-        got no gradient (`_missed`).
+        What each of them adds to the batch's loss, and all of them to what that counts; rank 0's
+        wish; and what got no gradient (`_missed`).
         """
         # Tensor neighbours have the same loss, and stages before the last have none.
         said = [loss, count] if self.at.tensor == 0 else [0.0, 0.0]
@@ -534,7 +535,7 @@ class ParallelLearner(Learner):
             [*said, float(wish), float(self._missed())], "exchange of losses"
         )
         missed = functools.reduce(operator.and_, (int(row[3]) for row in rows))
-        return sum(row[0] for row in rows), sum(row[1] for row in rows), int(rows[0][2]), missed
+        return [row[0] for row in rows], sum(row[1] for row in rows), int(rows[0][2]), missed
 
     def _missed(self) -> int:
         """The values that the last stage has received and that got no gradient, as bits.
@@ -595,3 +596,9 @@ class ParallelLearner(Learner):
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]
+
+
+def _not_finite(losses: Sequence[float]) -> str:
+    """On which rank the loss is not finite: the first of them."""
+    ranks = (f"rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss))
+    return next(ranks, "all ranks together")

@@ -8,7 +8,8 @@
 Whether a block is called depends on a number in a tensor, which a trace does not have. So the trace
 has both: the number and the comparison as operations, which draw from where the model draws, and
 the block as one operation (`dure.parallel.pipeline.untraced`) that is told the outcome. Where the
-block is not called, what it is given first stands for its result, or zeros (hidden + block(hidden)).
+block is not called, what it is given first stands for its result; or zeros, as where a model
+computes hidden + block(hidden).
 
 That this is what the model does is tried on the model itself, with outcomes that are forced: all
 the other way, and every second one. It has to give the same as with these blocks replaced by what
@@ -30,8 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from dure.parallel.pipeline.observed import replaced, run_copy
+from dure.parallel.pipeline.observed import run_copy
 from dure.parallel.pipeline.place import module_of
+from dure.parallel.pipeline.stand_in import standing_in
 from dure.parallel.pipeline.untraced import Call, Like, Skip, skipped
 from dure.parallel.proof import first_difference, once_more
 from dure.randomness.seeds import generators_state, restore_generators
@@ -107,8 +109,8 @@ def taken(all_decisions: Sequence[Decisions]) -> Iterator[None]:
         decisions = by_module.get(id(module_of(sys._getframe(1))))
         return read(tensor) if decisions is None else _Number(tensor, decisions)
 
-    Tensor.__bool__ = is_true  # type: ignore[method-assign]
-    Tensor.item = item  # type: ignore[method-assign]
+    setattr(Tensor, "__bool__", is_true)  # noqa: B010
+    setattr(Tensor, "item", item)  # noqa: B010
     try:
         yield
     finally:
@@ -154,7 +156,7 @@ def chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
 
 
 def _chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
-    runs = {outcome: _run(model, inputs, name, lambda _, o=outcome: o) for outcome in (False, True)}  # type: ignore[misc]
+    runs = {each: _run(model, inputs, name, partial(always, each)) for each in (False, True)}
     called_if = len(runs[True].made) > len(runs[False].made)
     with_all = runs[called_if]
     without = set(runs[not called_if].made_at)
@@ -224,7 +226,7 @@ def _run(
 
     prefix = f"{name}." if name else ""
     children = [f"{prefix}{path}" for path, _ in module.named_modules() if path]
-    with replaced(dict.fromkeys(children, around), model), taken([decisions]), torch.no_grad():
+    with standing_in(model, children, around), taken([decisions]), torch.no_grad():
         outputs = run_copy(model, inputs)
     return _Run(outputs, made)
 
@@ -234,7 +236,7 @@ def _stand_in(skip: Skip, args: Any, kwargs: Any, outputs: Any) -> Any:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     leaves, structure = tree_flatten(outputs)
     likes = tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    call = Call("", likes, structure, (), (), (), False, 0.0)
+    call = Call("", likes, structure, {}, (), (), (), (), False, 0.0)
     tensors = iter(skipped(call, skip, given))
     return structure.unflatten(
         [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -262,13 +264,18 @@ def _holds(model: nn.Module, inputs: Any, found: Chooser, all_skipped: Any) -> b
             model,
             inputs,
             found.name,
-            lambda _: found.called_if,
+            partial(always, found.called_if),
             tried=found,
             skips=pattern,
         ).outputs
         if not _alike(right, tried):
             return False
     return True
+
+
+def always(outcome: bool, _: int) -> bool:
+    """The same outcome for all decisions."""
+    return outcome
 
 
 def _forced(called_if: bool, skips: Outcome, number: int) -> bool:

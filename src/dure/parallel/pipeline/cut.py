@@ -64,6 +64,14 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
             for index, owner in enumerate(owners)
             if owner == name or owner.startswith(f"{name}.")
         ]
+        around = [
+            block.call.name for block in trace.blocks if name.startswith(f"{block.call.name}.")
+        ]
+        if not places and around:
+            raise ValueError(
+                f"{name} lies inside module {around[0]}, which cannot be traced and is not cut: "
+                "name that, or a module after it"
+            )
         if not places:
             known = ", ".join(list(dict.fromkeys(owner for owner in owners if owner))[:12])
             raise ValueError(
@@ -179,10 +187,16 @@ class CutModel:
                 )
             return named_starts(self.reference, names)
         self.costs = costs_of(self.reference, balance, leaves_of(self._sample(self.examples)))
+        if len(self.reference.moving) < self.stages:
+            raise ValueError(
+                f"a model of {len(self.reference.moving)} operations cannot be cut into "
+                f"{self.stages} stages{self._untraced.said()}"
+            )
         return best_starts(self.costs, self.stages)
 
     def decide(self, starts: Sequence[int]) -> None:
         """Cuts there. Raises ValueError where a model cannot be cut so."""
+        self._untraced.close()
         self.starts = list(starts)
         self._kinds = kinds_of(self.reference)
         homes = stages_of(self.reference, self.starts)
@@ -192,7 +206,7 @@ class CutModel:
             raise ValueError(
                 f"stage {empty[0]} would have no operations: there are "
                 f"{len(self.reference.moving)}, some of which cannot be parted, "
-                f"for {self.stages} stages"
+                f"for {self.stages} stages{self._untraced.said()}"
             )
         self._homes[self.examples, True] = homes
         self.names = parameters_of(self.reference, homes, self.stages)

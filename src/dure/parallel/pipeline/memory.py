@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from dure.parallel.pipeline.untraced import changed_of, is_untraced
+from dure.parallel.pipeline.untraced import changed_of, is_untraced, shared_of
 
 aten = torch.ops.aten
 
@@ -93,8 +93,10 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         shared: list[fx.Node] = []
         if node.op == "call_function":
+            if is_untraced(node):
+                shared = shared_of(node)
             # Their schemas do not say that the result may be the argument itself.
-            if node.target in DROPOUTS:
+            elif node.target in DROPOUTS:
                 shared = node.all_input_nodes[:1]
             elif isinstance(node.target, torch._ops.OpOverload):
                 shared = [value for value, info in _arguments(node) if info is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,33 +18,56 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure.parallel.pipeline.stand_in import standing_in
 from dure.parallel.pipeline.unseen import drawn
-from dure.parallel.pipeline.untraced import Call, Like, tensors_by_place
+from dure.parallel.pipeline.untraced import Call, Like, left_in, put_back, tensors_by_place
 from dure.randomness.seeds import generators_state, restore_generators
 
 
 def run_copy(model: nn.Module, inputs: Any) -> Any:
     """What the model gives, run on copies of its parameters, its buffers and the inputs."""
     before = generators_state()
+    left = left_in(model)
     try:
-        fresh = tree_map_only(Tensor, torch.clone, inputs)
-        return torch.func.functional_call(model, _copies(model), (fresh,))
+        with _on_copies(model):
+            return model(tree_map_only(Tensor, torch.clone, inputs))
     finally:
+        put_back(model, left)
         restore_generators(before)
 
 
-def _copies(model: nn.Module) -> dict[str, Tensor]:
-    # Copies of parameters too: forward passes may change them, as by max_norm.
-    return {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in _tensors_of(model)
-    }
+@contextmanager
+def _on_copies(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters and buffers are copies: forward passes may change both."""
+    copies: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            before.append((held, dict(held)))
+            for name, tensor in held.items():
+                if tensor is not None:
+                    # A tensor that has several names is one here too.
+                    held[name] = copies.setdefault(id(tensor), _copy(tensor))
+    try:
+        yield
+    finally:
+        for held, was in before:
+            held.clear()
+            held.update(was)
 
 
-def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call]:
-    """The calls of these modules in a forward pass, in order; but for those inside of another."""
-    if not names:
-        return []
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+def observed(
+    model: nn.Module, inputs: Any, names: Collection[str], entirely: Collection[str]
+) -> list[Call]:
+    """The calls of these modules in a forward pass, in order; but for those inside of another.
+
+    entirely: those of which more than forward is looked at (`dure.parallel.pipeline.stand_in`).
+    """
     calls: list[Call] = []
     own = {
         name: [known for known, _ in _tensors_of(model.get_submodule(name), name)] for name in names
@@ -63,7 +87,8 @@ def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call
                 known.update((id(tensor), at) for at, tensor in _tensors_of(model))
             inside.append(name)
             try:
-                call, outputs = _noted(name, function, args, kwargs, known)
+                module = model.get_submodule(name)
+                call, outputs = _noted(name, module, partial(function, *args, **kwargs), known)
             finally:
                 inside.pop()
             uses = dict.fromkeys([*(alias[each] for each in own[name]), *call.uses])
@@ -73,9 +98,25 @@ def observed(model: nn.Module, inputs: Any, names: Collection[str]) -> list[Call
 
         return noted
 
-    with replaced({name: around for name in names}, model):
+    with standing_in(model, names, around, entirely):
         run_copy(model, inputs)
     return calls
+
+
+def is_steady(model: nn.Module, inputs: Any, names: Collection[str]) -> bool:
+    """Whether these modules give values of the same form and number for other examples.
+
+    An expert gets the rows that its router has chosen, and so many are what it gives.
+    """
+    first = observed(model, inputs, names, ())
+    others = observed(model, tree_map_only(Tensor, _other, inputs), names, ())
+    return [call.form for call in first] == [call.form for call in others]
+
+
+def _other(leaf: Tensor) -> Tensor:
+    """The first example, backwards, in the place of all."""
+    first = leaf[:1].flip(-1) if leaf.dim() > 1 else leaf[:1]
+    return first.expand_as(leaf) if leaf.dim() else leaf
 
 
 def _tensors_of(
@@ -87,46 +128,64 @@ def _tensors_of(
 
 
 def _noted(
-    name: str,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    known: Mapping[int, str],
+    name: str, module: nn.Module, call: partial[Any], known: Mapping[int, str]
 ) -> tuple[Call, Any]:
     """Calls a module, and looks at what it does. known: parameters and buffers by id."""
-    given = tensors_by_place(args, kwargs)
+    given = tensors_by_place(call.args, call.keywords)
     versions = {place: tensor._version for place, tensor in given.items()}
     used = _Used(known)
-    state = torch.get_rng_state()
+    state = _generators()
     foreign = drawn()
+    before = left_in(module)
     with used, FlopCounterMode(display=False) as counter:
-        outputs = function(*args, **kwargs)
+        outputs = call()
     if drawn() != foreign:
         raise ValueError(
             f"module {name} draws random numbers from Python or numpy, which nobody seeds; draw "
             "them from torch"
         )
     leaves, structure = tree_flatten(outputs)
-    call = Call(
+    noted = Call(
         name=name,
         leaves=tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         structure=structure,
+        left={
+            place: Like.of(tensor)
+            for place, tensor in left_in(module).items()
+            if before.get(place) is not tensor
+        },
         uses=tuple(used.names),
         written=tuple(used.written()),
         changed=tuple(
             place for place, tensor in given.items() if tensor._version != versions[place]
         ),
-        draws=not torch.equal(state, torch.get_rng_state()),
+        shared=tuple(
+            place
+            for place, tensor in given.items()
+            if any(_share(tensor, leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        ),
+        draws=not all(map(torch.equal, state, _generators())),
         flops=float(counter.get_total_flops()),
     )
-    return call, outputs
+    return noted, outputs
 
 
-class _Used(TorchDispatchMode):
+def _generators() -> list[Tensor]:
+    """The states of torch's generators."""
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else [])]
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+
+
+class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which parameters and buffers operations are given, and which of them they change."""
 
     def __init__(self, known: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.names: dict[str, None] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
@@ -145,21 +204,3 @@ class _Used(TorchDispatchMode):
         return [
             name for name, (now, before) in self._before.items() if not torch.equal(now, before)
         ]
-
-
-@contextmanager
-def replaced(
-    by: Mapping[str, Callable[[str, Callable[..., Any]], Callable[..., Any]]], model: nn.Module
-) -> Iterator[None]:
-    """Inside, the `forward` of each of these modules is what `by` makes of its name and of it."""
-    modules = {name: model.get_submodule(name) for name in by}
-    before = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.forward = by[name](name, module.forward)
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            del module.forward
-            if before[name] is not None:
-                module.forward = before[name]

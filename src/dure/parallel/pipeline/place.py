@@ -153,8 +153,9 @@ def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
 
 
 def module_of(frame: FrameType) -> Any:
-    """The module of whose method this is a frame; None of any other."""
-    own: Any = frame.f_locals.get("self")
+    """What the method is called of, whose frame this is: the first argument, whatever its name."""
+    code = frame.f_code
+    own: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     # While it traces, torch stands in for a module by another object.
     return own.get_base() if hasattr(type(own), "get_base") else own
 

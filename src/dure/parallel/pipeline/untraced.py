@@ -6,10 +6,11 @@ written down as one operation on the tensors that it is given, with its paramete
 a stage computes, the module itself is called in its place. So a model can be cut before and after
 such a module, and not inside.
 
-    dure::untraced(given, weights, written, changed, decisions, draws, number) -> tensors
+    dure::untraced(given, weights, written, changed, shared, decisions, draws, number) -> tensors
 
     weights    its parameters and buffers, but for those that it changes, which are `written`
     changed    which of the tensors that it is given it writes into
+    shared     which of them lie in the memory of what it gives
     decisions  whether it is called at all (`dure.parallel.pipeline.choosing`); mostly none
     draws      whether it draws random numbers
     number     of the call in the trace
@@ -25,11 +26,12 @@ would keep those of the first pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,6 +42,8 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+
+from dure.parallel.pipeline.stand_in import standing_in
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
@@ -74,32 +78,55 @@ class Like:
 class Call:
     """A call of a module, as a run of the model has seen it.
 
-    name: of the module. leaves, structure: of what it gave, with `Like` for tensors. uses, written:
-    the names of the parameters and buffers that it uses and changes. changed: where among its
-    arguments the tensors are that it changes. flops: of its forward pass.
+    name: of the module. leaves, structure: of what it gave, with `Like` for tensors. left: what it
+    left in attributes (`left_in`). uses, written: the names of the parameters and buffers that it
+    uses and changes. changed: where among its arguments the tensors are that it changes. flops: of
+    its forward pass.
     """
 
     name: str
     leaves: tuple[Any, ...]
     structure: TreeSpec
+    left: Mapping[tuple[str, str], Like]
     uses: tuple[str, ...]
     written: tuple[str, ...]
     changed: tuple[str, ...]
+    shared: tuple[str, ...]
     draws: bool
     flops: float
 
     @property
     def tensors(self) -> list[Like]:
-        """Of what it gave."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
+        """Of what it gave and left."""
+        return [*(leaf for leaf in self.leaves if isinstance(leaf, Like)), *self.left.values()]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What has to be the same in all calls."""
+        leaves = [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Like) else leaf
+            for leaf in self.leaves
+            if isinstance(leaf, (Like, *_ATOMS))
+        ]
+        return self.name, self.structure, leaves
+
+
+class Decision(NamedTuple):
+    """Whether a module is called: if `value` is `called_if`. Else `skip` stands for its result."""
+
+    value: Tensor
+    skip: Skip
+    called_if: bool
+
+
+Decided = Callable[[Call], Decision | None]
 
 
 @dataclass
 class Block:
     """What an operation of a trace stands for: a module, and how it is called.
 
-    function: its forward. leaves, structure: of its arguments, with `Like` for tensors. skip, called_if: where a decision is given, the module is called if that is `called_if`, and
-    else `skip` stands for what it gives.
+    function: what calls it. leaves, structure: of its arguments, with `Like` for tensors.
     """
 
     call: Call
@@ -107,8 +134,7 @@ class Block:
     function: Callable[..., Any]
     leaves: list[Any]
     structure: TreeSpec
-    skip: Skip | None = None
-    called_if: bool = False
+    decision: Decision | None
 
     def __post_init__(self) -> None:
         # A trace holds for the mode in which it was made, and so does what stands in it.
@@ -120,13 +146,14 @@ class Block:
         weights: Sequence[Tensor],
         written: Sequence[Tensor],
         changed: Sequence[int],
+        shared: Sequence[int],
         decisions: Sequence[Tensor],
         draws: bool,
         number: int,
     ) -> list[Tensor]:
         """Calls the module itself, which has its own parameters. Raises ValueError for a shape."""
-        if decisions and bool(decisions[0]) != self.called_if:
-            return skipped(self.call, self.skip, given)
+        if self.decision is not None and bool(decisions[0]) != self.decision.called_if:
+            return skipped(self.call, self.decision.skip, given)
         tensors = iter(given)
         leaves = [next(tensors) if isinstance(leaf, Like) else _own(leaf) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
@@ -159,10 +186,18 @@ class Block:
                     )
             elif isinstance(known, _ATOMS) and leaf != known:
                 raise ValueError(f"module {call.name} gives {leaf!r}, and gave {known!r} at first")
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        left = left_in(self.module)
+        for place, like in call.left.items():
+            if place not in left or not like.fits(left[place]):
+                raise ValueError(
+                    f"module {call.name} leaves no tensor of shape {list(like.shape)} in "
+                    f"{place[1]}, as it did at first"
+                )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [*tensors, *(left[place] for place in call.left)]
 
 
-def skipped(call: Call, skip: Skip | None, given: Sequence[Tensor]) -> list[Tensor]:
+def skipped(call: Call, skip: Skip, given: Sequence[Tensor]) -> list[Tensor]:
     """What stands for a module's result where it is not called."""
     first, *others = call.tensors
     like = next((tensor for tensor in given if first.fits(tensor)), None)
@@ -186,6 +221,7 @@ def _untraced(
     weights: list[Tensor],
     written: list[Tensor],
     changed: list[int],
+    shared: list[int],
     decisions: list[Tensor],
     draws: bool,
     number: int,
@@ -199,6 +235,7 @@ def _(
     weights: list[Tensor],
     written: list[Tensor],
     changed: list[int],
+    shared: list[int],
     decisions: list[Tensor],
     draws: bool,
     number: int,
@@ -213,7 +250,7 @@ def is_untraced(node: fx.Node) -> bool:
 
 def block_of(node: fx.Node, blocks: Sequence[Block]) -> Block:
     """What such a node stands for. blocks: of its trace."""
-    return blocks[int(str(node.args[6]))]
+    return blocks[int(str(node.args[7]))]
 
 
 def in_place_of(node: fx.Node, blocks: Sequence[Block]) -> Callable[..., list[Tensor]]:
@@ -234,9 +271,16 @@ def changed_of(node: fx.Node) -> list[fx.Node]:
     return [*written, *(given[place] for place in places)]
 
 
+def shared_of(node: fx.Node) -> list[fx.Node]:
+    """The values in whose memory its result lies."""
+    given: Any = node.args[0]
+    places: Any = node.args[4]
+    return [given[place] for place in places]
+
+
 def draws_of(node: fx.Node) -> bool:
     """Whether it draws random numbers."""
-    return bool(node.args[5])
+    return bool(node.args[6])
 
 
 def tensors_by_place(args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -251,39 +295,38 @@ class NotTheSameError(ValueError):
 
 @contextmanager
 def in_one_piece(
-    model: nn.Module,
-    calls: Sequence[Call],
-    decided: Callable[[Call], tuple[Tensor, Skip, bool] | None],
+    model: nn.Module, calls: Sequence[Call], decided: Decided, entirely: Collection[str]
 ) -> Iterator[list[Block]]:
     """Inside, the modules of these calls are operations; what they stand for is in the list.
 
-    calls: in order. decided: whether it depends on a decision that a call is made, the skip that
-    stands for it, and the outcome with which it is made.
+    calls: in order. decided: of a call, whether a decision says if it is made. entirely: the
+    modules of which the operation is more than their forward.
     """
     blocks: list[Block] = []
+    names = list(dict.fromkeys(call.name for call in calls))
+    # What a module keeps while it is traced has no data.
+    before = {name: left_in(model.get_submodule(name)) for name in names}
     _under_way.append(blocks)
-    modules = {name: model.get_submodule(name) for name in {call.name for call in calls}}
-    before = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.forward = _stub(model, name, module.forward, blocks, calls, decided)
+    stub = partial(_stub, model, blocks, calls, decided)
     try:
-        yield blocks
+        with standing_in(model, names, stub, entirely):
+            yield blocks
     finally:
         _under_way.pop()
-        for name, module in modules.items():
-            del module.forward
-            if before[name] is not None:
-                module.forward = before[name]
+        for name in names:
+            put_back(model.get_submodule(name), before[name])
 
 
 def _stub(
     model: nn.Module,
-    name: str,
-    function: Callable[..., Any],
     blocks: list[Block],
     calls: Sequence[Call],
-    decided: Callable[[Call], tuple[Tensor, Skip, bool] | None],
+    decided: Decided,
+    name: str,
+    function: Callable[..., Any],
 ) -> Callable[..., Any]:
+    module = model.get_submodule(name)
+
     def stub(*args: Any, **kwargs: Any) -> Any:
         number = len(blocks)
         leaves, structure = tree_flatten((args, kwargs))
@@ -294,27 +337,53 @@ def _stub(
         call = calls[number]
         if not all(type(length) is int for tensor in given for length in tensor.shape):
             raise NotTheSameError(f"module {name} is given shapes that depend on the data")
-        kept = [_kept(name, leaf) for leaf in leaves]
-        block = Block(call, model.get_submodule(name), function, kept, structure)
         decision = decided(call)
-        if decision is not None:
-            _, block.skip, block.called_if = decision
-        blocks.append(block)
+        kept = [_kept(name, leaf) for leaf in leaves]
+        blocks.append(Block(call, module, function, kept, structure, decision))
         tensors = iter(
             torch.ops.dure.untraced(
                 given,
                 _tensors(model, call.uses, without=call.written),
                 _tensors(model, call.written),
                 [places.index(place) for place in call.changed],
-                [] if decision is None else [decision[0]],
+                [places.index(place) for place in call.shared],
+                [] if decision is None else [decision.value],
                 call.draws,
                 number,
             )
         )
         outputs = [next(tensors) if isinstance(leaf, Like) else leaf for leaf in call.leaves]
+        leave_in(module, {place: next(tensors) for place in call.left})
         return tree_unflatten(outputs, call.structure)
 
     return stub
+
+
+def left_in(module: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """The tensors in attributes of a module and of those in it, but for parameters and buffers.
+
+    A pass may leave there what the model around reads, such as a loss of a router.
+    """
+    return {
+        (path, name): value
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def put_back(module: nn.Module, before: Mapping[tuple[str, str], Tensor]) -> None:
+    """Makes of the attributes what `left_in` has found before."""
+    for path, name in left_in(module).keys() - before.keys():
+        del vars(module.get_submodule(path))[name]
+    leave_in(module, before)
+
+
+def leave_in(module: nn.Module, values: Mapping[tuple[str, str], Tensor]) -> None:
+    """Puts tensors into attributes."""
+    for (path, name), value in values.items():
+        # Not by `setattr`, which may be the user's own.
+        vars(module.get_submodule(path))[name] = value
 
 
 def _kept(name: str, leaf: Any) -> Any:

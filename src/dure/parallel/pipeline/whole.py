@@ -1,9 +1,10 @@
 """Which modules of a model are one operation of its trace, because they cannot be traced.
 
 A trace is tried, and where it fails the innermost module of the user's whose code is the reason
-becomes one operation, with all others of its class: a router with its experts, in every layer. Then
-it is tried again; where it fails once more, with the module around. A module that leaves out blocks
-by chance (`dure.parallel.pipeline.choosing`) is traced, and the blocks are operations.
+becomes one operation, with all others of its class: a router with its experts, in every layer. What
+it gives must have the same form for other examples; else the module around is taken. Then the trace
+is tried again. A module that leaves out blocks by chance (`dure.parallel.pipeline.choosing`) is
+traced, and the blocks are operations.
 
 What is left is a model that cannot be traced in its own code, outside of all modules: it is
 refused. Modules that are divided over tensor neighbours cannot be inside of such an operation.
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from dure.parallel.pipeline.choosing import Chooser, Decisions, chooser, taken
-from dure.parallel.pipeline.observed import observed
-from dure.parallel.pipeline.untraced import Block, Call, Skip, in_one_piece
+from dure.parallel.pipeline.choosing import Chooser, Decisions, always, chooser, taken
+from dure.parallel.pipeline.observed import is_steady, observed
+from dure.parallel.pipeline.untraced import Block, Call, Decision, in_one_piece
 from dure.parallel.tensor.divided import Divided
 
 
@@ -41,15 +43,36 @@ class Untraced:
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
+        self._entirely: set[str] = set()
         self._choosers: dict[str, Chooser] = {}
         self._no_choosers: set[str] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """From here on parameters may be let go of, and no module's choices can be tried."""
+        self._closed = True
+
+    def said(self) -> str:
+        """Which modules are not cut, after a semicolon; nothing where there is none."""
+        if not self.reasons:
+            return ""
+        name, why = next(iter(self.reasons.items()))
+        others = len(self.reasons) - 1
+        more = f" and {others} more modules are" if others else " is"
+        return f"; module {name}{more} one operation, for {why}"
 
     def widen(self, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
         """Makes of one module more, or of several alike, one operation; False if there is none."""
         for name in reversed(error.modules):
             if self._is_chooser(model, inputs, name, error):
                 return True
-            if name and name not in self.reasons and _is_users(model.get_submodule(name)):
+            if not name or not _is_users(model.get_submodule(name)):
+                continue
+            if name in self.reasons and name not in self._entirely:
+                # What is wrong is around its forward, such as a hook.
+                self._entirely.update(_alike(model, name))
+                return True
+            if name not in self.reasons and is_steady(model, inputs, _alike(model, name)):
                 self._add(model, name, error.said)
                 return True
         return False
@@ -59,9 +82,8 @@ class Untraced:
     ) -> bool:
         """Whether a module leaves out blocks by chance, which was not known before."""
         innermost = name == error.modules[-1]
-        if not innermost or not error.of_data or name in self._choosers:
-            return False
-        if name in self._no_choosers:
+        known = name in self._choosers or name in self._no_choosers
+        if self._closed or known or not innermost or not error.of_data:
             return False
         found = chooser(model, inputs, name)
         if found is None:
@@ -73,10 +95,8 @@ class Untraced:
         return True
 
     def _add(self, model: nn.Module, name: str, said: str) -> None:
-        kind = type(model.get_submodule(name))
-        for other, module in model.named_modules():
-            if other and type(module) is kind:
-                self.reasons.setdefault(other, said)
+        for other in _alike(model, name):
+            self.reasons.setdefault(other, said)
         for other in self.reasons:
             inside = model.get_submodule(other).modules()
             if any(isinstance(module, Divided) for module in inside):
@@ -93,15 +113,15 @@ class Untraced:
             return
         with ExitStack() as stack:
             asked = [
-                (one, Decisions(model.get_submodule(one.name), lambda _, o=one.called_if: o))  # type: ignore[misc]
+                (one, Decisions(model.get_submodule(one.name), partial(always, one.called_if)))
                 for one in self._choosers.values()
             ]
             stack.enter_context(taken([decisions for _, decisions in asked]))
             # With the outcomes of the trace, so that all blocks are called.
-            calls = observed(model, inputs, self.reasons)
+            calls = observed(model, inputs, self.reasons, self._entirely)
             for _, decisions in asked:
                 decisions.forget()
-            yield stack.enter_context(in_one_piece(model, calls, _Guards(asked)))
+            yield stack.enter_context(in_one_piece(model, calls, _Guards(asked), self._entirely))
 
 
 class _Guards:
@@ -111,14 +131,20 @@ class _Guards:
         self._asked = asked
         self._counts: dict[str, int] = {}
 
-    def __call__(self, call: Call) -> tuple[Tensor, Skip, bool] | None:
+    def __call__(self, call: Call) -> Decision | None:
         number = self._counts[call.name] = self._counts.get(call.name, -1) + 1
         for one, decisions in self._asked:
             guard = one.guards.get((call.name, number))
             # In evaluation nothing is decided.
             if guard is not None and guard < len(decisions.values):
-                return decisions.values[guard], one.skip, one.called_if
+                return Decision(decisions.values[guard], one.skip, one.called_if)
         return None
+
+
+def _alike(model: nn.Module, name: str) -> list[str]:
+    """The names of all modules of the same class."""
+    kind = type(model.get_submodule(name))
+    return [other for other, module in model.named_modules() if other and type(module) is kind]
 
 
 def _is_users(module: nn.Module) -> bool:

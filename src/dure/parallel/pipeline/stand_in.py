@@ -1,0 +1,63 @@
+"""Another function in a module's place, for a while: of its forward, or of all of its call.
+
+Calling a module may do more than its forward: hooks, or a checkpoint that its class puts around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+Function = Callable[..., Any]
+
+Around = Callable[[str, Function], Function]
+"""Makes of a module's name and its function the one that stands in."""
+
+
+@contextmanager
+def standing_in(
+    model: nn.Module, names: Iterable[str], around: Around, entirely: Collection[str] = ()
+) -> Iterator[None]:
+    """Inside, what `around` makes stands in for these modules.
+
+    entirely: those of which it stands in for the call, and not for forward alone.
+    """
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            kind = _for_calls if name in entirely else _for_forward
+            stack.enter_context(kind(module, partial(around, name)))
+        yield
+
+
+@contextmanager
+def _for_forward(module: nn.Module, around: Callable[[Function], Function]) -> Iterator[None]:
+    # The model's own code may have put another forward into the instance.
+    before = vars(module).get("forward")
+    module.forward = around(module.forward)
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+@contextmanager
+def _for_calls(module: nn.Module, around: Callable[[Function], Function]) -> Iterator[None]:
+    kind = type(module)
+    instead = around(partial(kind.__call__, module))
+
+    def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return instead(*args, **kwargs)
+
+    # Python looks for `__call__` in the class alone.
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
