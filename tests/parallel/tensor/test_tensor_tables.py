@@ -115,6 +115,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(SYMBOLS))
         self.decoder = nn.Linear(WIDTH, SYMBOLS)
         self.decoder.bias = self.bias
+        self.register_parameter("weight", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.decoder(hidden)
@@ -132,6 +133,7 @@ class Reader(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = Head()
         self.head.decoder.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
 
     def forward(self, symbols: Tensor) -> Tensor:
         places = torch.arange(symbols.shape[1])
