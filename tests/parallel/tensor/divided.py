@@ -15,7 +15,14 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import Place
-from dure.parallel.tensor import parallelize, plan_for, whole_state_dict
+from dure.parallel.tensor import (
+    Plan,
+    gradient_norm,
+    load_whole,
+    parallelize,
+    plan_for,
+    whole_state_dict,
+)
 
 Scores = Callable[[nn.Module, Tensor], Tensor]
 
@@ -159,21 +166,30 @@ def compare(
     make: Callable[[], nn.Module],
     data: Sequence[tuple[Tensor, Tensor]],
     scores: Scores = own_scores,
+    plan: Plan | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """How far the divided model is from the undivided one: gradients, losses, final weights."""
+    """How far the divided model is from the undivided one: gradients, losses, final weights.
+
+    plan: None is the ready one, with these options.
+    """
     alone = make()
     model = copy.deepcopy(alone)
-    parallelize(model, plan_for(model, **options), group)
+    parallelize(model, plan_for(model, **options) if plan is None else plan, group)
     begins = apart(whole_state_dict(model), alone.state_dict())
     backward(alone, data[0], scores)
     backward(model, data[0], scores)
     of_gradients = apart(gradients(model), gradients(alone))
+    of_norms = abs(float(gradient_norm(model, group) - gradient_norm(alone, Group())))
     one = train(alone, data, scores)
     other = train(model, data, scores)
-    return {
+    found = {
         "begin": begins,
         "gradients": of_gradients,
+        "norm": of_norms,
         "losses": max(abs(a - b) for a, b in zip(one, other, strict=True)),
         "weights": apart(whole_state_dict(model), alone.state_dict()),
     }
+    load_whole(model, alone.state_dict())
+    found["loaded"] = apart(whole_state_dict(model), alone.state_dict())
+    return found

@@ -100,12 +100,12 @@ def test_models_of_hugging_face() -> None:
             for implementation in ("sdpa",) if sequence else ("sdpa", "eager"):
                 make = partial(gpt2, implementation)
                 name = f"GPT-2, {implementation}, sequence {sequence}"
-                found[name] = compare(group, make, texts(4), face_scores, sequence=sequence)
+                found[name] = compare(group, make, texts(2), face_scores, sequence=sequence)
             # Four ranks share heads of keys, or one.
             for heads, tied in ((1, False),) if sequence else ((4, False), (2, True), (1, False)):
                 name = f"Llama, {heads} heads, tied {tied}, sequence {sequence}"
                 make = partial(llama, heads, tied)
-                found[name] = compare(group, make, texts(4), face_scores, sequence=sequence)
+                found[name] = compare(group, make, texts(2), face_scores, sequence=sequence)
         written_alike(group)
         return found
 

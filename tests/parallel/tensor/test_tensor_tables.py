@@ -5,7 +5,6 @@ And for models that make rows of all tokens. All learn what they learn undivided
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 from collections import namedtuple
@@ -17,17 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from divided import (
-    apart,
-    at_all_degrees,
-    backward,
-    enliven,
-    gradients,
-    on_ranks,
-    texts,
-    train,
-    transformer,
-)
+from divided import at_all_degrees, compare, enliven, on_ranks, texts, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,19 +38,17 @@ from dure.parallel.tensor import (
     Row,
     Tensors,
     Vocabulary,
-    gradient_norm,
-    load_whole,
-    parallelize,
     prove_plan,
-    whole_state_dict,
 )
 from dure.parallel.tensor.dividing import check_lengths, check_plan
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.kind import At
 from dure.parallel.tensor.written_plan import TensorPlan
 from small import largest_difference
+from test_docs import DOCS, FENCE
 
 CLOSE = 1e-12
+PAGE = DOCS / "tensor-parallel.md"
 SYMBOLS = 13
 HEADS = 4
 HEAD = 4
@@ -128,6 +115,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(SYMBOLS))
         self.decoder = nn.Linear(WIDTH, SYMBOLS)
         self.decoder.bias = self.bias
+        self.register_parameter("weight", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.decoder(hidden)
@@ -145,6 +133,7 @@ class Reader(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = Head()
         self.head.decoder.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
 
     def forward(self, symbols: Tensor) -> Tensor:
         places = torch.arange(symbols.shape[1])
@@ -192,29 +181,6 @@ def plan_for_reader(sequence: bool) -> dict[str, Any]:
     return plan
 
 
-def beside(
-    group: Group, make: Callable[[], nn.Module], plan: Plan, data: list[tuple[Tensor, Tensor]]
-) -> dict[str, float]:
-    """How far the divided model is from the undivided one."""
-    alone = make()
-    model = copy.deepcopy(alone)
-    parallelize(model, plan, group)
-    begins = apart(whole_state_dict(model), alone.state_dict())
-    backward(alone, data[0])
-    backward(model, data[0])
-    found = {
-        "begin": begins,
-        "gradients": apart(gradients(model), gradients(alone)),
-        "norm": abs(float(gradient_norm(model, group) - gradient_norm(alone, Group()))),
-    }
-    one, other = train(alone, data), train(model, data)
-    found["losses"] = max(abs(a - b) for a, b in zip(one, other, strict=True))
-    found["weights"] = apart(whole_state_dict(model), alone.state_dict())
-    load_whole(model, alone.state_dict())
-    found["loaded"] = apart(whole_state_dict(model), alone.state_dict())
-    return found
-
-
 def loss_of(targets: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda outputs: F.cross_entropy(outputs, targets)
 
@@ -225,16 +191,67 @@ def test_tables_numbers_and_rows_are_divided() -> None:
         found = []
         for sequence in (False, True):
             plan = plan_for_reader(sequence)
-            found.append(beside(group, reader, plan, data))
+            found.append(compare(group, reader, data, plan=plan))
             # with dropout as well: who draws what is part of the proof
             inputs, targets = data[0]
             prove_plan(reader(0.3), plan, inputs, loss_of(targets), group)
+        found.append(compare(group, rows_of_tokens, data, plan=ROWS))
         return found
 
     for degree, of_ranks in at_all_degrees(program).items():
         for rows in of_ranks:
             for row in rows:
                 assert max(row.values()) < CLOSE, (degree, row)
+
+
+class Told(nn.Module):
+    """A block of rows of tokens, which is told of how many texts they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: Tensor, batch: int) -> Tensor:
+        each = self.query_key_value(self.norm(rows)).view(batch, -1, 3, self.heads, HEAD)
+        query, key, value = each.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return rows + self.projection(mixed.transpose(1, 2).reshape(-1, self.heads * HEAD))
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SYMBOLS, WIDTH)
+        self.blocks = nn.ModuleList([Told() for _ in range(2)])
+        self.output = nn.Linear(WIDTH, SYMBOLS)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        rows = self.embedding(symbols.flatten())
+        for block in self.blocks:
+            rows = block(rows, len(symbols))
+        scores: Tensor = self.output(rows).view(*symbols.shape, -1)
+        return scores.transpose(1, 2)
+
+
+def rows_of_tokens() -> nn.Module:
+    torch.manual_seed(1)
+    model = Rows().double()
+    enliven(model)
+    return model
+
+
+ROWS: dict[str, Any] = {
+    "embedding": Vocabulary(),
+    "blocks.0": Cut(0),
+    "blocks.*": Attributes("heads"),
+    "blocks.*.norm": OnShards(),
+    "blocks.*.query_key_value": Column(blocks=3, unit=HEAD, sequence=0),
+    "blocks.*.projection": Row(unit=HEAD, sequence=0),
+    "output": Output(sequence=0),
+}
 
 
 def task_of(dropout: float = 0.0) -> dure.Task:
@@ -530,3 +547,32 @@ def test_several_columns_enter_a_region_once() -> None:
     assert common == alike
     assert again != another
     assert last == end
+
+
+def test_the_plan_of_the_page_is_right_and_each_word_of_it_is_needed() -> None:
+    (body,) = (
+        body for _, body in FENCE.findall(PAGE.read_text()) if body.startswith("# my_attention.py")
+    )
+    page: dict[str, Any] = {"__name__": "my_attention"}
+    exec(compile(body, "my_attention.py", "exec"), page)
+    plan, symbols = page["plan"], page["symbols"][:4]
+    first, *layers = plan
+    fewer = [
+        {**plan, first: tuple(one for one in plan[first] if one != left)} for left in plan[first]
+    ]
+    fewer += [{name: plan[name] for name in plan if name != layer} for layer in layers]
+    torch.manual_seed(1)
+    model = page["Model"]()
+    enliven(model)
+
+    def program(place: Place) -> list[bool]:
+        held = []
+        for each in (plan, *fewer):
+            try:
+                prove_plan(model, each, symbols, loss_of(symbols.flip(1)), place.group)
+                held.append(True)
+            except PlanError:
+                held.append(False)
+        return held
+
+    assert on_ranks(2, program)[0] == [True] + [False] * (len(plan[first]) + len(layers))

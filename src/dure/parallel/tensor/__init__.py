@@ -19,6 +19,7 @@
     changes     what it does to modules that it does not replace
     attributes  integers of a module that it divides
     dividing    a model is divided from outside, by a plan
+    tied        parameters of several modules remain one
     proof       a plan is tried beside the undivided model
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient

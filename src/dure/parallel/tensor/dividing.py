@@ -12,26 +12,25 @@ Source: Shoeybi et al. 2019, "Megatron-LM", whose layers are put in the place of
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
 from dure.parallel.tensor.changes import Tensors
 from dure.parallel.tensor.divided import Divided, Parts, mark_parts, parts_of
-from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.draws import Draws
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.kind import At
 from dure.parallel.tensor.opaque import hidden
 from dure.parallel.tensor.plan import Change, Kind, Plan, Replacement, several
+from dure.parallel.tensor.tied import OwnParts, share
 
 
 def parallelize(
@@ -133,10 +132,6 @@ def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
     return found
 
 
-OwnParts = dict[str, tuple[Tensor, Division]]
-"""Tensors of a module of which a rank holds a part: the part, and how they are divided."""
-
-
 def _made(
     model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
 ) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
@@ -172,16 +167,16 @@ def _made(
         if not isinstance(kind, Replacement) and id(module) in replaced:
             layer = layers[id(module)]
             if isinstance(kind, Tensors):
-                kind.parts(name, layer, at)
+                kind.parts(name, layer, at)  # which refuses
             else:
                 changes.setdefault((id(module), kind), kind.change(name, layer, at))
-    aliases = _share(model, layers, parts)
+    names = share(model, layers, parts)
     own = [
         _installing(module, parts[id(module)], at.group)
         for module in model.modules()
         if id(module) in parts
     ]
-    return layers, [*aliases, *own, *changes.values()]
+    return layers, [*names, *own, *changes.values()]
 
 
 def _add(known: OwnParts, more: OwnParts, name: str) -> None:
@@ -223,71 +218,6 @@ def fits(name: str, pattern: str) -> bool:
     names = name.split(".")
     patterns = pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
-
-
-class _Shared(NamedTuple):
-    """A parameter that becomes another one.
-
-    name, module: of the first who has it divided. kept: what it becomes. division: None where every
-    rank has the whole.
-    """
-
-    name: str
-    module: nn.Module
-    kept: Tensor
-    division: Division | None
-
-
-def _share(
-    model: nn.Module, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
-) -> list[Callable[[], None]]:
-    """Parameters that were one remain one; returns what makes other names of them follow.
-
-    Raises ValueError if they are divided differently.
-    """
-    # by the id of the undivided parameter
-    shared: dict[int, _Shared] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            become = _become(module, own, layers, parts)
-            if parameter is None or become is None:
-                continue
-            known = shared.setdefault(id(parameter), _Shared(name, module, *become))
-            if known.division != become[1]:
-                raise ValueError(
-                    f"{known.name} and {name} share a parameter, and the plan divides it in two "
-                    "ways"
-                )
-            # the same object in both, so that optimizers and gradients know one
-            if id(module) in layers:
-                layers[id(module)].register_parameter(own, known.kept)  # type: ignore[arg-type]
-            else:
-                parts[id(module)][own] = (known.kept, become[1])  # type: ignore[assignment]
-    aliases = []
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if id(parameter) not in shared or _become(module, own, layers, parts) is not None:
-                continue
-            first = shared[id(parameter)]
-            # A parent often has a name of its own for what its layer computes with, such as the
-            # bias of an output layer, and does not read it. A proof finds it if it does.
-            if first.module not in module.modules():
-                raise ValueError(
-                    f"{first.name} and {name or 'the model'} share a parameter: the plan has to "
-                    f"divide both of them (Tensors({own!r}) where it is of no layer)"
-                )
-            aliases.append(partial(module.register_parameter, own, first.kept))
-    return aliases  # type: ignore[return-value]
-
-
-def _become(
-    module: nn.Module, own: str, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
-) -> tuple[Tensor, Division | None] | None:
-    """What a parameter of a module becomes by the plan, and how; None if it stays."""
-    layer = layers.get(id(module))
-    if layer is not None and module._parameters.get(own) is not None:
-        return layer.get_parameter(own), layer.divisions.get(own)
-    return parts.get(id(module), {}).get(own)
 
 
 def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
