@@ -6,6 +6,7 @@ torch. Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -200,11 +201,16 @@ def _dispatch(given: list[str]) -> int:
     return commands[given[0]](given[1:])
 
 
+_ABOUT_COMPARE = (
+    "Many systems on one task. Any setting of a system, such as --clients 20, is given to all that "
+    "have it; what stands behind a name, as in fed-avg,clients=5, wins."
+)
+
 _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "compare": (
         "TASK [SYSTEM ...]",
         {"limits": Limits, "how": CompareOptions},
-        "Many systems on one task.",
+        _ABOUT_COMPARE,
     ),
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
     "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
@@ -289,15 +295,24 @@ def _compare(given: list[str]) -> int:
     systems = names[1:] or list(COMPARED)
     check_names(reference, [system.partition(",")[0] for system in systems])
     _start_fork_server()
+    from dure.cli.shared_flags import shared
     from dure.cli.worlds import entry
     from dure.tasks.builtin import load_task
 
-    parts = {"task": options_of_task(reference), "limits": Limits, "how": CompareOptions}
-    asked = parse_flags(f"dure compare {reference}", parts, flags, "Many systems on one task.")
+    parts: dict[str, Any] = {
+        "task": options_of_task(reference),
+        "limits": Limits,
+        "how": CompareOptions,
+    }
+    own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
+    systems, flags, notes = shared(systems, flags, {*own, "help"})
+    asked = parse_flags(f"dure compare {reference}", parts, flags, _ABOUT_COMPARE)
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
     task = load_task(reference, **given_options(asked["task"]))
     entries = [entry(system, how.workers) for system in systems]
+    for note in notes:
+        print(f"dure: {note}", file=sys.stderr)
     from dure.cli.show import Display, error_console, table
     from dure.run.compare import compare
 

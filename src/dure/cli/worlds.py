@@ -6,7 +6,7 @@ Flags describe it for `dure train`, settings after the system's name for `dure c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from dure import catalog
@@ -93,10 +93,7 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     counted = any(text.startswith("workers=") for text in settings)
     if workers is not None and _counts_workers(kind) and not counted:
         settings.insert(0, f"workers={workers}")
-    # After "world=".
-    named = next((text[6:] for text in settings if text.startswith("world=")), None)
-    if named is None and kind.kind == "clients":
-        named = "simulated"
+    named = _world_named(kind, settings)
     others = [text for text in settings if not text.startswith("world=")]
     if named is None or named in _NAMES:
         strategy = parse_strategy(",".join([name, *others]))
@@ -112,6 +109,29 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     where = [text for text in others if text.partition("=")[0] in of_world]
     own = [text for text in others if text not in where]
     return parse_strategy(",".join([name, *own])), parse_world(",".join([named, *where]))
+
+
+def settings_of(system: str) -> dict[str, Any]:
+    """The settings that may stand behind the system's name, and their defaults, but for "world".
+
+    Of its world too, where that is one of clients or one that it names. None stands for no default.
+    """
+    name, *settings = system.split(",")
+    kind = strategy_class(name)
+    named = _world_named(kind, settings)
+    kinds: list[Any] = [kind] if named in _NAMES else [world_class(named or ""), kind]
+    return {
+        field.name: None if field.default is MISSING else field.default
+        for each in kinds
+        for field in fields(each)
+    }
+
+
+def _world_named(kind: type[Strategy], settings: Sequence[str]) -> str | None:
+    """The world that settings name, or that of clients, which need not be named."""
+    # After "world=".
+    named = next((text[6:] for text in settings if text.startswith("world=")), None)
+    return "simulated" if named is None and kind.kind == "clients" else named
 
 
 def _lives_with_clients(kind: type[Strategy], named: str) -> bool:

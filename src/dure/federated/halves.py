@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -156,6 +157,11 @@ def _serving(
 ) -> Learner:
     """The server, whose clients are elsewhere."""
     protecting.check_served(strategy.privacy)
+    if strategy.selection.asks:
+        raise ValueError(
+            f"the selection {strategy.selection} asks clients for their losses before a round, "
+            f"which only those of a simulation are: take one that looks at their last losses"
+        )
     model = place.model(task, seed)
     clients = strategy.count(task)
     if clients is None:
@@ -315,6 +321,8 @@ def _clients(
         # Data are spoilt once, so liars on data are the same in all rounds (`Conditions` sees to
         # it).
         examples, own = poisoned(examples, own, lying(0), attack)
+    # What liars spoil they tell of, too.
+    losses = partial(personal.losses, examples)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
     # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
     # may read them, and `step`, clipping looks at each, and those that are kept are written.
@@ -354,6 +362,7 @@ def _clients(
             strategy, task, model, algorithm, list(map(len, own)), secret, site
         ),
         protect=protecting.local_noise(strategy.privacy, task, model, algorithm, secret),
+        losses=losses,
     )
 
 

@@ -235,6 +235,11 @@ class Federated(Strategy):
                 f"dp-sgd: a client of {self.name} computes other gradients than those of one "
                 f"training: take fed-avg, fed-prox or scaffold"
             )
+        if self.privacy.example is not None and self.selection.asks:
+            raise ValueError(
+                f"dp-sgd: the selection {self.selection} asks clients for losses, which have no "
+                f"noise: take uniform"
+            )
         user = self.privacy.user
         if user is not None:
             secure = self.privacy.secure is not None
@@ -312,6 +317,11 @@ class Federated(Strategy):
                 f"the selection weighted needs to know how many examples each client has, which "
                 f"under {secure.name} nobody is told: take uniform"
             )
+        if self.selection.ranks:
+            raise ValueError(
+                f"the selection {self.selection} looks at the losses of single clients, and under "
+                f"{secure.name} nobody is told: take uniform"
+            )
         if clients is not None:
             check_pacing(secure, self.pacing(clients), self.name)
             check_groups(secure, self.rule(), self.pacing(clients), clients)
@@ -383,6 +393,11 @@ class Federated(Strategy):
             )
         if self.privacy.secure is not None:
             check_conditions(self.privacy.secure, conditions)
+        if self.selection.asks and conditions.transfer_budget is not None:
+            raise ValueError(
+                f"transfer_budget counts models and updates, and the selection {self.selection} "
+                f"sends models for losses besides: leave one of the two out"
+            )
         if self.privacy.example is not None and not conditions.arrival.still:
             raise ValueError(
                 f"dp-sgd: with the arrival {conditions.arrival} clients have other examples at "

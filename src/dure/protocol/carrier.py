@@ -147,6 +147,15 @@ class Clients(Protocol):
     def measure(self, measure: Measure) -> Measured:
         """The model, and their own, on what they have held out."""
 
+    def losses(
+        self,
+        clients: Sequence[int],
+        weights: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        now: float,
+    ) -> list[tuple[float, int]]:
+        """(mean loss, examples) of a model on the training examples of each of these."""
+
     def kept(self) -> Kept:
         """What they have in place of a part of the model."""
 
@@ -224,6 +233,14 @@ class Carrier(Protocol):
 
     def kept(self) -> Kept:
         """Asks clients what they have in place of a part of the model."""
+
+    def losses(
+        self, clients: Sequence[int], weights: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> list[float]:
+        """Asks each of these for the mean loss of a model on its training examples.
+
+        NaN of one that does not answer. Raises ValueError where clients cannot be asked.
+        """
 
     def answers_left(self, different: bool) -> float:
         """How many more updates may come before clients have used up what they may transfer.

@@ -232,7 +232,9 @@ class Work:
             raise ValueError(f"examples is {count}, but this client has said that it has {own}")
         processed = count if samples is None else samples
         if steps is not None and not 1 <= steps <= processed:
-            raise ValueError(f"steps is {steps}, and a step has at least one of the {processed} samples")
+            raise ValueError(
+                f"steps is {steps}, and a step has at least one of the {processed} samples"
+            )
         moved = self._moved(_named(model))
         if not math.isfinite(loss):
             raise ValueError(f"loss is {loss}, but it is a finite number")

@@ -63,6 +63,9 @@ LEFT = "went offline"
 AWAY = "offline"
 SPENT = "its transfers are used up"
 
+NUMBER = 8
+"""Bytes of a loss that a client answers."""
+
 STEPS = 4
 """Steps of a protocol over which the chance of dropping out is spread."""
 
@@ -236,13 +239,16 @@ class Simulation:
     def _is_lost(self, say: Say) -> bool:
         """Whether a client is away at a step of a protocol, or drops out there."""
         known = self.conditions
-        there = known.availability
-        if not there.always and there.next(say.client, self.now, self.seed) > self.now:
+        if not self._is_there(say.client, self.now):
             return True
         if not known.drop_out:
             return False
         drawn = derive(self.seed, f"drop out of step {say.stage}", say.ticket) / 2**63
         return drawn < known.drop_out / STEPS
+
+    def _is_there(self, client: int, now: float) -> bool:
+        there = self.conditions.availability
+        return there.always or there.next(client, now, self.seed) <= now
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Made again after a resume: in a simulation that gives the same bits."""
@@ -259,6 +265,25 @@ class Simulation:
 
     def measure(self, measure: Measure) -> Measured:
         return self.clients.measure(measure)
+
+    def losses(
+        self, clients: Sequence[int], weights: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> list[float]:
+        """Those who are there answer; it lasts until the slowest has."""
+        began = self.now
+        down = nbytes(weights) + nbytes(buffers)
+        there = [one for one in clients if self._is_there(one, began)]
+        told = self.clients.losses(there, weights, buffers, began)
+        found = {client: loss for client, (loss, _) in zip(there, told, strict=True)}
+        for client, (_, examples) in zip(there, told, strict=True):
+            # Forward is a third of a step.
+            fetch, compute, tell = self._seconds(client, -(-examples // 3), down, NUMBER)
+            ended = began + fetch + compute + tell
+            self.now = max(self.now, ended)
+            self.flown.append(
+                Flight(client, -1, began, ended, STEP, down, NUMBER, fetch + tell, compute)
+            )
+        return [found.get(client, math.nan) for client in clients]
 
     def kept(self) -> Kept:
         return self.clients.kept()

@@ -76,6 +76,14 @@ Keep = Callable[[Order, Update, Sequence[Tensor]], None]
 indices of the task's training data."""
 
 
+LossesOf = Callable[[Own, Sequence[int], Sequence[Tensor]], list[float]]
+"""(model, clients, examples of each) -> the mean loss of each."""
+
+
+def _no_losses(model: Own, clients: Sequence[int], parts: Sequence[Tensor]) -> list[float]:
+    raise ValueError("these clients are not asked for losses")
+
+
 @dataclass(frozen=True)
 class LocalWork:
     """How much a client trains in a round.
@@ -124,7 +132,7 @@ class Clients:
     with their clients, which are in secure sums; None where they are sent. keep: told of every
     update that is sent; None where nobody wants to know. coins: where those of examples come from,
     if each has one in every step (DP-SGD). protect: what is done to an update before
-    it is sent, given what was asked.
+    it is sent, given what was asked. losses: of a model, on the training examples of clients.
     """
 
     def __init__(
@@ -147,7 +155,9 @@ class Clients:
         keep: Keep | None = None,
         coins: Secret | None = None,
         protect: Callable[[Update, Assignment], Update] | None = None,
+        losses: LossesOf = _no_losses,
     ) -> None:
+        self._losses = losses
         self.names = names
         self.holding = holding
         self._keep = keep
@@ -359,6 +369,18 @@ class Clients:
             had = self.present(len(own), self.trained[client])
             there = there[torch.isin(there, had, invert=True)]
         return own[there]
+
+    def losses(
+        self,
+        clients: Sequence[int],
+        weights: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        now: float,
+    ) -> list[tuple[float, int]]:
+        """(mean loss of the model, examples): on the training data that each of these has now."""
+        parts = [self.indices(client, now) for client in clients]
+        found = self._losses(self._whole(weights, buffers), clients, parts)
+        return list(zip(found, map(len, parts), strict=True))
 
     def _whole(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> Own:
         return Own(self.algorithm.whole(weights, self.kept().tensors), buffers)

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import text_of
+from dure.errors import WorkerFailedError, text_of
 from dure.federated.algorithm import Own
 from dure.machine.devices import home_of, to_device
 from dure.protocol.messages import Measured
@@ -151,6 +151,28 @@ class Personal:
         """One model on the training examples of each of these clients."""
         assert self.newest is not None
         return self._measured(repeat(model), list(parts), self.newest[0], parts.values())
+
+    def losses(
+        self, examples: Examples, model: Own, clients: Sequence[int], parts: Sequence[Tensor]
+    ) -> list[float]:
+        """The mean loss of one model on these examples of each of these clients.
+
+        Raises WorkerFailedError, which names the client, when the user's own code raises.
+        """
+        alone = replace(self.task, metrics={})
+        found: list[float] = []
+        self.model.eval()
+        with torch.no_grad():
+            self._load(model)
+            for client, part in zip(clients, parts, strict=True):
+                try:
+                    values = self._added(alone, examples, part).values(self._alone)
+                except Exception as error:
+                    who, when = f"client {client}", "telling its loss"
+                    raise WorkerFailedError(who, when, told(error)) from error
+                found.append(values["loss"])
+        self.frozen.check()
+        return found
 
     def _measured(
         self,

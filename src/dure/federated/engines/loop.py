@@ -86,9 +86,7 @@ class LoopEngine(Engine):
         self.seed = seed
         self.losses = CountedLoss(task.loss, examples)
         self.objective = (
-            None
-            if objective is None
-            else OwnObjective(objective, self.losses, task, model, seed)
+            None if objective is None else OwnObjective(objective, self.losses, task, model, seed)
         )
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)

@@ -1,7 +1,7 @@
 """Jobs that measure, as single steps of an engine that only trains: its updates are gradients.
 
-    a job of T steps  ->  T jobs of one step at the same weights, with w <- w - gradient
-    its result        <-  the mean over what each step has counted, of losses and of gradients
+a job of T steps  ->  T jobs of one step at the same weights, with w <- w - gradient
+its result        <-  the mean over what each step has counted, of losses and of gradients
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def _joined(job: Job, steps: Sequence[Trained]) -> Trained:
     counts = [float(one.samples) if one.counted is None else one.counted for one in steps]
     counted = sum(counts)
     total = [torch.zeros_like(weights) for weights in job.weights]
-    for one, count in zip(steps, counts, strict=True):
-        for sum_, moved in zip(total, one.delta if job.measures == "gradient" else (), strict=False):
-            # The step was one along the negative gradient.
-            sum_.add_(moved, alpha=-count / (counted or 1.0))
+    if job.measures == "gradient" and counted:
+        for one, count in zip(steps, counts, strict=True):
+            for sum_, moved in zip(total, one.delta, strict=True):
+                # The step was one along the negative gradient.
+                sum_.add_(moved, alpha=-count / counted)
     loss = sum(one.loss * count for one, count in zip(steps, counts, strict=True))
     return Trained(
         delta=total,

@@ -1,4 +1,4 @@
-"""What clients minimise where an algorithm says it (`dure.federated.algorithm.Algorithm.objective`).
+"""What clients minimise where an algorithm says it (`Algorithm.objective`).
 
     each step:  g <- gradient with respect to w of objective(w; batch, references)
 

@@ -191,9 +191,7 @@ class RayEngine(Engine):
                     sets.append(known[key][1])
                 where.append(places[key])
             # Without weights and buffers a job is its indices and a few numbers.
-            bare = replace(
-                job, weights=(), buffers=(), anchor=None, correction=None, references=()
-            )
+            bare = replace(job, weights=(), buffers=(), anchor=None, correction=None, references=())
             light.append((bare, where))
         # Each set an argument of its own: Ray replaces references by what they stand for only
         # there, not inside of lists.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.global_model import GlobalModel, OwnStep
 from dure.federated.server.stepping import stepped
 from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
@@ -188,8 +188,7 @@ class Combining:
         """Makes the new model; `Coordinator.finish` says the rest."""
         extra: list[Tensor] = []
         try:
-            own = partial(stepped, self.algorithm, self._kept) if self.algorithm.has_own_step else None
-            extra = self.model.finish(self.seed, own)
+            extra = self.model.finish(self.seed, self._own_step())
         except TooFewUpdatesError as error:
             # The rule has refused all, also those that `fold` took. The number of the model rises
             # all the same, so that no round is drawn twice.
@@ -210,6 +209,11 @@ class Combining:
             self.vain += 1
         self.begin({})
         return result
+
+    def _own_step(self) -> OwnStep | None:
+        if not self.algorithm.has_own_step:
+            return None
+        return partial(stepped, self.algorithm, self._kept)
 
     def complaint(self, result: Result) -> str:
         """A sentence for where every update was refused, as many times in a row as `vain` says."""

@@ -49,8 +49,9 @@ from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
 from dure.federated.server.combining import VAIN, Combining, Result, Summed
 from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.known_losses import KnownLosses
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.sampling import Candidates
+from dure.federated.server.sampling import Candidates, before
 from dure.protocol.carrier import Action, Assign, Combine
 from dure.protocol.messages import Assignment, Refuse, Update, nbytes
 from dure.randomness.seeds import derive
@@ -97,7 +98,8 @@ class Coordinator:
     counts in an example, at the most. lasts: seconds that a round takes at the most where the
     pacing names no deadline, and a ticket where there are no rounds; None for no end. patient: it
     never gives up, but tells. tell: gets a sentence then, after 10, 100, ... attempts in vain and
-    after every `VAIN` models of nothing. toss: gives the clients whose coins say that they are in a
+    after every `VAIN` models of nothing. losses: of clients, where the pacing looks at them. toss:
+    gives the clients whose coins say that they are in a
     round, by its number; called once a round, where the pacing tosses. present: who has checked in;
     None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
     many were given out. open: those of which no model has been made. busy: the ticket of each
@@ -117,6 +119,7 @@ class Coordinator:
     patient: bool = False
     tell: Callable[[str], None] = lambda sentence: None
     toss: Callable[[int], Sequence[int]] | None = None
+    losses: KnownLosses = field(default_factory=KnownLosses)
     present: set[int] | None = None
     wake: float = math.inf
     tickets: int = 0
@@ -390,7 +393,10 @@ class Coordinator:
 
         Raises ValueError for an update that `Combine` has not named, or that was given already.
         """
-        return self.updates.fold(update, finite, computed)
+        taken = self.updates.fold(update, finite, computed)
+        if taken is not None and self.pacing.ranked is not None:
+            self.losses.told[update.client] = update.loss
+        return taken
 
     def fold_sum(self, summed: Summed) -> None:
         """Takes the mean of several of these updates, which nobody has seen."""
@@ -493,8 +499,7 @@ class Coordinator:
         if len(self.busy) >= count:
             return None
         if self._order is None:
-            number = self.model.number
-            self._order = self._draw(self.seed, number, self._attempt, self.sizes, self.asks)
+            self._order = self._drawn_order()
         # In a round each place of the order comes once; without rounds the order has no end.
         # `_probes` ends the search once every client has been looked at in vain. It is set back
         # when somebody could have come: at a check-in, at `wake`, with a new model.
@@ -508,6 +513,13 @@ class Coordinator:
             if free and (self.present is None or client in self.present):
                 return client
         return None
+
+    def _drawn_order(self) -> Candidates:
+        turn = self.seed, self.model.number, self._attempt
+        order = self._draw(*turn, self.sizes, self.asks)
+        if self.pacing.ranked is None:
+            return order
+        return before(self.pacing.ranked(*turn, self.sizes, self.losses), order, len(self.sizes))
 
     def _newest(self) -> Sent:
         model = self.model
@@ -740,6 +752,7 @@ class Coordinator:
             "chosen": list(self._chosen),
             "nobody_until": self._nobody_until,
             "sizes": list(self.sizes) if self._resized else None,
+            "losses": dict(sorted(self.losses.told.items())),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -765,6 +778,7 @@ class Coordinator:
         # Checkpoints of dure up to 0.1 have none of these.
         self._chosen = list(state.get("chosen", ()))
         self._nobody_until = state.get("nobody_until", -math.inf)
+        self.losses.told = dict(state.get("losses", {}))
         sizes = state.get("sizes")
         if sizes is not None:
             self._share(list(sizes))

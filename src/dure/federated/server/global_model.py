@@ -35,7 +35,6 @@ from dure.federated.server.server_optimizer import ServerOptimizer, State
 from dure.protocol.messages import Update, nbytes
 from dure.randomness.turn import Turn
 
-
 OwnStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 """(weights, mean) -> new weights; `Algorithm.step`, given the updates."""
 

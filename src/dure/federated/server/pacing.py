@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dure.federated.server.sampling import Candidates, Selection, Uniform, clients_per_round
+from dure.federated.server.sampling import (
+    Candidates,
+    Losses,
+    Selection,
+    Uniform,
+    clients_per_round,
+)
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
@@ -25,6 +31,10 @@ Order = Callable[[int, int, int, Sequence[int], int], Candidates]
 
 `Selection.order` says what these are.
 """
+
+
+Ranked = Callable[[int, int, int, Sequence[int], Losses], Sequence[int]]
+"""(seed, round, attempt, sizes, losses) -> who comes before that order; `Selection.ranked`."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,16 @@ class Pacing:
         """Who is asked at each position."""
         raise NotImplementedError
 
+    @property
+    def ranked(self) -> Ranked | None:
+        """Who comes before that order, where losses have a say."""
+        return None
+
+    @property
+    def asks(self) -> bool:
+        """Whether clients are asked for their losses before a round."""
+        return False
+
     def updates(self, clients: int) -> int:
         """Updates that usually make a new model."""
         raise NotImplementedError
@@ -129,6 +149,14 @@ class Rounds(Pacing):
     @property
     def order(self) -> Order:
         return self.selection.order
+
+    @property
+    def ranked(self) -> Ranked | None:
+        return self.selection.ranked if self.selection.ranks else None
+
+    @property
+    def asks(self) -> bool:
+        return self.selection.asks
 
     def updates(self, clients: int) -> int:
         return clients_per_round(clients, self.fraction)

@@ -12,6 +12,9 @@ those who are there are chosen as if only they had been asked.
 
 Sources: McMahan et al. 2017, algorithm 1 (uniform); Efraimidis, Spirakis 2006 (weighted).
 
+A selection of a user's own may look at clients' losses (`ranked`): the last ones that they have
+told with their updates, or those of the round's model, for which it asks some of them.
+
 With coins no client is in a round with a larger probability than C, whoever else is away: what
 differential privacy of clients counts on. The others fill up a round, so that somebody is asked the
 more often the fewer are there.
@@ -26,16 +29,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
-from dure.settings import read, write
+from dure.settings import name_of, read, write
 
 Candidates = Callable[[int], int]
 """The client that is asked at a position 0, 1, ... of a round's order."""
+
+
+class Losses(Protocol):
+    """What a server may know of its clients' losses when it chooses those of a round."""
+
+    def last(self, client: int) -> float | None:
+        """The mean over its local steps, of its last update that was taken; None before it."""
+
+    def now(self, clients: Sequence[int]) -> list[float]:
+        """Of the round's model, the mean over all examples of each, in their order.
+
+        They are asked for it: each is sent the model, computes forward, and answers 8 bytes. NaN of
+        one that is away. In a simulation alone.
+        """
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,13 @@ class Selection:
     """Whether rounds differ in how many answers they are to have."""
     tosses: ClassVar[bool] = False
     """Whether each client has a coin of its own, and nobody is asked in place of another."""
+    asks: ClassVar[bool] = False
+    """Whether `ranked` asks clients for their losses, by `Losses.now`."""
+
+    @property
+    def ranks(self) -> bool:
+        """Whether `ranked` is its own, so that losses have a say."""
+        return type(self).ranked is not Selection.ranked
 
     def __post_init__(self) -> None:
         if not 1 <= self.over < math.inf:
@@ -96,8 +120,17 @@ class Selection:
         # All are known already: plain indexing is faster than a function.
         return known.__getitem__ if len(known) == len(sizes) else at
 
+    def ranked(
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], losses: Losses
+    ) -> Sequence[int]:
+        """The clients that are asked before all others, the first ones first: by default none.
+
+        The others follow in `order`. The rest is as there.
+        """
+        return ()
+
     def __str__(self) -> str:
-        return write(self) if self != type(self)() else self.name
+        return write(self) if self != type(self)() else name_of(type(self))
 
 
 @dataclass(frozen=True)
@@ -177,11 +210,26 @@ SELECTIONS: dict[str, type[Selection]] = {
 def parse(text: str) -> Selection:
     """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8", ...
 
-    The numbers are over, deadline and minimum.
+    The numbers are over, deadline and minimum; those of a class of a user's own follow.
 
     Raises ValueError for an unknown name and for values that do not fit.
     """
-    return read(text, SELECTIONS, "selection")
+    return read(text, SELECTIONS, "selection", Selection)
+
+
+def before(ranked: Sequence[int], order: Candidates, clients: int) -> Candidates:
+    """The order of all clients in which these come first.
+
+    Raises ValueError for clients that there are not, or that come twice.
+    """
+    first = list(ranked)
+    if len(set(first)) != len(first) or not all(0 <= one < clients for one in first):
+        raise ValueError(
+            f"the selection ranks {first}, and there are clients 0 to {clients - 1}, each once"
+        )
+    known = set(first)
+    rest = [one for one in map(order, range(clients)) if one not in known]
+    return [*first, *rest].__getitem__
 
 
 def clients_per_round(clients: int, fraction: float) -> int:

@@ -30,6 +30,7 @@ from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.known_losses import KnownLosses
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.private import Account, Private
@@ -145,6 +146,7 @@ class Server(Learner):
             patient=carrier.patient,
             tell=warn,
             toss=None if toss is None else self._tossing(toss),
+            losses=KnownLosses(self._ask_losses if pacing.asks else None),
         )
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
@@ -174,6 +176,10 @@ class Server(Learner):
             return chosen
 
         return tossed
+
+    def _ask_losses(self, clients: Sequence[int]) -> list[float]:
+        model = self.coordinator.model
+        return self.carrier.losses(clients, model.weights, model.buffers)
 
     def flops_per_step(self) -> float:
         # A step of a client of mean size: clients with fewer examples than a batch make smaller

@@ -1,4 +1,4 @@
-"""An algorithm's own step of the global model (`Algorithm.step`), and whether what it says can be."""
+"""An algorithm's own step of the global model (`Algorithm.step`), and whether it can be one."""
 
 from __future__ import annotations
 

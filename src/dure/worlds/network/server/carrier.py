@@ -316,6 +316,11 @@ class NetworkCarrier:
         request = self.sending.measured(measure.round, measure.weights, measure.buffers)
         return self.measuring.by_clients(request)
 
+    def losses(
+        self, clients: Sequence[int], weights: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> list[float]:
+        raise ValueError("clients over a network are not asked for losses before a round")
+
     def kept(self) -> Kept:
         """Nothing: what belongs to a client never leaves it."""
         return Kept(())

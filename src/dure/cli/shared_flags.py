@@ -1,0 +1,101 @@
+"""Flags of `dure compare` that are settings of its systems: given once, for all that have them.
+
+    dure compare digits fed-avg fed-prox,mu=0.1 --clients 20
+
+is the same as `fed-avg,clients=20 fed-prox,mu=0.1,clients=20`. What stands behind a system's name
+wins; a system that has no such setting is as it was, which is said; one that no system has is an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dure.cli.worlds import settings_of
+from dure.errors import suggestion
+
+
+class Shared(NamedTuple):
+    """What the flags come to.
+
+    systems: with the settings that they share. flags: those that are left, of the comparison
+    itself. notes: a sentence for each flag that some systems have not.
+    """
+
+    systems: list[str]
+    flags: list[str]
+    notes: list[str]
+
+
+def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -> Shared:
+    """Gives flags that are settings of systems to all that have them.
+
+    own: names of the comparison's own flags. Raises ValueError for a flag that nobody has, and for
+    one without a value.
+    """
+    known = {system: settings_of(system) for system in systems}
+    settings, left = _apart(flags, known, own)
+    notes = []
+    for name, value in settings.items():
+        there = [system for system in systems if name in known[system]]
+        without = [_name(system) for system in systems if system not in there]
+        if without:
+            notes.append(
+                f"{_flag(name)} {value} is for {_listed(map(_name, there))}: there is no such "
+                f"setting of {_listed(without)}"
+            )
+    given = [_with(system, known[system], settings) for system in systems]
+    return Shared(given, left, notes)
+
+
+def _apart(
+    flags: Sequence[str], known: Mapping[str, Mapping[str, Any]], own: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """(values of the systems' settings by name, the flags that are none)."""
+    defaults: dict[str, Any] = {}
+    for one in known.values():
+        defaults |= one
+    settings: dict[str, str] = {}
+    left: list[str] = []
+    waiting = list(flags)
+    while waiting:
+        flag = waiting.pop(0)
+        head, equals, value = flag.partition("=")
+        name = head.removeprefix("--").replace("-", "_")
+        if not head.startswith("--") or name in own or "." in name:
+            left.append(flag)
+            continue
+        if name not in defaults:
+            close = suggestion(head, list(map(_flag, [*own, *defaults])))
+            raise ValueError(
+                f"neither dure compare nor a system that it compares has {head}{close}"
+            )
+        if not equals and waiting and not waiting[0].startswith("--"):
+            value = waiting.pop(0)
+        elif not equals and isinstance(defaults[name], bool):
+            value = "true"
+        if not value or "," in value:
+            raise ValueError(f"{head} is a setting of systems, and has one value: {head} VALUE")
+        settings[name] = value
+    return settings, left
+
+
+def _with(system: str, known: Collection[str], settings: Mapping[str, str]) -> str:
+    own = {text.partition("=")[0] for text in system.split(",")[1:]}
+    added = [
+        f"{name}={value}" for name, value in settings.items() if name in known and name not in own
+    ]
+    return ",".join([system, *added])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _name(system: str) -> str:
+    return system.partition(",")[0]
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(dict.fromkeys(names))
