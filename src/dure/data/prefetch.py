@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from dure.data.examples import Examples
 from dure.errors import WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_device
+from dure.machine.global_settings import as_here
 from dure.machine.threads import set_own_threads
 from dure.randomness.seeds import generators_state, restore_generators
 
@@ -88,7 +89,7 @@ class ThreadLoaders:
         self.indices = indices
         self.device = device
         self.ahead = AHEAD * loaders
-        self._pool = ThreadPoolExecutor(loaders, "dure loader", set_own_threads, (1,))
+        self._pool = ThreadPoolExecutor(loaders, "dure loader", as_here(set_own_threads), (1,))
         # A pool starts a thread only when none is idle, and each sets its number of torch threads
         # as it starts. Tasks that wait for one another make all of them start now; after that this
         # thread says its own number again, which those threads have changed for new ones

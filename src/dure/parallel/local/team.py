@@ -22,6 +22,7 @@ import torch
 
 from dure.contracts.strategy import Place
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
+from dure.machine.global_settings import as_here
 from dure.machine.threads import set_own_threads, threads_for
 from dure.record.meter import Meter
 
@@ -69,7 +70,10 @@ class Team:
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
             threading.Thread(
-                target=self._live, args=(worker,), name=f"dure {name} {worker}", daemon=True
+                target=as_here(self._live),
+                args=(worker,),
+                name=f"dure {name} {worker}",
+                daemon=True,
             )
             for worker in range(len(self.devices))
         ]

@@ -18,6 +18,7 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import Place
 from dure.contracts.task import Task
 from dure.errors import PeerLostError
+from dure.machine.global_settings import as_here
 from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import Computed
@@ -53,7 +54,7 @@ class ThreadJob:
         self._error: BaseException | None = None
         self._over = threading.Event()
         # A daemon: the run may end while it waits for another stage.
-        threading.Thread(target=self._run, name="dure replica", daemon=True).start()
+        threading.Thread(target=as_here(self._run), name="dure replica", daemon=True).start()
 
     def _run(self) -> None:
         try:

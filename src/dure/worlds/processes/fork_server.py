@@ -132,7 +132,7 @@ class ForkServer:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:
             return subprocess.Popen(
-                [sys.executable, "-c", _START, str(descriptor), *self._first],
+                [sys.executable, *_flags(), "-c", _START, str(descriptor), *self._first],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -211,6 +211,16 @@ class ForkServer:
             if self._process is not None and self._owner == os.getpid():
                 self._process.wait()
             self._socket = self._process = None
+
+
+def _flags() -> list[str]:
+    """Those of this interpreter that change what a program does, such as -O, which drops asserts.
+
+    Not those that isolate it from its surroundings, which ranks get from here.
+    """
+    optimise = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
+    modes = [f"-X{name}" for name in ("dev", "utf8") if name in sys._xoptions]
+    return [*optimise, *(["-B"] if sys.flags.dont_write_bytecode else []), *modes]
 
 
 server = ForkServer()

@@ -13,7 +13,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -93,7 +93,9 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     try:
         torch.set_num_threads(seat.threads)
         roll_call = join(seat)
-        program: Callable[[Place], Any] = parcel.unpack(parcel_descriptor)[1]
+        _, settings, program = parcel.unpack(parcel_descriptor)
+        # After the program's own files were run, which may have set others.
+        settings.apply()
         place = place_of(seat, control, roll_call)
         # The program's surroundings are in force by now: a user's own settings of malloc are seen.
         with left_out(), memory_kept():
@@ -119,20 +121,40 @@ class Surroundings:
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return inherit, (os.getcwd(), list(sys.path), dict(os.environ), torch.get_default_dtype())
+        return inherit, (os.getcwd(), list(sys.path), list(sys.argv), dict(os.environ), _umask())
 
 
-def inherit(folder: str, path: list[str], environment: dict[str, str], dtype: torch.dtype) -> None:
+def inherit(
+    folder: str, path: list[str], arguments: list[str], environment: dict[str, str], umask: int
+) -> None:
     """Takes over the parent's surroundings."""
     os.chdir(folder)
     sys.path[:] = path
+    sys.argv[:] = arguments
+    # Those that the parent has no longer are gone here too.
+    for name in os.environ.keys() - environment.keys() - {_INTERFACE}:
+        del os.environ[name]
     os.environ.update(environment)
-    torch.set_default_dtype(dtype)
+    os.environ[_INTERFACE] = "lo"
+    time.tzset()
+    os.umask(umask)
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Ranks of one machine meet on no other interface than the loopback, whatever the user's other
+programs do."""
+
+
+def _umask() -> int:
+    """The mask of new files; the system tells it only to whoever sets it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def join(seat: Seat) -> RollCall:
     """Joins torch.distributed; the store is the parent's and outlives every rank."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one machine meet on no other interface
+    os.environ[_INTERFACE] = "lo"
     seconds = transfer_seconds(seat.deadline)
     limit = timedelta(seconds=seconds)
     store = store_at(seat.store, seconds)

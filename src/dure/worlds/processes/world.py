@@ -27,6 +27,7 @@ from dure.contracts.strategy import Kind, Place, World
 from dure.errors import DureError, PeerLostError, described
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.machine.ended import how_it_ended
+from dure.machine.global_settings import settings_here
 from dure.worlds.backend import Backend, check_backend
 from dure.worlds.here import run_here
 from dure.worlds.interrupts import on_interrupt
@@ -154,7 +155,7 @@ class Member:
 def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list[Member]]:
     """The ranks, running `program`; none of them is left when the block ends, however it ends."""
     try:
-        descriptor = parcel.pack((Surroundings(), program))
+        descriptor = parcel.pack((Surroundings(), settings_here(), program))
     except Exception as error:
         raise DureError(f"the task cannot travel to its ranks: {described(error)}") from error
     members: list[Member] = []

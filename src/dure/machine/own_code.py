@@ -1,0 +1,169 @@
+"""A user's own files in other processes: run there as they were here, with what they hold now.
+
+A file that was run by its path (`dure.references`), and modules that it has imported from its own
+folder, are found by no import elsewhere. Another process of this machine runs them anew, once, so
+that what they do when they are run is done there too: an operator or a class that they register, a
+function that they replace. What has been changed since travels by value: the values of global names
+that functions and methods refer to, and attributes of classes. So
+
+    functions      by value, with the names of the module that was run there
+    classes        the module's own, which registered it; with what was set on it since
+    operators      and others that exist once in a process: the module's own
+    all else       by value, as everywhere
+
+A file that was edited since it was run here is not run elsewhere, as it is another one by now: all
+of it travels by value.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+
+from dure import references
+
+_ONCE_IN_A_PROCESS = ("torch.library", "torch._library", "torch._ops")
+"""Modules whose objects stand for something that is registered: a copy would register nothing."""
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles for another process of this machine, which runs the user's own files itself."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._sources: dict[str, references.Source | None] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            source = self._source_of(obj.__module__)
+            if source is not None and _at(source.module, obj.__qualname__) is obj:
+                return _found, (source.place, obj.__qualname__), _state(obj), None, None, _set_state
+        elif isinstance(obj, types.FunctionType):
+            source = self._source_of(obj.__module__)
+            reduced = super().reducer_override(obj)
+            if source is not None and obj.__globals__ is vars(source.module):
+                make, (code, _, *others), *rest = reduced
+                return make, (code, _Names(source.place), *others), *rest
+            return reduced
+        elif type(obj).__module__.startswith(_ONCE_IN_A_PROCESS):
+            for name in list(references.sources()):
+                source = self._source_of(name)
+                held = source and next(
+                    (each for each, value in vars(source.module).items() if value is obj), None
+                )
+                if source and held:
+                    return _found, (source.place, held)
+        return super().reducer_override(obj)
+
+    def _source_of(self, module: str) -> references.Source | None:
+        """The file of a module that was run by its path, if it still is what was run."""
+        if module not in self._sources:
+            source = references.sources().get(module)
+            unchanged = source is not None and source.is_unchanged()
+            self._sources[module] = source if unchanged else None
+        return self._sources[module]
+
+
+class _Names:
+    """The global names of a user's file; unpickled, those of the file that was run there."""
+
+    def __init__(self, place: references.Place) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _names, (self.place,)
+
+
+def _names(place: references.Place) -> dict[str, Any]:
+    return vars(references.run_again(place))
+
+
+def _found(place: references.Place, name: str) -> Any:
+    found = _at(references.run_again(place), name)
+    if found is None:
+        raise ValueError(f"{place.path} has no {name} when it is run in another process")
+    return found
+
+
+def _at(module: types.ModuleType, qualified: str) -> Any:
+    """What a module has under a name such as Outer.Inner; None if nothing."""
+    found: Any = module
+    for name in qualified.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _state(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Global names that its methods refer to, and its attributes that were set since."""
+    source = references.sources()[cls.__module__]
+    names = vars(source.module)
+    used = {name for function in _functions(cls) for name in _globals_of(function.__code__)}
+    values = {
+        name: names[name]
+        for name in sorted(used & names.keys())
+        if not isinstance(names[name], types.ModuleType)
+    }
+    if issubclass(cls, enum.Enum):
+        return values, {}
+    was = source.attributes.get(cls.__qualname__, {})
+    return values, {
+        name: value
+        for name, value in vars(cls).items()
+        if not name.startswith("__") and (value is not was.get(name) or _can_change(value))
+    }
+
+
+def _can_change(value: Any) -> bool:
+    """Whether a value may be another one by now though it is the same object."""
+    fixed = (types.FunctionType, property, classmethod, staticmethod, type, types.ModuleType)
+    is_descriptor = hasattr(type(value), "__get__")
+    return not (isinstance(value, (*fixed, str, int, float, bytes, type(None))) or is_descriptor)
+
+
+def _set_state(cls: type, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    values, attributes = state
+    vars(sys.modules[cls.__module__]).update(values)
+    for name, value in attributes.items():
+        setattr(cls, name, value)
+
+
+def _functions(cls: type) -> Iterator[types.FunctionType]:
+    """The functions of a class that were written where it was."""
+    for value in vars(cls).values():
+        for function in _inside(value):
+            unwrapped = inspect.unwrap(function)
+            if isinstance(unwrapped, types.FunctionType):
+                yield unwrapped
+        if isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}."):
+            yield from _functions(value)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, property):
+        return [each for each in (value.fget, value.fset, value.fdel) if each is not None]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, (functools.cached_property, functools.partialmethod)):
+        return [value.func]
+    return [value] if isinstance(value, types.FunctionType) else []
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The global names that a function refers to, and functions inside of it."""
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _globals_of(constant)
+    return names
