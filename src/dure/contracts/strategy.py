@@ -32,6 +32,7 @@ from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.record.trace import Trace
+from dure.tensors.compiled import under_own_names
 from dure.tensors.copies import copy_of
 from dure.wire.layout import Federation
 
@@ -490,7 +491,7 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         raise ValueError(
             f"the task's model function returned a {type(model).__name__}, not an nn.Module"
         )
-    return model
+    return under_own_names(model)
 
 
 def another(model: nn.Module, task: Task, seed: int) -> nn.Module:

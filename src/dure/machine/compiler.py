@@ -14,7 +14,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+Called = TypeVar("Called", bound=Callable[..., Any])
 
 _NAME = "torch._dynamo"
 _NOTICE = "__dynamo_disable"
@@ -66,6 +70,17 @@ class _StandIn(ModuleType):
                 if getattr(function, _NOTICE, None) is function:
                     delattr(function, _NOTICE)
             self._noticed.clear()
+
+
+def untraced(function: Called) -> Called:
+    """The function as the compiler is to call it: as it is, and without looking into it.
+
+    For hooks of modules that are compiled, whose calls the compiler traces with their hooks.
+    """
+    # Where it is not loaded, nothing has been compiled that a hook could be put on.
+    if isinstance(sys.modules.get(_NAME, _StandIn()), _StandIn):
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 @contextmanager

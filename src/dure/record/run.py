@@ -33,6 +33,7 @@ from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
 from dure.record.weights import TensorFile, weights_from_bytes
 from dure.tensors.buffers import load_weights
+from dure.tensors.compiled import under_own_names
 
 _MAY_CHANGE = ("world", "label", "versions", "run")
 """What config.json may say otherwise when an elastic run goes on.
@@ -478,7 +479,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
     # The factory draws its first weights from the caller's generators; they are replaced.
-    network = model()
+    network = under_own_names(model())
     weights = folder.path / "model.safetensors"
     try:
         content = weights.read_bytes()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dure.collectives.group import Group
 from dure.errors import RunFolderError
+from dure.machine.compiler import untraced
 from dure.parallel.direct import Direct
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.reducing import Reducing
@@ -164,8 +165,8 @@ class Passes:
             gathering.need = self.need
             self._watch_modules(gathering)
         elif hurried:
-            model.register_forward_pre_hook(self._before_forward, prepend=True)
-        model.register_forward_hook(self._look_at)
+            model.register_forward_pre_hook(untraced(self._before_forward), prepend=True)
+        model.register_forward_hook(untraced(self._look_at))
         if hurried:
             self._watch_gradients()
 
@@ -217,7 +218,7 @@ class Passes:
             for unit in units:
                 self.need(unit)
 
-        return before
+        return untraced(before)
 
     def _after(self, units: list[Unit], gathering: Gathering) -> Callable[..., Any]:
         def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -238,7 +239,7 @@ class Passes:
             self._leave(failed)
             return outputs
 
-        return after
+        return untraced(after)
 
     def _look_at(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Long gradients are computed where they leave from."""
