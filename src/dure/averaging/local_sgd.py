@@ -39,6 +39,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import scale_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import check_apart
+from dure.tensors.optimizer_state import load_optimizer
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class LocalSGDLearner(Learner):
         self.round = state["round"]
         # A world may have grown since: a new rank takes the optimizer of one that there was.
         part = state["parts"][self.group.rank % len(state["parts"])]
-        self.replica.optimizer.load_state_dict(dict(part["optimizer"]))
+        load_optimizer(self.replica.optimizer, part["optimizer"])
         self.meeting.restore(part["compressors"])
 
     def meters(self) -> Sequence[Meter]:

@@ -27,6 +27,7 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
+from dure.tensors.optimizer_state import load_optimizer
 
 
 class Trained(NamedTuple):
@@ -169,7 +170,7 @@ class Replica:
         load_weights(self.model, common)
         self.flat.load(state["weights"])
         self.buffers.load(self.model, state["buffers"])
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        load_optimizer(self.optimizer, state["optimizer"])
 
     def _is_finite(self) -> bool:
         """Whether the weights are: the last step's loss does not tell."""

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from dure.machine.memory import available_memory
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _TRY_AGAIN = "download the file again"
+Content = BinaryIO | gzip.GzipFile
+"""What a file's bytes are read from."""
+
 _PIECE = 1 << 20
 """Bytes that are read at once: a header may declare more than there are."""
 
@@ -60,7 +63,7 @@ def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[Content]:
     """The file's content, decompressed if it is gzip. Raises DataError for what cannot be read."""
     try:
         with path.open("rb") as raw:
@@ -78,7 +81,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _header(
-    path: Path, content: IO[bytes], dimensions: int | None
+    path: Path, content: Content, dimensions: int | None
 ) -> tuple[np.dtype[np.generic], list[int]]:
     """The type of the elements and the shape; what follows in `content` are the elements."""
     magic = content.read(4)
@@ -109,7 +112,7 @@ def _header(
 
 
 def _elements(
-    path: Path, content: IO[bytes], dtype: np.dtype[np.generic], shape: list[int]
+    path: Path, content: Content, dtype: np.dtype[np.generic], shape: list[int]
 ) -> np.ndarray:
     """The array, in the machine's byte order."""
     # Python's integers: a header of nonsense must not overflow.
@@ -151,7 +154,7 @@ def _check_unpacked(path: Path, expected: int, shape: list[int]) -> None:
         )
 
 
-def _at_most(content: IO[bytes], count: int) -> bytearray:
+def _at_most(content: Content, count: int) -> bytearray:
     """The next bytes: so many, or as many as there are."""
     found = bytearray()
     while piece := content.read(min(_PIECE, count - len(found))):

@@ -29,12 +29,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dure.errors import RunFolderError
 from dure.record.disk import Summed, sync_folder, told, write_atomically, write_synced
 from dure.record.seal import Seal, begins_as_of, checksum, opened, sealed
 from dure.record.weights import TensorFile, weights_from_bytes, weights_to_bytes
+
+UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
+"""What is raised by reading a tree out of what is none, which may be anything that is JSON."""
 
 VERSION = 2
 """Of the state in a checkpoint. The first had no number, and counters without names."""
@@ -96,6 +100,17 @@ def tree_from_bytes(content: bytes) -> Any:
     """The inverse of `tree_to_bytes`."""
     packed, tensors = msgspec.msgpack.decode(content, type=tuple[bytes, bytes])
     return unpack_tree(json.loads(packed), weights_from_bytes(tensors))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in a file of `tree_to_bytes`. Raises RunFolderError if there is none."""
+    try:
+        tree = tree_from_bytes(path.read_bytes())
+    except (OSError, *UNREADABLE) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+    if not isinstance(tree, dict):
+        raise RunFolderError(f"{path} is damaged: it holds no mapping")
+    return tree
 
 
 class Contents(NamedTuple):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.checkpoint import (
+    UNREADABLE,
     Contents,
     Stored,
     check_version,
@@ -361,6 +361,11 @@ class RunFolder:
             self._config = self.read_json("config.json") if there else {}
         return self._config
 
+    @property
+    def unsealed(self) -> bool:
+        """Whether the checkpoint that was read has no checksums, by which damage would show."""
+        return self._newest is not None and self._newest.seal is None
+
     def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
         """The files of the newest checkpoint; None if there is none."""
         newest = stored(self.path / "checkpoint")
@@ -410,16 +415,12 @@ class RunFolder:
                 self._lock = None
 
 
-# Whatever else it is than a checkpoint, which may be anything that is JSON.
-_ODD = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
-
-
 def _state_of(checkpoint: Stored) -> dict[str, Any]:
     """The state. Raises RunFolderError for a checkpoint that is none."""
     try:
         # Read whole and thrown away: damage is to show before a rank is started.
         _, state = unpack_checkpoint(checkpoint.parts)
-    except _ODD as error:
+    except UNREADABLE as error:
         raise damaged(checkpoint.path, f"{type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
         raise damaged(checkpoint.path, "its state is no mapping")
@@ -491,6 +492,6 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
             )
         elsewhere = summary.get("weights_elsewhere", ())
         load_weights(network, weights_from_bytes(content), elsewhere)
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, RuntimeError, *UNREADABLE) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

@@ -124,12 +124,16 @@ def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
 
     Raises SafetensorError or ValueError if the bytes are something else.
     """
-    tensors = load_tensors(content)
-    # A file begins with the length of its header, then comes the header as JSON. `load` does not
-    # give the metadata in it.
-    length = int.from_bytes(content[:8], "little")
-    for name in pairs_in(json.loads(content[8 : 8 + length]).get("__metadata__")):
-        tensors[name] = torch.view_as_complex(tensors[name])
+    try:
+        tensors = load_tensors(content)
+        # A file begins with the length of its header, then comes the header as JSON. `load` does
+        # not give the metadata in it.
+        length = int.from_bytes(content[:8], "little")
+        for name in pairs_in(json.loads(content[8 : 8 + length]).get("__metadata__")):
+            tensors[name] = torch.view_as_complex(tensors[name])
+    except (LookupError, TypeError, RuntimeError) as error:
+        # A dtype that torch lacks, or names of pairs that are none; a nest too deep.
+        raise ValueError(f"no tensors that can be read: {type(error).__name__}: {error}") from error
     return tensors
 
 

@@ -39,6 +39,10 @@ CHECKPOINT_SHARE = 0.05
 """Of the time that may go into such checkpoints; where writing one takes long, they are rarer."""
 
 
+_Told = tuple[tuple[bytes, bytes, bytes] | None, bool]
+"""What rank 0 tells the others: the files of a checkpoint, and whether it has no checksums."""
+
+
 class Checkpoints:
     """One rank's part of writing and reading the checkpoints of a run. folder: rank 0's."""
 
@@ -49,6 +53,8 @@ class Checkpoints:
         self.folder = folder
         self._written = time.monotonic()
         self._took = 0.0
+        self.doubtful = False
+        """Whether the run went on from a checkpoint without checksums: damage may show late."""
 
     def due(self, step: int, evaluates: bool) -> bool:
         """Whether one should be written after `step`.
@@ -118,8 +124,9 @@ class Checkpoints:
         # None travels too: only rank 0 can know that there is no checkpoint.
         parts = self.folder.read_checkpoint() if self.folder is not None else None
         leads = self.group.rank == 0
-        packed = self.group.broadcast_bytes(msgspec.msgpack.encode(parts) if leads else None)
-        received = msgspec.msgpack.decode(packed, type=tuple[bytes, bytes, bytes] | None)
+        unsealed = self.folder is not None and self.folder.unsealed
+        told = msgspec.msgpack.encode((parts, unsealed)) if leads else None
+        received, unsealed = msgspec.msgpack.decode(self.group.broadcast_bytes(told), type=_Told)
         if received is None:
             return None
         weights, state = unpack_checkpoint(received)
@@ -141,7 +148,19 @@ class Checkpoints:
                 f"({type(error).__name__}: {error}): put back a copy of it, or remove it to train "
                 f"from the start"
             ) from error
+        self.doubtful = unsealed
         return position
+
+    def perhaps_damaged(self, error: BaseException) -> RunFolderError:
+        """What is said of an error while the checkpoint is doubtful.
+
+        It may come from there, or from code of the user's: nobody can tell.
+        """
+        return RunFolderError(
+            f"{error}. The checkpoint of {self.job.folder} that this run went on from has no "
+            f"checksums, so that it may be damaged: if the error is not your own code's, put back "
+            f"a copy of it, or remove it to train from the start"
+        )
 
     def check_folder(self) -> None:
         """Raises RunFolderError if a rank does not see the folder.

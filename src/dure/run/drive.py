@@ -80,6 +80,10 @@ def _drive(job: Job, place: Place) -> Outcome:
         if driver is not None and error.intact:
             driver.checkpoints.keep_last_good(driver.position)
         raise
+    except WorkerFailedError as error:
+        if driver is not None and driver.checkpoints.doubtful:
+            raise driver.checkpoints.perhaps_damaged(error) from error
+        raise
     except DureError:
         raise
     except KeyboardInterrupt:
@@ -89,7 +93,10 @@ def _drive(job: Job, place: Place) -> Outcome:
         # SystemExit, which would end the process as if all were well.
         where = learner.where if learner is not None else f"rank {place.group.rank}"
         step = place.group.step
-        raise WorkerFailedError(where, step, described(error), traceback_of(error)) from error
+        failed = WorkerFailedError(where, step, described(error), traceback_of(error))
+        if driver is not None and driver.checkpoints.doubtful:
+            raise driver.checkpoints.perhaps_damaged(failed) from error
+        raise failed from error
     finally:
         try:
             # First, since threads of the run may draw from the generators until they end.

@@ -12,6 +12,7 @@ from torch import Tensor
 from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
+from dure.record.checkpoint import UNREADABLE
 from dure.record.run import RunFolder
 from dure.record.weights import weights_from_bytes
 from dure.run.begun import Asks
@@ -72,7 +73,10 @@ def _same(path: Path, weights: Mapping[str, Tensor]) -> bool | None:
     file = path / "model.safetensors"
     if not file.exists():
         return None
-    theirs = weights_from_bytes(file.read_bytes())
+    try:
+        theirs = weights_from_bytes(file.read_bytes())
+    except (OSError, *UNREADABLE) as error:
+        raise RunFolderError(f"cannot read {file}: {error}") from error
     return theirs.keys() == weights.keys() and all(
         digest_of({name: theirs[name]}) == digest_of({name: tensor})
         for name, tensor in weights.items()

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
-from dure.errors import RunFolderError, exit_is_a_failure
+from dure.errors import DureError, RunFolderError, exit_is_a_failure
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.history import is_spread
 from dure.record.run import Run, RunFolder
@@ -183,17 +184,20 @@ def resume(
     task, strategy, world = found_again(path, asked, ask, task, strategy, world)
     if leads_here():
         _tell_of_versions(path, asked)
-    job, new_config = prepare(
-        task,
-        strategy,
-        world,
-        stop if stop is not None else asked.stop,
-        asked.seed,
-        evaluate_every=asked.evaluate_every,
-        checkpoint_every=asked.checkpoint_every,
-        label=asked.label,
-        check=check,
-    )
+    # Of what nobody gave here, config.json alone is to blame.
+    alone = not any(isinstance(one, (Task, Strategy, World)) for one in again.values())
+    with _blames(path) if alone else nullcontext():
+        job, new_config = prepare(
+            task,
+            strategy,
+            world,
+            stop if stop is not None else asked.stop,
+            asked.seed,
+            evaluate_every=asked.evaluate_every,
+            checkpoint_every=asked.checkpoint_every,
+            label=asked.label,
+            check=check,
+        )
     # Only checks and config.json here: rank 0 holds the folder once it runs.
     if world.leads:
         new_config["run"] = asked.run or new_config["run"]
@@ -210,6 +214,19 @@ def resume(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
     )
     return run_job(job, world, on_progress)
+
+
+@contextmanager
+def _blames(folder: Path) -> Iterator[None]:
+    """What cannot be done as the folder says is an error of the folder. Raises RunFolderError."""
+    try:
+        yield
+    except DureError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise RunFolderError(
+            f"{folder / 'config.json'} asks for what cannot be: {error}"
+        ) from error
 
 
 def found_again(
@@ -249,10 +266,10 @@ def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) ->
             reference = ask(reference)
     try:
         return load_task(reference, **asked.task.options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         if ":" in reference:
             raise
-        # Options of another type than those of dure's own task.
+        # Options that dure's own task does not have, or of another type.
         raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
 
 

@@ -59,6 +59,7 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.optimizer_state import load_optimizer
 
 _LINE = 64
 """Bytes of a cache line: no two tensors share one."""
@@ -299,7 +300,7 @@ class HogwildLearner(SingleLearner):
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         for hog, kept in zip(self.hogs, state["parts"][self.group.rank]["optimizers"], strict=True):
-            hog.optimizer.load_state_dict(dict(kept))
+            load_optimizer(hog.optimizer, kept)
         self.round = state["round"]
         self.step = state["step"]
 

@@ -44,6 +44,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.optimizer_state import load_optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -347,7 +348,7 @@ class SingleLearner(Learner):
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        load_optimizer(self.optimizer, state["optimizer"])
         self.step = state["step"]
         if self.private is not None:
             self.private.restore(state["privacy"])

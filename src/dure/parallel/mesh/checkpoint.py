@@ -23,6 +23,7 @@ from dure.parallel.tensor.state import divisions, whole_state_dict
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.weights import weights_from_bytes, weights_to_bytes
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
+from dure.tensors.optimizer_state import load_optimizer
 
 
 def weights_of(held: Held) -> dict[str, Tensor]:
@@ -215,4 +216,4 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
     if held.zero is not None:
         held.zero.load_optimizer_state_dict(restored)
     else:
-        held.optimizer.load_state_dict(restored)
+        load_optimizer(held.optimizer, restored)

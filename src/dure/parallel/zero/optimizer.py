@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from dure.collectives.group import Group
 from dure.parallel.zero.shares import Held, Share
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.tensors.optimizer_state import load_optimizer
 
 
 class Division:
@@ -140,7 +141,7 @@ class Division:
             here = list(range(first, first + len(group["params"])))
             settings.append({**{k: v for k, v in given.items() if k != "params"}, "params": here})
             first += len(here)
-        self.optimizer.load_state_dict({"state": mine, "param_groups": settings})
+        load_optimizer(self.optimizer, {"state": mine, "param_groups": settings})
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError if a state of so many groups is not the optimizer's."""

@@ -24,7 +24,7 @@ from dure.data.batches import Batches
 from dure.errors import DureError, RunFolderError
 from dure.machine.threads import threads_for
 from dure.randomness.seeds import generator
-from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.checkpoint import read_tree, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder
@@ -227,7 +227,7 @@ class ServedParties(Learner):
         """The rows of the people whom all know, in the order for all."""
         folder = self.place.folder
         if folder is not None and (folder / PEOPLE).exists():
-            kept: Tensor = tree_from_bytes((folder / PEOPLE).read_bytes())["rows"]
+            kept: Tensor = read_tree(folder / PEOPLE)["rows"]
             return kept
         plan = self.plan
         first = self.parties if plan.label_party is None else plan.label_party

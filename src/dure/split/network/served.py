@@ -23,7 +23,7 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
 from dure.machine.threads import threads_for
-from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.checkpoint import UNREADABLE, read_tree, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.meter import Counters, Meter
 from dure.split.account import Account
@@ -233,11 +233,17 @@ class ServedLearner(Learner):
         self._began = True
         path = self.place.folder / TURN
         if path.exists():
-            found = tree_from_bytes(path.read_bytes())
-            if found["order"]["begun"] > self.order.begun:
-                self._restore(found)
-                for meter, values in zip(self._meters, found["meters"], strict=True):
-                    meter.counters = Counters.from_list(values)
+            found = read_tree(path)
+            try:
+                self._go_on_from(found)
+            except (AttributeError, RuntimeError, *UNREADABLE) as error:
+                raise RunFolderError(f"{path} does not fit what is trained: {error}") from error
+
+    def _go_on_from(self, found: Mapping[str, Any]) -> None:
+        if found["order"]["begun"] > self.order.begun:
+            self._restore(found)
+            for meter, values in zip(self._meters, found["meters"], strict=True):
+                meter.counters = Counters.from_list(values)
 
     @property
     def _is_complete(self) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dure.contracts.lr_schedule import LRSchedule, Rates
 from dure.split.parties.model import Part, Piece
 from dure.tensors.buffers import passing_buffers, write
+from dure.tensors.optimizer_state import load_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -47,7 +48,7 @@ class TrainedPart:
         return self.optimizer.state_dict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(dict(state))
+        load_optimizer(self.optimizer, state)
 
     def kept(self) -> dict[str, Any]:
         """All that it has learned, as a tree of copies."""

@@ -14,10 +14,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from dure.errors import RunFolderError
-from dure.record.checkpoint import pack_tree, unpack_tree
+from dure.record.checkpoint import UNREADABLE, pack_tree, unpack_tree
 from dure.record.disk import Piece, sync_folder, told, write_atomically
 from dure.record.weights import TensorFile, weights_from_bytes
 
@@ -66,7 +64,7 @@ class Trees:
             )
         try:
             tree: dict[str, Any] = unpack_tree(_tree_in(content), weights_from_bytes(content))
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise RunFolderError(f"{path} holds no tree: {error}") from error
         return tree
 

@@ -22,6 +22,7 @@ import msgspec
 from torch import Tensor
 
 from dure.contracts.strategy import Interrupted
+from dure.errors import RunFolderError
 from dure.fleet.budget import Budget
 from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
@@ -186,7 +187,10 @@ class NetworkCarrier:
         """
         cohort = self.folder / COHORT
         if cohort.exists():
-            return Join(msgspec.json.decode(cohort.read_bytes(), type=list[int]))
+            try:
+                return Join(msgspec.json.decode(cohort.read_bytes(), type=list[int]))
+            except (OSError, msgspec.DecodeError) as error:
+                raise RunFolderError(f"cannot read {cohort}: {error}") from error
         present: dict[int, int] = {}
         begun = False
         while not begun:

@@ -1,0 +1,98 @@
+"""An optimizer goes on from a state that lay on a disk, if it is one that it could have written.
+
+torch's `load_state_dict` compares how many groups and parameters there are. What else is wrong with
+a state, such as a momentum of another shape, would show in the first step, as an error of torch's
+that says nothing of where it comes from. So it is looked at when it is loaded:
+
+    groups    have the settings that the optimizer has, each a value of the same kind
+    states    belong to parameters, and all of a group's have the same entries
+    tensors   are single numbers, or have their parameter's shape
+
+That is so of torch's own optimizers. What a user's own writes is its own affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+_OTHER_SHAPES = ("Adafactor", "LBFGS")
+"""torch's own whose state has shapes that are not the parameters'."""
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """As `optimizer.load_state_dict`.
+
+    Raises ValueError for a state that this optimizer cannot have written; what else a damaged state
+    raises is an error of any kind.
+    """
+    is_torch_s = type(optimizer).__module__.startswith("torch.optim.")
+    if not is_torch_s or type(optimizer).__name__ in _OTHER_SHAPES:
+        optimizer.load_state_dict(dict(state))
+        return
+    before = [dict(group) for group in optimizer.param_groups]
+    _check_states(state)
+    optimizer.load_state_dict(dict(state))
+    for known, group in zip(before, optimizer.param_groups, strict=True):
+        for name, value in known.items():
+            if name not in group or not _is_alike(value, group[name]):
+                raise ValueError(f"its setting {name} is {group.get(name)!r}, and was {value!r}")
+        _check_group(optimizer, group["params"])
+
+
+def _check_states(state: Mapping[str, Any]) -> None:
+    """Raises ValueError where torch would take over what belongs to no parameter."""
+    count = sum(len(group["params"]) for group in state["param_groups"])
+    for number, own in state["state"].items():
+        if isinstance(number, bool) or number not in range(count):
+            raise ValueError(f"there is no parameter {number!r} of {count}")
+        if not isinstance(own, Mapping) or not all(isinstance(name, str) for name in own):
+            raise ValueError(f"the state of parameter {number} has no names")
+
+
+def _is_alike(known: Any, value: Any) -> bool:
+    """Whether one setting may take the place of the other: two numbers, say."""
+    # None is what torch has yet to decide on, such as `foreach`.
+    if known is None or value is None:
+        return True
+    # Parameters, or betas.
+    if isinstance(known, (list, tuple)):
+        same = isinstance(value, (list, tuple)) and len(known) == len(value)
+        return same and all(map(_is_alike, known, value))
+    if _is_number(known):
+        return _is_number(value) and math.isfinite(value) >= math.isfinite(known)
+    return isinstance(value, type(known))
+
+
+def _is_number(value: Any) -> bool:
+    # A learning rate may be a tensor, so that compiled steps read it anew.
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and not value.dim())
+
+
+def _check_group(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Raises ValueError if states differ in what they hold, or do not fit their parameters."""
+    # A parameter that was never used has no state.
+    used = [parameter for parameter in parameters if optimizer.state.get(parameter)]
+    first = None
+    for parameter in used:
+        own = optimizer.state[parameter]
+        entries = {name: isinstance(value, Tensor) for name, value in own.items()}
+        first = first or entries
+        if entries != first:
+            raise ValueError(f"a state has {', '.join(own)}, another one {', '.join(first)}")
+        for name, value in own.items():
+            if isinstance(value, Tensor):
+                _check_tensor(name, value, parameter)
+
+
+def _check_tensor(name: str, value: Tensor, parameter: Tensor) -> None:
+    if value.numel() != 1 and value.shape != parameter.shape:
+        shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+        raise ValueError(f"{name} has the shape {shapes}")
+    # torch has made its dtype the parameter's, but for counts of steps, which take more bits.
+    if value.dtype.itemsize < 2:
+        raise ValueError(f"{name} is {value.dtype}, and its parameter {parameter.dtype}")
