@@ -209,7 +209,8 @@ def _try(
                 first=True,
             )
         except OwnLossError as error:
-            raise CannotBatchError(f"the loss fails: {described(error.__cause__ or error)}") from error
+            reason = described(error.__cause__ or error)
+            raise CannotBatchError(f"the loss fails: {reason}") from error
         except (RuntimeError, ValueError) as error:
             raise CannotBatchError(
                 f"a layer has inputs of another shape than usual: {first_line(error)}"
