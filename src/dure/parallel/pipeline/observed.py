@@ -49,7 +49,8 @@ def _on_copies(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in kinds:
             before.append((held, dict(held)))
             for name, tensor in held.items():
                 if tensor is not None:
