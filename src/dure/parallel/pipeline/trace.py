@@ -11,8 +11,8 @@ Operations that change memory are settled first (`dure.parallel.pipeline.memory`
 A module that cannot be traced is one operation (`dure.parallel.pipeline.whole`).
 
 A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a
-model does apart from its operations is not in it, and refused where that can be seen
-(`dure.parallel.pipeline.unseen`).
+model does apart from its operations is not in it; where that can be seen
+(`dure.parallel.pipeline.unseen`) the module is one operation, or the model refused.
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
     constant   operations without parameters and inputs in their ancestry, such as positions and
