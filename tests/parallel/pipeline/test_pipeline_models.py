@@ -60,6 +60,24 @@ def llama() -> nn.Module:
     )
 
 
+def opt() -> nn.Module:
+    """Its blocks are left out by chance, though here the chance is zero."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "ffn_dim": 12, "word_embed_proj_dim": 8}
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "dropout": 0.0}
+    return OPTForCausalLM(OPTConfig(vocab_size=19, max_position_embeddings=8, **sizes, **layers))
+
+
+def mixtral() -> nn.Module:
+    """A mixture of experts: the rows that each of them gets depend on the data."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=19, num_local_experts=3, **heads, **sizes))
+
+
 class Translator(nn.Module):
     """torch's own Transformer, encoder and decoder."""
 
@@ -194,6 +212,8 @@ def seeing(make: Callable[[], nn.Module], *target: int) -> dure.Task:
 TASKS: dict[str, Callable[[], dure.Task]] = {
     "GPT-2": lambda: speaking(gpt2),
     "Llama": lambda: speaking(llama),
+    "OPT": lambda: speaking(opt),
+    "Mixtral": lambda: speaking(mixtral),
     "torch's Transformer": lambda: task_of(
         Translator, words(19, 16, 6), words(19, 16, 6), optimizer=ADAM
     ),
@@ -205,6 +225,10 @@ TASKS: dict[str, Callable[[], dure.Task]] = {
         lambda: dure.models.CharLSTM(19, 4, 6).double(), words(19, 16, 6), words(19, 16, 6)
     ),
 }
+
+
+SPEAKERS = ["GPT-2", "Llama", "OPT", "Mixtral"]
+"""Models of Hugging Face."""
 
 
 def walked(ranks: int, names: list[str], options: list[dict[str, Any]]) -> dict[str, float]:
@@ -219,13 +243,18 @@ def walked(ranks: int, names: list[str], options: list[dict[str, Any]]) -> dict[
 
 
 def test_language_models_of_hugging_face() -> None:
-    for name in ("gpt2", "llama"):  # here, so that the fork server does it once and not every rank
+    for name in (
+        "gpt2",
+        "llama",
+        "opt",
+        "mixtral",
+    ):  # here, so that the fork server does it once and not every rank
         pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
     schedules = [
         {"schedule": "zero-bubble", "microbatches": 2},
         {"recompute": True, "microbatches": 2},
     ]
-    found = walked(2, ["GPT-2", "Llama"], schedules)
+    found = walked(2, SPEAKERS, [*schedules, *schedules])
     assert all(distance < CLOSE for distance in found.values()), found
 
 
@@ -238,7 +267,7 @@ def test_models_of_torch_and_of_ours() -> None:
         {"schedule": "1f1b", "microbatches": 2},
         {"schedule": "gpipe", "microbatches": 2, "balance": "memory"},
     ]
-    names = [name for name in TASKS if name not in ("GPT-2", "Llama")]
+    names = [name for name in TASKS if name not in SPEAKERS]
     found = walked(2, names, options)
     assert all(distance < CLOSE for distance in found.values()), found
 

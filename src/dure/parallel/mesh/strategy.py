@@ -293,6 +293,7 @@ class ParallelLearner(Learner):
         self.device = place.devices[0]
         self.groups = groups_on(strategy.mesh, self.group)
         self.at = self.groups.at
+        self.where = f"rank {self.group.rank}"
         model = place.model(task, seed).to(self.device).train()
         self.train_examples, self.test_examples = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)

@@ -168,7 +168,7 @@ def _chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
     if not guards or min(guards.values()) < 0 or len(set(guards.values())) < len(guards):
         return None
     for skip in ("given", "zeros"):
-        found = Chooser(name, called_if, skip, guards)  # type: ignore[arg-type]
+        found = Chooser(name, called_if, skip, guards)
         if _holds(model, inputs, found, runs[not called_if].outputs):
             return found
     return None

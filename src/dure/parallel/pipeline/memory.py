@@ -225,7 +225,8 @@ def inseparable(
             changes.setdefault(root[value], []).append(place)
     # The model's outputs are used after everything.
     last |= {leaf: len(moving) for leaf in outputs if isinstance(leaf, fx.Node)}
-    found: set[int] = set()
+    # What takes a result apart stays with the operation that made it.
+    found = {place for place, node in enumerate(moving) if node.target is operator.getitem}
     for region in mapped_regions(moving):
         found.update(range(made[region[0]] + 1, made[region[-1]] + 1))
     for family, places in changes.items():

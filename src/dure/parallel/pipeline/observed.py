@@ -20,7 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dure.parallel.pipeline.stand_in import standing_in
 from dure.parallel.pipeline.unseen import drawn
-from dure.parallel.pipeline.untraced import Call, Like, left_in, put_back, tensors_by_place
+from dure.parallel.pipeline.untraced import (
+    Call,
+    Like,
+    UntraceableError,
+    left_in,
+    put_back,
+    tensors_by_place,
+)
 from dure.randomness.seeds import generators_state, restore_generators
 
 
@@ -42,7 +49,8 @@ def _on_copies(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in kinds:
             before.append((held, dict(held)))
             for name, tensor in held.items():
                 if tensor is not None:
@@ -109,7 +117,10 @@ def is_steady(model: nn.Module, inputs: Any, names: Collection[str]) -> bool:
     An expert gets the rows that its router has chosen, and so many are what it gives.
     """
     first = observed(model, inputs, names, ())
-    others = observed(model, tree_map_only(Tensor, _other, inputs), names, ())
+    try:
+        others = observed(model, tree_map_only(Tensor, _other, inputs), names, ())
+    except Exception:  # not every model takes examples that nobody has given it
+        return True
     return [call.form for call in first] == [call.form for call in others]
 
 
@@ -140,9 +151,12 @@ def _noted(
     with used, FlopCounterMode(display=False) as counter:
         outputs = call()
     if drawn() != foreign:
-        raise ValueError(
+        raise UntraceableError(
+            type(module).__name__,
             f"module {name} draws random numbers from Python or numpy, which nobody seeds; draw "
-            "them from torch"
+            "them from torch",
+            modules=[],
+            of_data=False,
         )
     leaves, structure = tree_flatten(outputs)
     noted = Call(

@@ -169,6 +169,8 @@ class _Whole:
 
     def repeat(self, on: On, before: Given) -> None:
         """Raises ValueError where the pass before, run again, gives or leaves something else."""
+        # A backward pass, which is not run again, may change buffers too: by forward once more.
+        left = [module._buffers[name].clone() for module, name, _ in self._places]  # type: ignore[union-attr]
         for (module, name, tensor), value in zip(self._places, self._before, strict=True):
             module._buffers[name] = tensor
             tensor.data.copy_(value)
@@ -192,6 +194,8 @@ class _Whole:
                 f"Python{f', such as {keeps}' if keeps else ', on time or on other draws'}; keep "
                 "such things in buffers"
             )
+        for (module, name, _), value in zip(self._places, left, strict=True):
+            module._buffers[name].data.copy_(value)  # type: ignore[union-attr]
 
     def refusal(self, why: str) -> ValueError:
         return ValueError(f"a {type(self.model).__name__} cannot be cut, for {why}, {ADVICE}")

@@ -11,8 +11,8 @@ Operations that change memory are settled first (`dure.parallel.pipeline.memory`
 A module that cannot be traced is one operation (`dure.parallel.pipeline.whole`).
 
 A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a
-model does apart from its operations is not in it, and refused where that can be seen
-(`dure.parallel.pipeline.unseen`).
+model does apart from its operations is not in it; where that can be seen
+(`dure.parallel.pipeline.unseen`) the module is one operation, or the model refused.
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
     constant   operations without parameters and inputs in their ancestry, such as positions and
@@ -46,8 +46,8 @@ from dure.parallel.pipeline.memory import (
 )
 from dure.parallel.pipeline.place import modules_of, place_in, place_of
 from dure.parallel.pipeline.unseen import unseen
-from dure.parallel.pipeline.untraced import Block, draws_of, is_untraced
-from dure.parallel.pipeline.whole import UntraceableError, Untraced
+from dure.parallel.pipeline.untraced import Block, UntraceableError, draws_of, is_untraced
+from dure.parallel.pipeline.whole import Untraced
 from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
@@ -270,9 +270,26 @@ def traced(
     while True:
         try:
             return exported(model, inputs, untraced)
-        except UntraceableError as error:
-            if not untraced.widen(model, inputs, error):
-                raise
+        except UntraceableError as caught:
+            error = caught
+        # Not while that is handled, for an error of the model's own would be said to come from it.
+        if not _widened(untraced, model, inputs, error):
+            raise error
+
+
+def _widened(untraced: Untraced, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
+    """Whether a module more is one operation, which is tried on the model as it runs."""
+    try:
+        return untraced.widen(model, inputs, error)
+    except ValueError:
+        raise
+    except Exception as failed:
+        place = place_of(failed, model)
+        said = str(failed).strip().split("\n")[0]
+        raise ValueError(
+            f"a {type(model).__name__} fails{f' in {place}' if place else ''}: "
+            f"{type(failed).__name__}: {said}"
+        ) from failed
 
 
 def exported(
@@ -295,8 +312,8 @@ def exported(
                 unseen(model, inputs) as lost,
             ):
                 module = torch.export.export(model, (inputs,), strict=False).module()
-    # It says already what is wrong, and callers tell it from the rest.
-    except LengthError:
+    # These say already what is wrong, and callers tell them from the rest.
+    except (LengthError, UntraceableError):
         raise
     except Exception as error:
         why, of_data = _why(error, model)

@@ -1,4 +1,7 @@
-"""What a model does that a trace would lose: seen while it is traced, and then refused.
+"""What a model does that a trace would lose: seen while it is traced.
+
+The module that does it becomes one operation of the trace (`dure.parallel.pipeline.whole`); where
+it is the model itself, or draws numbers that nobody seeds, the model is refused.
 
     gradients of its own  `torch.autograd.Function`, and hooks on tensors: a trace has what forward
                           computes, from which backward is derived; a gradient that was to be

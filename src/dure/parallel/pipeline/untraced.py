@@ -186,15 +186,19 @@ class Block:
                     )
             elif isinstance(known, _ATOMS) and leaf != known:
                 raise ValueError(f"module {call.name} gives {leaf!r}, and gave {known!r} at first")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [*tensors, *self._left()] if call.left else tensors
+
+    def _left(self) -> Iterator[Tensor]:
+        """What the call has left in attributes."""
         left = left_in(self.module)
-        for place, like in call.left.items():
+        for place, like in self.call.left.items():
             if place not in left or not like.fits(left[place]):
                 raise ValueError(
-                    f"module {call.name} leaves no tensor of shape {list(like.shape)} in "
+                    f"module {self.call.name} leaves no tensor of shape {list(like.shape)} in "
                     f"{place[1]}, as it did at first"
                 )
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return [*tensors, *(left[place] for place in call.left)]
+            yield left[place]
 
 
 def skipped(call: Call, skip: Skip, given: Sequence[Tensor]) -> list[Tensor]:
@@ -287,6 +291,19 @@ def tensors_by_place(args: Any, kwargs: Any) -> dict[str, Tensor]:
     """The tensors that a module is given, by where among its arguments they are."""
     leaves, _ = tree_flatten_with_path((args, kwargs))
     return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+class UntraceableError(ValueError):
+    """A model cannot be traced. said: why, as the end of a sentence.
+
+    modules: in whose code, the innermost last. of_data: because of numbers in tensors.
+    """
+
+    def __init__(self, kind: str, said: str, modules: list[str], of_data: bool) -> None:
+        super().__init__(f"a {kind} cannot be cut, for {said}")
+        self.said = said
+        self.modules = modules
+        self.of_data = of_data
 
 
 class NotTheSameError(ValueError):

@@ -21,21 +21,8 @@ from torch import nn
 
 from dure.parallel.pipeline.choosing import Chooser, Decisions, always, chooser, taken
 from dure.parallel.pipeline.observed import is_steady, observed
-from dure.parallel.pipeline.untraced import Block, Call, Decision, in_one_piece
+from dure.parallel.pipeline.untraced import Block, Call, Decision, UntraceableError, in_one_piece
 from dure.parallel.tensor.divided import Divided
-
-
-class UntraceableError(ValueError):
-    """A model cannot be traced. said: why, as the end of a sentence.
-
-    modules: in whose code, the innermost last. of_data: because of numbers in tensors.
-    """
-
-    def __init__(self, kind: str, said: str, modules: list[str], of_data: bool) -> None:
-        super().__init__(f"a {kind} cannot be cut, for {said}")
-        self.said = said
-        self.modules = modules
-        self.of_data = of_data
 
 
 class Untraced:
