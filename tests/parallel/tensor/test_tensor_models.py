@@ -26,12 +26,12 @@ def check(rows: dict[int, list[dict[str, dict[str, float]]]]) -> None:
 
 def test_own_models() -> None:
     def program(group: Group) -> dict[str, Any]:
-        found = {"mlp": compare(group, mlp, numbers(10))}
+        found = {"mlp": compare(group, mlp, numbers(4))}
         for tied in (False, True):
             for sequence in (False, True):
                 make = partial(transformer, tied)
                 found[f"tied {tied}, sequence {sequence}"] = compare(
-                    group, make, texts(6), sequence=sequence
+                    group, make, texts(3), sequence=sequence
                 )
         return found
 

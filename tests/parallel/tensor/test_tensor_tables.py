@@ -73,6 +73,7 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
         self.table = nn.Parameter(torch.randn(2 * LENGTH - 1, config.heads))
         self.register_buffer("slopes", torch.rand(config.heads, 1, 1), persistent=False)
+        self.steps = torch.arange(1.0, 1 + config.heads).view(-1, 1, 1)
         self.temperature = nn.Parameter(torch.ones(()))
         self.projection = nn.Linear(WIDTH, WIDTH)
 
@@ -82,7 +83,7 @@ class Attention(nn.Module):
         rows = self.query_key_value(hidden.reshape(batch * length, -1))
         query, key, value = rows.view(batch, length, 3, heads, HEAD).permute(2, 0, 3, 1, 4)
         biases = self.table[distances + LENGTH - 1].permute(2, 0, 1) + far
-        biases = biases - self.slopes * distances.abs()
+        biases = biases - self.slopes * self.steps * distances.abs()
         scores = query @ key.transpose(-1, -2) * self.temperature + biases
         shares = F.dropout(scores.softmax(-1), self.config.dropout, self.training)
         mixed = (shares @ value).transpose(1, 2).reshape(batch * length, -1)
@@ -158,7 +159,7 @@ def plan_for_reader(sequence: bool) -> dict[str, Any]:
     inside = (
         Attributes("config.heads"),
         Tensors("table"),
-        Tensors("slopes", dim=0),
+        Tensors("slopes", "steps", dim=0),
         OnShards("temperature"),
         Enter(along, argument="hidden"),
         Leave(along),
@@ -317,6 +318,10 @@ WRONG = {
     "heads that stay": (
         without(WHOLE, ATTENTION, Attributes),
         r"the model fails in blocks\.0\.attention ",
+    ),
+    "nobody enters": (
+        without(WHOLE, ATTENTION, Enter),
+        r"^embedding\.weight: the plan says Vocabulary\(\); its gradient differs",
     ),
     "nobody sums": (without(WHOLE, ATTENTION, Leave), "its gradient differs"),
     "summed twice": (

@@ -332,7 +332,8 @@ class ColumnParallel(DividedLinear):
 
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
-        check_is_sequence(self.called, tensor.dim(), self._how.sequence)
+        if self._how.enters:
+            check_is_sequence(self.called, tensor.dim(), self._how.sequence)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         # After the product: what follows is divided, and draws for itself until the row-parallel
@@ -378,12 +379,12 @@ class RowParallel(DividedLinear):
         check_even(
             f"{name} with {self.in_features} inputs", [self.in_features], self.group.size, unit
         )
-        self.divide("weight", weight, Division(dim, (self.in_features,)))
         if sequence is not None and not leaves:
             raise ValueError(
                 f"{name} leaves the sum to somebody else, who says along which dimension: "
                 "leave sequence out"
             )
+        self.divide("weight", weight, Division(dim, (self.in_features,)))
         # whole on every rank, and added once, after the sum
         self.divide("bias", bias, None)
         self.input_is_parallel = input_is_parallel

@@ -356,7 +356,10 @@ class _Trial:
         too_often = is_right(tried / self.group.size)
         rows = agreeing.all_gather_values([float(summed), float(too_often)], "the proof")
         if all(row[0] for row in rows):
-            return f" (the sum over the ranks is right, as {self._on_shards(name)} makes it)"
+            return (
+                f" (the sum over the ranks is right, as {self._on_shards(name)} makes it, or "
+                "Enter() of a divided region that comes after it)"
+            )
         if all(row[1] for row in rows):
             return f" (it is {self.group.size} times too large: it is summed once too often)"
         return ""
