@@ -68,9 +68,7 @@ def _apart(
             continue
         if name not in defaults:
             close = suggestion(head, list(map(_flag, [*own, *defaults])))
-            raise ValueError(
-                f"neither dure compare nor a system that it compares has {head}{close}"
-            )
+            raise ValueError(f"no system that is compared has {head}, nor has compare{close}")
         if not equals and waiting and not waiting[0].startswith("--"):
             value = waiting.pop(0)
         elif not equals and isinstance(defaults[name], bool):
