@@ -32,6 +32,7 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
+from dure.cli.interrupted import STATUS, interrupts_end_imports
 from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
 from dure.machine.streams import nobody_reads, open_streams
@@ -105,12 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
+    interrupts_end_imports()
     try:
         with _warnings_in_a_line():
             return _dispatch(given)
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
-        return 130
+        return STATUS
     except Shown:  # --help
         return 0
     # Not only Exceptions: code of the user's own may raise SystemExit, which would end the process

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure import catalog
 from dure.cli.flags import Limits, ResumeOptions, parse_flags
+from dure.cli.interrupted import interrupts_raise
 from dure.errors import DureError, suggestion
 from dure.worlds.launched import leads_here
 
@@ -157,16 +158,20 @@ def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
     The new one is made at once, so that nobody else takes it.
     """
     if asked is not None:
-        yield asked
+        with interrupts_raise():
+            yield asked
         return
-    folder = _new_folder(name)
-    try:
-        yield folder
-    except BaseException:
-        # rmdir takes empty folders only: what a run has written stays.
-        with suppress(OSError):  # something was written
-            folder.rmdir()
-        raise
+    with interrupts_raise():
+        folder = _new_folder(name)
+        try:
+            yield folder
+        except BaseException:
+            # rmdir takes empty folders only: what a run has written stays. Nor does an empty one
+            # stay around it.
+            with suppress(OSError):  # something was written
+                folder.rmdir()
+                folder.parent.rmdir()
+            raise
 
 
 def _new_folder(name: str) -> Path:
