@@ -38,6 +38,9 @@ from dure.errors import DureError, WorkerFailedError, described, suggestion, tex
 from dure.machine.streams import nobody_reads, open_streams
 from dure.report.words import printable
 from dure.worlds.launched import leads_here, under_torchrun
+from dure.worlds.processes.fork_server import server
+
+server.keeps_here("dure.cli")
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -395,8 +398,6 @@ def _cache_folder() -> Path:
 def _start_fork_server() -> None:
     """It loads torch while this process does; under torchrun nobody forks."""
     if not under_torchrun():
-        from dure.worlds.processes.fork_server import server
-
         server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
         server.start()
 
