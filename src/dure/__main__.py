@@ -2,6 +2,6 @@
 
 import sys
 
-from dure.cli.main import main
+from dure.cli.start import main
 
 sys.exit(main())

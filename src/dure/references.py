@@ -26,8 +26,9 @@ import inspect
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -195,6 +196,10 @@ def loaded(reference: str) -> ModuleType | None:
     return sys.modules.get(place.rpartition("/")[2])
 
 
+_PREFIX = "dure_file_"
+"""Of the names of modules that were run by their paths."""
+
+
 def _imported_as(path: Path) -> ModuleType | None:
     """The module of this file that was imported and not run by its path."""
     return next(
@@ -218,10 +223,94 @@ def from_file(path: Path) -> ModuleType:
     return _run(path, name) if known is None else known
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a module of a user's own comes from, for other processes of this machine.
+
+    folder: through which it was imported; None for a file that was run by its path.
+    """
+
+    path: str
+    name: str
+    folder: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A module of a user's own, and how it was when it had been run.
+
+    digest: of the file. names: of the module. attributes: of its classes, by their names.
+    """
+
+    module: ModuleType
+    place: Place
+    digest: bytes
+    names: Mapping[str, Any]
+    attributes: Mapping[str, Mapping[str, Any]]
+
+    def is_unchanged(self) -> bool:
+        """Whether the file still is the one that was run."""
+        try:
+            return _digest(Path(self.place.path)) == self.digest
+        except OSError:
+            return False
+
+
+_SOURCES: dict[str, Source] = {}
+
+
+def sources() -> Mapping[str, Source]:
+    """Modules that other processes find by no import, by their names."""
+    return _SOURCES
+
+
+def run_again(place: Place) -> ModuleType:
+    """The module of this place, run unless it was, as another process has done.
+
+    Raises ValueError where it cannot be run, or is another one by now.
+    """
+    known = sys.modules.get(place.name)
+    if known is not None:
+        return known
+    if place.folder is not None:
+        return from_import_path(place.name, Path(place.folder))
+    module = from_file(Path(place.path))
+    if module.__name__ != place.name:
+        raise ValueError(f"{place.path} was changed while its run began: begin it again")
+    return module
+
+
+def _digest(file: Path) -> bytes:
+    return hashlib.blake2b(file.read_bytes(), digest_size=8).digest()
+
+
+def _note(module: ModuleType, file: Path, folder: Path | None) -> None:
+    """A module of a user's own was run here: what other processes have to know of it."""
+    cloudpickle.register_pickle_by_value(module)
+    place = Place(str(file), module.__name__, None if folder is None else str(folder))
+    classes = {
+        cls.__qualname__: dict(vars(cls)) for cls in _classes_in(vars(module), module.__name__)
+    }
+    _SOURCES[module.__name__] = Source(module, place, _digest(file), dict(vars(module)), classes)
+
+
+def _classes_in(names: Mapping[str, Any], module: str) -> Iterator[type]:
+    """The classes that were made in a module, those inside of others too."""
+    for value in list(names.values()):
+        if isinstance(value, type) and value.__module__ == module:
+            yield value
+            inner = {
+                name: each
+                for name, each in vars(value).items()
+                if getattr(each, "__qualname__", "") == f"{value.__qualname__}.{name}"
+            }
+            yield from _classes_in(inner, module)
+
+
 def _name_of(path: Path) -> str:
     """The module's name, for a file as it is now."""
     key = str(path).encode() + path.read_bytes()
-    return f"dure_file_{path.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+    return f"{_PREFIX}{path.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
 
 def _run(path: Path, name: str) -> ModuleType:
@@ -241,7 +330,7 @@ def _run(path: Path, name: str) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"{path} could not be loaded: {described(error)}") from error
-    cloudpickle.register_pickle_by_value(module)
+    _note(module, path, None)
     return module
 
 
@@ -263,20 +352,44 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
     What is found there only because of this is pickled by value: other processes do not look there.
     """
-    if str(folder) in sys.path:
-        yield
-        return
-    # What is new afterwards was imported by the file, or by the module asked for.
-    before = set(sys.modules)
-    sys.path.insert(0, str(folder))
+    with _by_their_stems(folder):
+        if str(folder) in sys.path:
+            yield
+            return
+        # What is new afterwards was imported by the file, or by the module asked for.
+        before = set(sys.modules)
+        sys.path.insert(0, str(folder))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name not in before]:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and _lies_in(Path(file), folder):
+                _note(sys.modules[name], Path(file), folder)
+
+
+@contextlib.contextmanager
+def _by_their_stems(folder: Path) -> Iterator[None]:
+    """Within the block, files of this folder that were run by their paths are found by `import`.
+
+    A file that imports such a neighbour, or is imported by it, would have it run once more.
+    """
+    stems = {
+        Path(file).stem: module
+        for name, module in list(sys.modules.items())
+        if name.startswith(_PREFIX)
+        and (file := getattr(module, "__file__", None))
+        and Path(file).parent == folder
+    }
+    added = {stem: module for stem, module in stems.items() if stem not in sys.modules}
+    sys.modules.update(added)
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and _lies_in(Path(file), folder):
-            cloudpickle.register_pickle_by_value(sys.modules[name])
+        for stem, module in added.items():
+            if sys.modules.get(stem) is module:
+                del sys.modules[stem]
 
 
 def _lies_in(file: Path, folder: Path) -> bool:

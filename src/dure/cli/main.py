@@ -33,11 +33,15 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
+from dure.cli.interrupted import STATUS, interrupts_end_imports
 from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
 from dure.machine.streams import nobody_reads, open_streams
 from dure.report.words import printable
 from dure.worlds.launched import leads_here, under_torchrun
+from dure.worlds.processes.fork_server import server
+
+server.keeps_here("dure.cli")
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -106,12 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
+    interrupts_end_imports()
     try:
         with _warnings_in_a_line():
             return _dispatch(given)
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
-        return 130
+        return STATUS
     except Shown:  # --help
         return 0
     # Not only Exceptions: code of the user's own may raise SystemExit, which would end the process
@@ -408,8 +413,6 @@ def _cache_folder() -> Path:
 def _start_fork_server() -> None:
     """It loads torch while this process does; under torchrun nobody forks."""
     if not under_torchrun():
-        from dure.worlds.processes.fork_server import server
-
         server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
         server.start()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure import catalog
 from dure.cli.flags import Limits, ResumeOptions, parse_flags
+from dure.cli.interrupted import interrupts_raise
 from dure.errors import DureError, suggestion
 from dure.worlds.launched import leads_here
 
@@ -156,21 +157,38 @@ def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
 
     The new one is made at once, so that nobody else takes it.
     """
-    if asked is not None:
-        yield asked
-        return
-    folder = _new_folder(name)
-    try:
-        yield folder
-    except BaseException:
-        # rmdir takes empty folders only: what a run has written stays.
-        with suppress(OSError):  # something was written
+    with interrupts_raise():
+        made = asked is None or not asked.exists()
+        folder = _new_folder(name) if asked is None else asked
+        try:
+            yield folder
+        except KeyboardInterrupt:
+            # Nothing was learned yet: there is nothing to go on with.
+            with suppress(OSError):
+                if [each.name for each in folder.iterdir()] == ["config.json"]:
+                    (folder / "config.json").unlink()
+            _remove_if_empty(folder, made)
+            raise
+        except BaseException:
+            _remove_if_empty(folder, made and asked is None)
+            raise
+
+
+def _remove_if_empty(folder: Path, made: bool) -> None:
+    """Removes a folder that was made here; what a run has written stays, and so does its folder."""
+    if made:
+        with suppress(OSError):  # something is in it
             folder.rmdir()
-        raise
+            if folder.parent == _RUNS:  # which may have been made with it
+                folder.parent.rmdir()
+
+
+_RUNS = Path("runs")
+"""Where folders are made that nobody has named."""
 
 
 def _new_folder(name: str) -> Path:
-    wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    wanted = _RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Under torchrun the others only need a path that is not None; they write nothing.
     if not leads_here():  # rank 0 makes it
         return wanted

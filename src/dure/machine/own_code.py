@@ -8,7 +8,8 @@ that functions and methods refer to, and attributes of classes. So
 
     functions      by value, with the names of the module that was run there
     classes        the module's own, which registered it; with what was set on it since
-    operators      and others that exist once in a process: the module's own
+    operators      and others that exist once in a process, and functions that a library's decorator
+                   has made: the module's own
     all else       by value, as everywhere
 
 A file that was edited since it was run here is not run elsewhere, as it is another one by now: all
@@ -20,15 +21,21 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import importlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import cloudpickle
+import numpy as np
+import torch
 
 from dure import references
+from dure.errors import warn
+
+Value = TypeVar("Value")
 
 _ONCE_IN_A_PROCESS = ("torch.library", "torch._library", "torch._ops")
 """Modules whose objects stand for something that is registered: a copy would register nothing."""
@@ -48,11 +55,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _found, (source.place, obj.__qualname__), _state(obj), None, None, _set_state
         elif isinstance(obj, types.FunctionType):
             source = self._source_of(obj.__module__)
-            reduced = super().reducer_override(obj)
             if source is not None and obj.__globals__ is vars(source.module):
-                make, (code, _, *others), *rest = reduced
+                make, (code, _, *others), *rest = super().reducer_override(obj)
                 return make, (code, _Names(source.place), *others), *rest
-            return reduced
+            # What a library's decorator has made, such as `functools.singledispatch`.
+            if source is not None and _at(source.module, obj.__qualname__) is obj:
+                return _found, (source.place, obj.__qualname__)
+        elif isinstance(obj, types.ModuleType):
+            source = self._source_of(obj.__name__)
+            if source is not None and source.module is obj:
+                return _module, (source.place,), _changed(source), None, None, _set_names
         elif type(obj).__module__.startswith(_ONCE_IN_A_PROCESS):
             for name in list(references.sources()):
                 source = self._source_of(name)
@@ -72,6 +84,50 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._sources[module]
 
 
+class Files:
+    """Modules that another process runs before it makes what is pickled after this."""
+
+    def __init__(self, places: Sequence[references.Place | str]) -> None:
+        self.places = tuple(places)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _brought, (self.places,)
+
+
+def files_of(reference: str) -> Files:
+    """The module that a reference has found in this process; none for names of dure's own.
+
+    Warns where its file was edited since: then other processes have what was run here by value, and
+    do not run it.
+    """
+    place = reference.rpartition(":")[0]
+    if not place:
+        return Files(())
+    module = references.loaded(reference)
+    source = None if module is None else references.sources().get(module.__name__)
+    if module is None or (source is not None and not source.is_unchanged()):
+        warn(
+            f"{place} was changed after it was run: other processes get what it has defined here, "
+            f"and do not run it"
+        )
+        return Files(())
+    return Files((module.__name__ if source is None else source.place,))
+
+
+def begun_with(files: Files, program: Callable[..., Value], *arguments: Any) -> Value:
+    """Calls a program; pickled with its files before it, it has them run first."""
+    return program(*arguments)
+
+
+def _brought(places: Sequence[references.Place | str]) -> Files:
+    for place in places:
+        if isinstance(place, str):
+            importlib.import_module(place)
+        else:
+            references.run_again(place)
+    return Files(places)
+
+
 class _Names:
     """The global names of a user's file; unpickled, those of the file that was run there."""
 
@@ -80,6 +136,23 @@ class _Names:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _names, (self.place,)
+
+
+_module = references.run_again
+
+
+def _set_names(module: types.ModuleType, values: dict[str, Any]) -> None:
+    vars(module).update(values)
+
+
+def _changed(source: references.Source) -> dict[str, Any]:
+    """The names of a module that have other values than when it had been run."""
+    return {
+        name: value
+        for name, value in vars(source.module).items()
+        if not name.startswith("__")
+        and (value is not source.names.get(name) or _may_have_changed(value))
+    }
 
 
 def _names(place: references.Place) -> dict[str, Any]:
@@ -101,35 +174,48 @@ def _at(module: types.ModuleType, qualified: str) -> Any:
     return found
 
 
-def _state(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Global names that its methods refer to, and its attributes that were set since."""
+def _state(cls: type) -> tuple[dict[str, Any], dict[str, Any], list[type]]:
+    """Global names that its methods refer to, its attributes that were set since, and classes of
+    the user's own of which it is made."""
     source = references.sources()[cls.__module__]
     names = vars(source.module)
     used = {name for function in _functions(cls) for name in _globals_of(function.__code__)}
-    values = {
-        name: names[name]
-        for name in sorted(used & names.keys())
-        if not isinstance(names[name], types.ModuleType)
-    }
-    if issubclass(cls, enum.Enum):
-        return values, {}
+    values = {name: names[name] for name in sorted(used & names.keys()) if _travels(names[name])}
+    related = [*cls.__mro__[1:], *(value for value in vars(cls).values() if _is_inside(value, cls))]
     was = source.attributes.get(cls.__qualname__, {})
-    return values, {
+    attributes = {
         name: value
         for name, value in vars(cls).items()
-        if not name.startswith("__") and (value is not was.get(name) or _can_change(value))
+        if not name.startswith("__") and (value is not was.get(name) or _may_have_changed(value))
     }
+    return (
+        values,
+        # The members of an enumeration are its own, and cannot be set.
+        {} if issubclass(cls, enum.Enum) else attributes,
+        [each for each in related if each.__module__ in references.sources()],
+    )
 
 
-def _can_change(value: Any) -> bool:
-    """Whether a value may be another one by now though it is the same object."""
-    fixed = (types.FunctionType, property, classmethod, staticmethod, type, types.ModuleType)
-    is_descriptor = hasattr(type(value), "__get__")
-    return not (isinstance(value, (*fixed, str, int, float, bytes, type(None))) or is_descriptor)
+def _travels(value: Any) -> bool:
+    """Whether it is worth sending: not modules, which are imported, but those of a user's own."""
+    return not isinstance(value, types.ModuleType) or value.__name__ in references.sources()
 
 
-def _set_state(cls: type, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    values, attributes = state
+def _is_inside(value: Any, cls: type) -> bool:
+    return isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}.")
+
+
+_CHANGING = (list, dict, set, bytearray, types.SimpleNamespace, torch.Tensor, np.ndarray)
+"""Classes of objects that are often filled after they were made, as those of a user's own are."""
+
+
+def _may_have_changed(value: Any) -> bool:
+    """Whether an object may be another one by now though it still has its name."""
+    return isinstance(value, _CHANGING) or type(value).__module__ in references.sources()
+
+
+def _set_state(cls: type, state: tuple[dict[str, Any], dict[str, Any], list[type]]) -> None:
+    values, attributes, _ = state
     vars(sys.modules[cls.__module__]).update(values)
     for name, value in attributes.items():
         setattr(cls, name, value)
@@ -142,8 +228,6 @@ def _functions(cls: type) -> Iterator[types.FunctionType]:
             unwrapped = inspect.unwrap(function)
             if isinstance(unwrapped, types.FunctionType):
                 yield unwrapped
-        if isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}."):
-            yield from _functions(value)
 
 
 def _inside(value: Any) -> list[Any]:

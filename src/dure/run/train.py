@@ -21,6 +21,7 @@ from dure.contracts.strategy import Proof, Strategy, World, another, seeded_mode
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import DureError, RunFolderError, exit_is_a_failure
+from dure.machine.own_code import begun_with, files_of
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.history import is_spread
 from dure.record.run import Run, RunFolder
@@ -353,9 +354,13 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     # `prepare` made it, in this process.
     assert job.fresh is not None
     # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
+    program = functools.partial(drive, job)
     if world.elsewhere:
         job.fresh.rest()
-    outcome = world.run(functools.partial(drive, job), on_progress)
+        if job.task.reference is not None:
+            files = files_of(job.task.reference["name"])
+            program = functools.partial(begun_with, files, program)
+    outcome = world.run(program, on_progress)
     # The task's factory may be called once more.
     with exit_is_a_failure("the task", "making the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())

@@ -1,10 +1,10 @@
 """Python objects between processes of one user on one machine: pickled, large buffers shared.
 
-Functions and classes of a script, a notebook or a task's file travel by value (cloudpickle),
-lambdas and local classes too, so such a task reaches its ranks; those of modules that can be
-imported are imported again there. Tensors and arrays of 16 KB and more follow the pickle in an
-anonymous file, which every receiver maps copy-on-write: N ranks hold the training data once. This
-never crosses a network: what does is never unpickled.
+Functions and classes of a script or a notebook travel by value (cloudpickle), lambdas and local
+classes too, so such a task reaches its ranks; those of modules that can be imported are imported
+again there, and a task's file is run again (`dure.machine.own_code`). Tensors and arrays of 16 KB
+and more follow the pickle in an anonymous file, which every receiver maps copy-on-write: N ranks
+hold the training data once. This never crosses a network: what does is never unpickled.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
+
+from dure.machine import own_code
 
 _LARGE = 16_384
 """Bytes from which on a buffer is worth pages of its own."""
@@ -35,7 +36,7 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(own_code.Pickler):
     """Takes large dense CPU tensors out of band; pickle itself does so for numpy arrays."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -1,0 +1,24 @@
+"""Where the command `dure` begins: Ctrl-C is answered before the rest of it is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from dure.cli.interrupted import STATUS, interrupts_end_imports, leave_at_once
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    interrupts_end_imports()
+    try:
+        from dure.cli.main import main as run
+
+        return leave_at_once(run())
+    except KeyboardInterrupt:  # between one import and the next
+        os.write(2, b"dure: interrupted\n")
+        return leave_at_once(STATUS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
