@@ -33,6 +33,7 @@ from dure.run.registry import check_kind, decode_strategy, decode_world, default
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole
+from dure.tensors.supported import check_supported
 from dure.worlds.here import leads_here
 from dure.worlds.processes.fork_server import server
 
@@ -392,6 +393,8 @@ def prepare(
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
+    # What a single worker has, it neither adds to that of others nor sends.
+    check_supported(model, sent=not strategy.alone)
     if stop.target:
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     _check_devices(strategy, world, model)
