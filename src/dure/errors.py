@@ -145,14 +145,26 @@ class WorkerFailedError(DureError):
         return f"{self.who} failed in {self.step}: {self.reason}"
 
 
+class ExampleError(Exception):
+    """The user's dataset has raised where an example was asked for; `__cause__` is its error.
+
+    No DureError: whoever runs the user's code makes a WorkerFailedError of it, as of any other
+    error there, with the worker and the step.
+    """
+
+
 @contextmanager
 def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
     """`sys.exit` in the user's own code, with whatever status, is a failure like any other.
 
-    Raises WorkerFailedError for it: the process is to end neither silently nor with status 0.
+    Raises WorkerFailedError for it: the process is to end neither silently nor with status 0. So
+    it does for a dataset that raises, which is one kind of error wherever it is read.
     """
     try:
         yield
+    except ExampleError as error:
+        text = "".join(traceback.format_exception(error))
+        raise WorkerFailedError(who, step, f"ExampleError: {error}", text) from error
     except SystemExit as error:
         text = "".join(traceback.format_exception(error))
         raise WorkerFailedError(who, step, f"SystemExit: {error}", text) from error
