@@ -58,7 +58,11 @@ class Examples:
     ) -> None:
         leaves = tree_leaves((inputs, targets))
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise ValueError("examples need tensors as inputs and targets: (inputs, targets)")
+            arrays = any(isinstance(leaf, numpy.ndarray) for leaf in leaves)
+            hint = ", and torch.from_numpy() makes them of arrays" if arrays else ""
+            raise ValueError(
+                f"examples need tensors as inputs and targets: (inputs, targets){hint}"
+            )
         if any(leaf.ndim == 0 for leaf in leaves):
             raise ValueError("examples need tensors of shape (n, ...), but one is a single number")
         away = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), None)
