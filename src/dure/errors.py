@@ -196,15 +196,26 @@ class WorkerFailedError(DureError):
         return f"{self.who} failed in {self.step}: {self.reason}"
 
 
+class ExampleError(Exception):
+    """The user's dataset has raised where an example was asked for; `__cause__` is its error.
+
+    No DureError: whoever runs the user's code makes a WorkerFailedError of it, as of any other
+    error there, with the worker and the step.
+    """
+
+
 @contextmanager
 def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
     """`sys.exit` in the user's own code, with whatever status, is a failure like any other.
 
     Raises WorkerFailedError for it, and for whatever else is no Exception but Ctrl-C: the process
-    is to end neither silently nor with status 0.
+    is to end neither silently nor with status 0. So it does for a dataset that raises, which is one
+    kind of error wherever it is read.
     """
     try:
         yield
+    except ExampleError as error:
+        raise WorkerFailedError(who, step, described(error), traceback_of(error)) from error
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -44,9 +44,11 @@ from dure.averaging.replica import Replica, check_partition, copy_model, shards_
 from dure.collectives.all_reduce import Algorithm
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
+from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.record.meter import Meter
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import mean_over
@@ -90,6 +92,9 @@ class ADMM(Strategy):
     name: ClassVar[str] = "admm"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"partition": partition.parse})
 
     @property
     def label(self) -> str:

@@ -31,8 +31,10 @@ from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
 from dure.averaging.meeting import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
+from dure.settings import parse_fields
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class DiLoCo(Strategy):
     name: ClassVar[str] = "diloco"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"compression": parse_compression})
 
     @property
     def label(self) -> str:

@@ -30,10 +30,12 @@ from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
 from dure.record.meter import Meter
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import scale_of
@@ -67,6 +69,9 @@ class LocalSGD(Strategy):
     name: ClassVar[str] = "local-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"compression": parse_compression})
 
     @property
     def label(self) -> str:

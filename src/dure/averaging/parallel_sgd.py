@@ -41,10 +41,12 @@ from dure.collectives.group import Group
 from dure.contracts.metric import ratio
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
+from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.errors import LossNotFiniteError
 from dure.record.meter import Meter
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_and_count
@@ -77,6 +79,9 @@ class ParallelSGD(Strategy):
     name: ClassVar[str] = "parallel-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"partition": partition.parse})
 
     @property
     def label(self) -> str:

@@ -34,6 +34,7 @@ from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.tensors.compiled import under_own_names
 from dure.tensors.copies import copy_of
+from dure.tensors.writable import make_writable
 from dure.wire.layout import Federation
 
 if TYPE_CHECKING:
@@ -491,7 +492,9 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         raise ValueError(
             f"the task's model function returned a {type(model).__name__}, not an nn.Module"
         )
-    return under_own_names(model)
+    model = under_own_names(model)
+    make_writable(model)
+    return model
 
 
 def another(model: nn.Module, task: Task, seed: int) -> nn.Module:

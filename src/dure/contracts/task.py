@@ -107,6 +107,11 @@ class Task:
                 raise ValueError(
                     f"Task({name}=...) has to be a function that makes a fresh one, not an instance"
                 )
+        if isinstance(self.loss, type):
+            raise ValueError(
+                f"Task(loss={self.loss.__name__}) is a class: give one of it, "
+                f"{self.loss.__name__}()"
+            )
         if self.lr_schedule is not None and not callable(self.lr_schedule):
             raise ValueError(
                 f"Task(lr_schedule={self.lr_schedule!r}) has to be a function of the step: step -> "

@@ -7,7 +7,7 @@ decide. Tensors are indexed directly, which costs one gather a batch; any map-st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -15,10 +15,21 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from dure.data.keys import keys_of
-from dure.errors import DataError, described
+from dure.errors import DataError, ExampleError, described
+
+_NO_LISTS = (str, bytes, Mapping, Tensor, numpy.ndarray)
+"""What has a length and items, and is no list of pairs (input, target)."""
 
 
 class Examples:
@@ -47,7 +58,11 @@ class Examples:
     ) -> None:
         leaves = tree_leaves((inputs, targets))
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise ValueError("examples need tensors as inputs and targets: (inputs, targets)")
+            arrays = any(isinstance(leaf, numpy.ndarray) for leaf in leaves)
+            hint = ", and torch.from_numpy() makes them of arrays" if arrays else ""
+            raise ValueError(
+                f"examples need tensors as inputs and targets: (inputs, targets){hint}"
+            )
         if any(leaf.ndim == 0 for leaf in leaves):
             raise ValueError("examples need tensors of shape (n, ...), but one is a single number")
         away = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), None)
@@ -118,13 +133,7 @@ class DatasetExamples(Examples):
     def __init__(self, dataset: Dataset[Any], keys: Sequence[Any] | None = None) -> None:
         items: Any = dataset
         self.dataset = items
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                "a dataset needs __len__ and __getitem__; iterable datasets cannot be divided by "
-                "index"
-            )
-        if len(items) == 0:
-            raise ValueError("there are no examples: the dataset has length 0")
+        _check_by_index(dataset)
         self.draws = True
         self.keys = keys_of(keys) if keys is not None else None
         if self.keys is not None and len(self.keys) != len(items):
@@ -137,23 +146,10 @@ class DatasetExamples(Examples):
         return len(self.dataset)
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
-        items = [self.dataset[i] for i in indices.tolist()]
+        items = [self._item(index) for index in indices.tolist()]
         # Checked here: `default_collate` would say what it cannot collate, and not which example.
         for index, item in zip(indices.tolist(), items, strict=True):
-            if not isinstance(item, (tuple, list)) or len(item) != 2:
-                what = (
-                    f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
-                )
-                raise ValueError(
-                    f"item {index} of the dataset is a {what}: give (input, target), of which "
-                    f"either may be a tuple "
-                    "or a dict"
-                )
-            if isinstance(item[1], str):
-                raise ValueError(
-                    f"the target of item {index} is the text {item[1]!r}: give the index of its "
-                    f"class"
-                )
+            _check_pair(index, item)
         inputs, targets = default_collate(items)
         return cast("tuple[Any, Any]", tree_map(self._convert, (inputs, targets)))
 
@@ -165,7 +161,7 @@ class DatasetExamples(Examples):
         targets = getattr(self.dataset, "targets", None)
         if targets is None:
             # One example is read to see what targets are; all are read only if they are numbers.
-            if not self._is_number(self.dataset[0][1]):
+            if not self._is_number(self._target(0)):
                 return None
             targets = list(map(self._target, range(len(self))))
         try:
@@ -177,10 +173,14 @@ class DatasetExamples(Examples):
         return labels.long() if labels.ndim == 1 and not labels.is_floating_point() else None
 
     def _target(self, index: int) -> Any:
+        return self._item(index)[1]
+
+    def _item(self, index: int) -> Any:
+        """What the dataset has there. Raises ExampleError, which names it, where that raises."""
         try:
-            return self.dataset[index][1]
+            return self.dataset[index]
         except Exception as error:
-            raise DataError(
+            raise ExampleError(
                 f"the dataset cannot give example {index}: {described(error)}"
             ) from error
 
@@ -218,6 +218,54 @@ class NoExamples(Examples):
         return self
 
 
+def _check_by_index(dataset: Any) -> None:
+    """Raises ValueError for a dataset that is no list of examples to be read by index."""
+    kind = type(dataset)
+    # torch's own class has the method, which only raises.
+    by_index = getattr(kind, "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    if isinstance(dataset, IterableDataset) or not by_index or not hasattr(kind, "__len__"):
+        raise ValueError(
+            f"a {kind.__name__} is read from its start: a dataset needs __len__ and __getitem__; "
+            f"iterable datasets cannot be divided by index"
+        )
+    # What is made of a stream, such as a part of one, can be read no other way.
+    for part in _parts_of(dataset):
+        _check_by_index(part)
+    try:
+        length = len(dataset)
+    except Exception as error:
+        raise ValueError(
+            f"the dataset has no length ({type(error).__name__}: {error}), and what has none "
+            f"cannot be divided by index"
+        ) from error
+    if length == 0:
+        raise ValueError("there are no examples: the dataset has length 0")
+
+
+def _parts_of(dataset: Any) -> Sequence[Any]:
+    """The datasets that one of torch's is made of."""
+    if isinstance(dataset, Subset):
+        return [dataset.dataset]
+    if isinstance(dataset, (ConcatDataset, StackDataset)):
+        return [one for one in tree_leaves(dataset.datasets) if isinstance(one, Dataset)]
+    return []
+
+
+def _check_pair(index: int, item: Any) -> None:
+    """Raises ValueError for an item that is no pair of an input and a target."""
+    # Checked here: `default_collate` would say what it cannot collate, and not which example.
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        what = f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
+        raise ValueError(
+            f"item {index} of the dataset is a {what}: give (input, target), of which either may "
+            f"be a tuple or a dict"
+        )
+    if isinstance(item[1], str):
+        raise ValueError(
+            f"the target of item {index} is the text {item[1]!r}: give the index of its class"
+        )
+
+
 def as_examples(data: Any) -> Examples:
     """Examples from what users have.
 
@@ -231,7 +279,9 @@ def as_examples(data: Any) -> Examples:
         return Examples(*data.tensors)
     if isinstance(data, (tuple, list)) and len(data) == 2:
         return Examples(*data)
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    # These have both, and are no lists of examples.
+    if isinstance(data, Dataset) or (by_index and not isinstance(data, _NO_LISTS)):
         return DatasetExamples(data)
     raise ValueError(
         f"a {type(data).__name__} cannot be trained on: give (inputs, targets), dure.Examples or a "

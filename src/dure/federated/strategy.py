@@ -22,7 +22,7 @@ from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.held_out import HeldOutOrder
-from dure.data.partition import IID, Description, NaturalKey, Partition, Parts, describe
+from dure.data.partition import IID, Description, Partition, Parts, describe
 from dure.federated import aggregate, halves
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start, start_of
@@ -73,7 +73,7 @@ class Federated(Strategy):
     partition, selection and aggregate may be given as text, as the command line takes them.
 
     Args:
-        clients: K; with the partition natural-key None is one client a key.
+        clients: K; None is 10, or one client a key with the partition natural-key.
         fraction: C, the share of the clients that takes part in a round, or is at work at any time,
             in (0, 1].
         local_epochs: E, passes of a client over its data in a round.
@@ -101,7 +101,7 @@ class Federated(Strategy):
         delta: the probability that the epsilon does not hold; well below 1 / clients.
     """
 
-    clients: int | None = 10
+    clients: int | None = None
     fraction: float = 1.0
     local_epochs: int = 1
     local_steps: int | None = None
@@ -145,6 +145,9 @@ class Federated(Strategy):
                 "aggregate": aggregate.parse,
             },
         )
+        # The data say how many natural clients there are; otherwise somebody has to.
+        if self.clients is None:
+            object.__setattr__(self, "clients", self.partition.clients_by_default)
         # One protection, or several, stand for what they make together.
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
         # Each client's own coin is what privacy of clients counts on; other selections are refused.
@@ -258,10 +261,6 @@ class Federated(Strategy):
             )
         if self.clients is not None and self.clients < 1:
             raise ValueError(f"clients is {self.clients}, but a federation has at least one")
-        if self.clients is None and not isinstance(self.partition, NaturalKey):
-            raise ValueError(
-                "clients is not given; only the partition natural-key knows how many there are"
-            )
         if self.local_epochs < 1:
             raise ValueError(
                 f"local_epochs is {self.local_epochs}, but a client makes at least one pass"

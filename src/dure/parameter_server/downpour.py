@@ -26,8 +26,10 @@ from typing import ClassVar
 from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World
 from dure.contracts.task import Task
+from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
 from dure.fleet.conditions import Conditions
@@ -43,6 +45,7 @@ from dure.parameter_server.plan import (
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 
 
@@ -90,6 +93,9 @@ class Downpour(Strategy):
     also: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
     unit: ClassVar[str] = "round"
     led: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"partition": partition.parse, "compression": parse_compression})
 
     @property
     def deterministic(self) -> bool:

@@ -29,6 +29,7 @@ from typing import ClassVar
 from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
+from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
@@ -46,6 +47,7 @@ from dure.parameter_server.plan import (
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
 from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedLearner
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 
 
@@ -84,6 +86,9 @@ class ParameterServer(Strategy):
     also: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
     unit: ClassVar[str] = "round"
     led: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"compression": parse_compression})
 
     @property
     def deterministic(self) -> bool:

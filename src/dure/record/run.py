@@ -34,6 +34,7 @@ from dure.record.trace import Lane, write_trace
 from dure.record.weights import TensorFile, weights_from_bytes
 from dure.tensors.buffers import load_weights
 from dure.tensors.compiled import under_own_names
+from dure.tensors.writable import make_writable
 
 _MAY_CHANGE = ("world", "label", "versions", "run")
 """What config.json may say otherwise when an elastic run goes on.
@@ -481,6 +482,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     summary = folder.read_json("summary.json")
     # The factory draws its first weights from the caller's generators; they are replaced.
     network = under_own_names(model())
+    make_writable(network)
     weights = folder.path / "model.safetensors"
     try:
         content = weights.read_bytes()

@@ -8,19 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from dure.contracts.arguments import shown
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
+from dure.run.asked import check_asked, check_function, check_path
 from dure.run.job import Job
 from dure.run.registry import default_world
 from dure.run.train import Progress, begun_here, prepare, run_job
@@ -76,6 +78,13 @@ def compare(
     Raises ValueError or RunFolderError, before any work, if anything asked does not fit.
     """
     stop = stop if stop is not None else Stop(epochs=10)
+    check_asked(task, stop, seed=seed, evaluate_every=evaluate_every)
+    check_path("out", out, optional=True)
+    check_function("on_progress", on_progress)
+    if isinstance(systems, (str, Strategy)) or not isinstance(systems, Iterable):
+        raise ValueError(
+            f"systems is {shown(systems)}: give a list of strategies, or of pairs (strategy, world)"
+        )
     pairs = [
         entry if isinstance(entry, tuple) else (entry, default_world(entry)) for entry in systems
     ]

@@ -24,6 +24,7 @@ import msgspec
 from dure import catalog, references
 from dure.collectives import compression
 from dure.collectives.compression import Compression
+from dure.contracts.arguments import check_fields
 from dure.contracts.strategy import Strategy, World
 from dure.data import partition
 from dure.data.partition import Partition
@@ -40,6 +41,7 @@ from dure.fleet.devices import Devices, parse_devices
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
+from dure.run.asked import not_an_object
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
 from dure.worlds.launched import under_torchrun
@@ -117,6 +119,9 @@ def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
     A user's own may have been written without the base class, or without its name.
     """
     name = type(thing).__name__
+    meant = not_an_object(thing, base.__name__)
+    if meant is not None:
+        raise ValueError(meant)
     if not isinstance(thing, base) or not dataclasses.is_dataclass(thing):
         raise ValueError(
             f"{name} is no dure.{base.__name__}: derive its class from dure.{base.__name__}, as a "
@@ -126,6 +131,7 @@ def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
     missing = [one for one in base.__annotations__ if not hasattr(thing, one)]
     if missing:
         raise ValueError(f"{name} does not say its {', '.join(missing)}")
+    check_fields(thing)
 
 
 def encode(thing: Strategy | World) -> dict[str, Any]:

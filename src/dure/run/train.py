@@ -16,16 +16,19 @@ from torch import nn
 
 from dure import __version__, catalog
 from dure.contracts.lr_schedule import check_schedule
+from dure.contracts.own_optimizer import check_optimizer, made_of
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import DureError, RunFolderError, exit_is_a_failure
+from dure.machine.compiler import left_out
 from dure.machine.own_code import begun_with, files_of
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.history import is_spread
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
+from dure.run.asked import check_asked, check_function, check_path
 from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
@@ -35,6 +38,7 @@ from dure.run.registry import check_kind, decode_strategy, decode_world, default
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole
+from dure.tensors.supported import check_supported
 from dure.worlds.launched import leads_here
 from dure.worlds.processes.fork_server import server
 
@@ -92,6 +96,8 @@ def train(
     """
     world = world if world is not None else default_world(strategy)
     stop = stop if stop is not None else Stop(epochs=10)
+    check_path("out", out, optional=True)
+    check_function("on_progress", on_progress)
     job, config = prepare(
         task,
         strategy,
@@ -173,6 +179,8 @@ def resume(
     must not be run, its task, strategy or world cannot be found again, its checkpoint or history is
     damaged or not of this run, or a dure that this one does not know wrote its checkpoint.
     """
+    check_path("folder", folder)
+    check_function("on_progress", on_progress)
     path = Path(folder)
     config = RunFolder.open(path).read_json("config.json")
     asked = asked_in(path, config)
@@ -390,6 +398,14 @@ def prepare(
     model: the task's under the seed, where other runs need it as well; it stays as it is.
     """
     # First: all that follows calls their methods.
+    check_asked(
+        task,
+        stop,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        label=label,
+    )
     _check_kinds(strategy, world)
     check_whole(task, strategy.trains_parts, world.serves)
     has_data = len(task.train) > 0
@@ -414,6 +430,8 @@ def prepare(
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
+    # What a single worker has, it neither adds to that of others nor sends.
+    check_supported(model, sent=not strategy.alone)
     if stop.target:
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     _check_devices(strategy, world, model)
@@ -516,8 +534,13 @@ def _checked_parameters(task: Task, model: nn.Module) -> int:
     """How many parameters there are. Raises ValueError where none, or not so, is trained."""
     # A list: it is gone through more than once.
     parameters = list(model.parameters())
-    if task.lr_schedule is not None:
-        check_schedule(task.lr_schedule, task.optimizer(parameters))
+    # The first optimizer of a process would load the compiler, which takes seconds.
+    with left_out():
+        optimizer = made_of(task.optimizer, parameters)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        if task.lr_schedule is not None:
+            check_schedule(task.lr_schedule, optimizer)
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("the model has no trainable parameter")
     return sum(parameter.numel() for parameter in parameters)

@@ -173,5 +173,5 @@ class SplitFed(Split):
     def order(
         self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
     ) -> Order:
-        tails = [tail(number) for number in range(self.clients if self.version == 1 else 1)]
+        tails = [tail(number) for number in range(self.count if self.version == 1 else 1)]
         return Averaged(amounts, head, tails, seed, self.version == 1, self.personal_heads)

@@ -19,12 +19,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.stop import Stop
 from dure.contracts.strategy import (
     Kind,
     Learner,
@@ -63,6 +64,9 @@ from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.parts import PARTS, JoinedTask, ModelParts
 from dure.tensors.flat import check_apart
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True)
 class Split(Strategy):
@@ -72,7 +76,7 @@ class Split(Strategy):
         cut: where: a module's name or a number of layers; two of them leave the end of the model,
             and the labels, with the client. By default a task of two files is cut between them, and
             any other model behind its first layer.
-        clients: K.
+        clients: K; None is 10, or one client a key with the partition natural-key.
         local_epochs: E, passes of a client over its data in a round.
         batch_size: B, of a client's step; None is all of its data.
         partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5 or
@@ -89,7 +93,7 @@ class Split(Strategy):
     """
 
     cut: tuple[str, ...] = ()
-    clients: int = 10
+    clients: int | None = None
     local_epochs: int = 1
     batch_size: int | None = 10
     partition: Partition = field(default_factory=IID)
@@ -117,6 +121,24 @@ class Split(Strategy):
                 "compression": parse_compression,
             },
         )
+        # The data say how many natural clients there are; otherwise somebody has to.
+        if self.clients is None:
+            object.__setattr__(self, "clients", self.partition.clients_by_default)
+
+    def planned(self, task: Task, stop: Stop) -> Self:
+        if self.clients is not None:
+            return self
+        names = self.partition.names(None, task.train.keys)
+        return self if names is None else replace(self, clients=len(names))
+
+    @property
+    def count(self) -> int:
+        """How many clients there are. Raises ValueError where only the data of others say it."""
+        if self.clients is None:
+            raise ValueError(
+                "clients is not given, and the data here have no keys that say how many there are"
+            )
+        return self.clients
 
     @abstractmethod
     def rules(self) -> Rules:
@@ -160,7 +182,7 @@ class Split(Strategy):
     def plan(self) -> Plan:
         """As learners take it."""
         return Plan(
-            clients=self.clients,
+            clients=self.count,
             at=self.cut,
             local_epochs=self.local_epochs,
             batch_size=self.batch_size,
@@ -180,9 +202,9 @@ class Split(Strategy):
     def _check(self, task: Task) -> None:
         check_at(self.cut)
         check_batch_size(self.batch_size)
-        for name in ("clients", "local_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but it is 1 at least")
+        for name, value in (("clients", self.clients), ("local_epochs", self.local_epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, but it is 1 at least")
         if not 0 <= self.held_out < 1:
             raise ValueError(
                 f"held_out is {self.held_out}, but a share of each client's data is in [0, 1)"
@@ -239,8 +261,8 @@ class Split(Strategy):
                 warn(note)
 
     def _check_model(self, task: Task, model: nn.Module) -> None:
-        together = None if self.batch_size is None else self.batch_size * self.clients
-        check_own_batches(task, model, together, self.clients)
+        together = None if self.batch_size is None else self.batch_size * self.count
+        check_own_batches(task, model, together, self.count)
         train, _ = examples_for(model, task)
         if self.labels_stay and self.rules().sums and CountedLoss(task.loss, train).is_late:
             raise ValueError(
@@ -271,7 +293,7 @@ class Split(Strategy):
         return prove(task, model, one._cut(task, model))
 
     def _examples(self, task: Task) -> int:
-        own = max(1, len(task.train) // self.clients)
+        own = max(1, len(task.train) // self.count)
         return own if self.batch_size is None else min(self.batch_size, own)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
@@ -286,7 +308,7 @@ class Split(Strategy):
     def division(self, task: Task, seed: int) -> Description | None:
         labels = task.train.labels()
         parts = self.partition.divide(
-            self.clients, len(task.train), labels, task.train.keys, seed=seed
+            self.count, len(task.train), labels, task.train.keys, seed=seed
         )
         return describe(self.partition, parts, labels, task.train.classes)
 

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from dure import references
 from dure.catalog import TASKS as BUILT_IN
+from dure.contracts.arguments import shown
 from dure.contracts.task import Task
 from dure.data import heart as heart_data
 from dure.data.digits import read_digits
@@ -263,6 +264,10 @@ def load_task(reference: str, **options: Any) -> Task:
     Raises ValueError if there is no such task, or for unknown or missing options; DataError if data
     are missing.
     """
+    if not isinstance(reference, str):
+        raise ValueError(
+            f"a task is loaded by its name, such as 'digits', and {shown(reference)} is no text"
+        )
     found = task_factory(reference)
     if isinstance(found, Task):
         if options:

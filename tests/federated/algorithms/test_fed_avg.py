@@ -97,7 +97,6 @@ def test_samples_and_epochs_count_every_local_pass():
         (FedAvg(fraction=float("nan")), "fraction is nan"),
         (FedAvg(clients=0), "clients is 0, but a federation has at least one"),
         (FedAvg(clients=42), "42 clients are more than the 41 training examples"),
-        (FedAvg(clients=None), "only the partition natural-key knows how many there are"),
         (FedAvg(local_epochs=0), "local_epochs is 0, but a client makes at least one pass"),
         (FedAvg(local_steps=0), "local_steps is 0, but a client makes at least one step"),
         (FedAvg(batch_size=0), "batch_size is 0, but a batch has at least one example"),

@@ -22,6 +22,7 @@ class NaturalKey(Partition):
     """
 
     name: ClassVar[str] = "natural-key"
+    clients_by_default: ClassVar[int | None] = None
 
     def names(self, clients: int | None, keys: Sequence[Any] | None) -> list[str] | None:
         if keys is None:
@@ -69,7 +70,7 @@ class NaturalKey(Partition):
             some = ", ".join(map(name_of, owners[:5])) + (", ..." if len(owners) > 5 else "")
             raise ValueError(
                 f"the data have {len(owners)} natural clients ({some}), not {clients}: "
-                f"give clients=None, which is one a key (--clients None), or {len(owners)}"
+                f"leave the number of clients out, which is one a key, or give {len(owners)}"
             )
         number = {key: client for client, key in enumerate(owners)}
         return Parts(torch.tensor([number[key] for key in keys]), clients)
@@ -91,7 +92,8 @@ def strangers(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
 def _keys(keys: Sequence[Any] | None, n: int) -> list[Any]:
     if keys is None:
         raise ValueError(
-            "the partition natural-key needs a key for each example, which these data have not"
+            "the partition natural-key needs a key for each example, which these data have not: "
+            "give dure.Examples(inputs, targets, keys=...)"
         )
     if len(keys) != n:
         raise ValueError(f"there are {len(keys)} keys for {n} examples")

@@ -21,6 +21,8 @@ class Partition:
     """What all partitions have in common: a name, a text form, and `divide`."""
 
     name: ClassVar[str]
+    clients_by_default: ClassVar[int | None] = 10
+    """How many clients there are where nobody says it; None where the data say it."""
 
     def divide(
         self,

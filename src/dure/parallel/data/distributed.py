@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
+from dure.collectives.compression import parse as parse_compression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import watched
 from dure.collectives.tail import Field, Numbers, each, summed
@@ -87,13 +88,15 @@ class DistributedDataParallel(nn.Module):
         all_reduce: Algorithm = "native",
         bucket_bytes: int | None = None,
         overlap: Overlap = "auto",
-        compression: Compression | None = None,
+        compression: Compression | str | None = None,
         find_unused_parameters: bool = True,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if isinstance(compression, str):
+            compression = parse_compression(compression)
         how = How(
             algorithm=all_reduce,
             op="avg",

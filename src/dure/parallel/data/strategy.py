@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
+from dure.collectives.compression import parse as parse_compression
 from dure.collectives.tail import Field, Numbers, common_start, each, summed, times
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
@@ -114,7 +115,7 @@ class DataParallel(Strategy):
     unit: ClassVar[str] = "step"
 
     def __post_init__(self) -> None:
-        parse_fields(self, {"privacy": parse_dp_sgd})
+        parse_fields(self, {"compression": parse_compression, "privacy": parse_dp_sgd})
 
     @property
     def label(self) -> str:

@@ -89,6 +89,7 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
+from dure.tensors.flat import check_apart
 
 EVERY = (1 << 48) - 1
 """As many bits as a float64 keeps, and some less: values that the last stage may receive."""
@@ -207,6 +208,7 @@ class Parallel(Strategy):
 
     def checked(self, task: Task, model: nn.Module) -> CutModel | None:
         """A copy of the model that was cut; None where it is one stage, computed as it is."""
+        check_apart(model)
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)

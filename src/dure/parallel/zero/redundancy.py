@@ -39,6 +39,7 @@ from dure.parallel.zero.units import Units
 from dure.parallel.zero.whole import Whole
 from dure.parallel.zero.wire import Algorithm, Wire
 from dure.record.meter import Meter
+from dure.tensors.flat import check_apart
 
 NO_RIDER = Rider()
 
@@ -117,6 +118,8 @@ class ZeroRedundancy:
             check_carried(self.device, self.group)
         check_element_wise(self.optimizer)
         check_weights_stay(model, self.group.size)
+        # A share has memory of its own: another tensor in the same place would no longer follow.
+        check_apart(model)
         # `prefetch_of` is collective: either all ranks ask, or none does.
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = Wire(

@@ -44,6 +44,7 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
+from dure.tensors.flat import check_apart
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class ZeRO(Strategy):
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model that replicas cannot train."""
+        """Raises ValueError for a model that replicas cannot train, or whose tensors overlap."""
+        check_apart(model)
         check_weights_stay(model, workers)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 

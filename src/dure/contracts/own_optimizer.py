@@ -1,0 +1,70 @@
+"""What the optimizer of a task has to be: one whose `step()` is called with nothing.
+
+Every system computes the gradients itself, on all its workers, and then steps. An optimizer that
+computes losses anew in its step (L-BFGS, SAM) would need the model, the batch and the other
+workers, which a closure of one worker does not have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for what is no optimizer, needs a closure, or has a rate that overflows."""
+    if not callable(getattr(optimizer, "step", None)):
+        raise ValueError(
+            f"the task's optimizer function returned a {type(optimizer).__name__}, which has no "
+            f"step(): let it return an optimizer, such as torch.optim.SGD(parameters, lr=0.1)"
+        )
+    wanted = _needed_by(optimizer.step)
+    if wanted:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs {' and '.join(wanted)}: no system here "
+            f"computes losses inside of a step; take an optimizer whose step needs nothing, such as SGD or "
+            f"Adam"
+        )
+    for group in getattr(optimizer, "param_groups", ()):
+        _check_rate(group.get("lr"), group["params"])
+
+
+def _needed_by(step: Any) -> list[str]:
+    """The names of the arguments that a call has to have."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # written in C, which tells nothing
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]
+
+
+def _check_rate(rate: Any, parameters: Sequence[nn.Parameter]) -> None:
+    if not isinstance(rate, (int, float)):
+        return
+    dtypes = {one.dtype for one in parameters if one.is_floating_point() or one.is_complex()}
+    largest = min((torch.finfo(dtype).max for dtype in dtypes), default=None)
+    # A double of this size overflows with the first gradient as well.
+    largest = None if largest is None else min(largest, torch.finfo(torch.float32).max)
+    if largest is not None and not abs(rate) <= largest:  # NaN is not either
+        raise ValueError(
+            f"the learning rate is {rate}, and the weights would overflow in the first step: give "
+            f"a smaller one"
+        )
+
+
+def made_of(optimizer: Any, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
+    """The optimizer of these parameters; None where making it fails.
+
+    Where it is made to be used, the same error names the worker.
+    """
+    try:
+        made: Optimizer = optimizer(parameters)
+    except Exception:
+        return None
+    return made

@@ -1,0 +1,96 @@
+"""What `dure.train` and the like are given, looked at before anything is done with it.
+
+A name where an object is meant, a class that was not called, a number for a limit: each is said in
+a sentence that names what to write.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dure import catalog
+from dure.contracts.arguments import check_fields, shown
+from dure.contracts.stop import Stop
+from dure.contracts.task import Task
+from dure.errors import suggestion
+
+
+def check_asked(
+    task: Any,
+    stop: Any,
+    *,
+    seed: Any = 0,
+    evaluate_every: Any = None,
+    checkpoint_every: Any = None,
+    label: Any = None,
+) -> None:
+    """Raises ValueError for arguments of a run that are of another kind."""
+    check_task(task)
+    check_stop(stop)
+    if not _is_whole(seed):
+        raise ValueError(f"seed is {shown(seed)}, but it has to be a whole number")
+    for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and not _is_whole(every):
+            raise ValueError(f"{name} is {shown(every)}, but it has to be a whole number or None")
+    if label is not None and not isinstance(label, str):
+        raise ValueError(f"label is {shown(label)}, but it has to be a text or None")
+
+
+def check_task(task: Any) -> None:
+    """Raises ValueError for what is no task."""
+    if isinstance(task, Task):
+        return
+    if isinstance(task, str):
+        raise ValueError(
+            f"the task is the text {task!r}: give dure.load_task({task!r}), which loads it"
+        )
+    raise ValueError(f"the task is {shown(task)}, but it has to be a dure.Task")
+
+
+def check_stop(stop: Any) -> None:
+    """Raises ValueError for what is no limit of a run, or has limits that are no numbers."""
+    if stop is None:
+        return
+    if not isinstance(stop, Stop):
+        raise ValueError(
+            f"stop is {shown(stop)}: give dure.Stop, such as dure.Stop(epochs=2) or "
+            f"dure.Stop(steps=100)"
+        )
+    # A run may be begun that only its user ends, however large the limit is.
+    check_fields(stop, limited=False)
+
+
+def check_path(name: str, path: Any, optional: bool = False) -> None:
+    """Raises ValueError for what names no file or folder."""
+    if not isinstance(path, (str, os.PathLike)) and not (optional and path is None):
+        raise ValueError(f"{name} is {shown(path)}, but it has to be a path")
+
+
+def check_function(name: str, function: Any) -> None:
+    """Raises ValueError for what cannot be called."""
+    if not callable(function):
+        raise ValueError(f"{name} is {shown(function)}, but it has to be a function")
+
+
+def not_an_object(thing: Any, what: str) -> str | None:
+    """What to write in place of a name, or of a class that was not called; None for all else.
+
+    what: "Strategy" or "World".
+    """
+    known: Any = catalog.SYSTEMS if what == "Strategy" else catalog.WORLDS
+    if isinstance(thing, str):
+        name = thing.partition(":")[0].partition(",")[0]
+        if name not in known:
+            return f"there is no {what.lower()} {thing!r}{suggestion(name, known)}"
+        kind = known[name].kind
+        return f"the {what.lower()} is the text {thing!r}: give dure.{kind}(), which makes one"
+    if isinstance(thing, type):
+        return f"{thing.__name__} is a class: give one of it, {thing.__name__}(...)"
+    if what == "World" and isinstance(thing, int):
+        return f"the world is {thing}: give dure.Processes({thing}) or dure.Threads({thing})"
+    return None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

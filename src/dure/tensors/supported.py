@@ -1,0 +1,53 @@
+"""What kinds of tensors a model may have: those that can be saved, and sent.
+
+Training in one process reads and writes any tensor that torch knows. Checkpoints and run folders
+have dense tensors; ranks, clients and servers also add, compare and send them, for which torch
+itself has no functions where the dtype is an exotic one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_SENT = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def check_supported(model: nn.Module, sent: bool) -> None:
+    """Raises ValueError for a tensor of the model that cannot be saved, or sent.
+
+    sent: whether others than one process have the model.
+    """
+    for name, parameter in model.named_parameters():
+        _check(f"the parameter {name}", parameter, sent)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"the buffer {name} is on the meta device, where it has no values")
+        _check(f"the buffer {name}", buffer, sent)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} of the model's state_dict is a {type(value).__name__}, and run folders "
+                f"hold tensors: let get_extra_state return a tensor"
+            )
+
+
+def _check(what: str, tensor: Tensor, sent: bool) -> None:
+    if is_lazy(tensor):
+        return
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(
+            f"{what} is {kind}, and only dense tensors are saved and sent: keep its parts, such as "
+            f"indices and values, and make it of them in the forward pass"
+        )
+    if sent and tensor.dtype not in _SENT:
+        raise ValueError(
+            f"{what} is of {tensor.dtype}, which is not computed with by others than one worker: "
+            f"keep it in another dtype, and convert it in the forward pass"
+        )
