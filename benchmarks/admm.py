@@ -6,7 +6,7 @@ and one exchange of weights. Every system trains with every rate of --rates, ADM
 every rho of --rhos. The setting with the best mean test accuracy over all rounds is shown, so that
 all systems are chosen by the same measure. All trials are in the result.
 
-    python benchmarks/admm.py --data DIR [--figure docs/images/admm.svg] > result.json
+    python benchmarks/admm.py --data DIR [--figure docs/images/admm.svg] --result result.json
 
 Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
 --out: called again with the same --out the benchmark takes the runs that are there, and continues
@@ -16,13 +16,13 @@ one that was interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from figures import Axis, Curve, lines, save
+from outcome import give, takes_result
 
 import dure
 from dure.contracts.strategy import Strategy, World
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/admm"))
     parser.add_argument("--figure", type=Path, default=None)
+    takes_result(parser)
     asked = parser.parse_args()
     rows = [measured(asked, system, trials) for system, trials in trials_of(asked).items()]
     if asked.figure is not None:
@@ -153,9 +154,7 @@ def main() -> None:
         f"MNIST 2NN, {WORKERS} workers, {SHARDS}, batch {BATCH} a worker, "
         f"{asked.rounds} rounds of one pass"
     )
-    json.dump(
-        {"benchmark": "admm", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout
-    )
+    give({"benchmark": "admm", "setting": setting, "seed": asked.seed, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ compute one after another in this process: on two machines the time is a little 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from outcome import give, takes_result
 
 from dure.fleet.virtual import VirtualNetwork
 from dure.split.alignment import AlignedHolder, AlignedParty, Exponent, point_of
@@ -23,22 +25,23 @@ Value = TypeVar("Value")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Entity alignment, measured.")
     parser.add_argument("--ids", type=int, default=5000)
-    count = parser.parse_args().ids
+    takes_result(parser)
+    asked = parser.parse_args()
+    count = asked.ids
     ours, theirs = range(count), range(count // 2, count // 2 + count)
     hashed, points = timed(lambda: [point_of(str(one)) for one in ours])
     exponent = Exponent(bytes(range(32)))
     raised, _ = timed(lambda: [exponent.power(point) for point in points])
     whole, traffic = timed(lambda: align(list(ours), list(theirs)))
-    print(
-        json.dumps(
-            {
-                "ids": count,
-                "hashed_per_second": round(count / hashed),
-                "powers_per_second": round(count / raised),
-                "ids_per_second": round(2 * count / whole),
-                "bytes_per_id": traffic / (2 * count),
-            }
-        )
+    give(
+        {
+            "ids": count,
+            "hashed_per_second": round(count / hashed),
+            "powers_per_second": round(count / raised),
+            "ids_per_second": round(2 * count / whole),
+            "bytes_per_id": traffic / (2 * count),
+        },
+        asked.result,
     )
 
 
@@ -56,8 +59,8 @@ def align(ours: list[int], theirs: list[int]) -> int:
     network.add("party 0", holder)
     network.add("party 1", AlignedParty("party 1", "party 0", theirs, bytes(range(1, 33))))
     network.send("party 0", holder.begin(0.0))
-    while network.step():
-        pass
+    # Until nothing is under way any more.
+    network.run(lambda: False, math.inf)
     return sum(sum(network.traffic(name).sent) for name in ("party 0", "party 1"))
 
 

@@ -13,7 +13,7 @@
    rate of the task.
 
     python benchmarks/asynchronous.py --data DIR --out docs/images \\
-        --page docs/study-asynchronous.md > benchmarks/results/asynchronous.json
+        --page docs/study-asynchronous.md --result benchmarks/results/asynchronous.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -21,7 +21,6 @@ Progress goes to standard error, the result as JSON to standard output.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from itertools import pairwise, product
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Axis, Curve, lines, save
+from outcome import give, takes_result
 from pages import fill, table
 
 import dure
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, help="where pictures go")
     parser.add_argument("--page", type=Path, help="the page whose tables are filled")
+    takes_result(parser)
     asked = parser.parse_args()
     updates, seeds = (60, 1) if asked.quick else (asked.updates, asked.seeds)
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=0.1)
@@ -173,7 +174,7 @@ def main() -> None:
         "staleness": stales,
         "stragglers": races,
     }
-    print(json.dumps(result))
+    give(result, asked.result)
     if asked.out is not None:
         pictures(stales, races, asked.out)
     if asked.page is not None:

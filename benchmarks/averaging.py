@@ -8,7 +8,7 @@ at every half epoch, against epochs and against the bytes that a worker has sent
 is the accuracy when a worker has sent as much as a system that sends less does in a whole run.
 
     python benchmarks/averaging.py --data DIR [--figures docs/images] \\
-        [--page docs/study-averaging.md] > result.json
+        [--page docs/study-averaging.md] --result result.json
 
 Progress goes to standard error, the result as JSON to standard output. Run folders are kept under
 --out: called again with the same --out the benchmark takes the runs that are there, and continues
@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from figures import NEUTRAL, Axis, Curve, bars, lines, save
+from outcome import give, takes_result
 from pages import fill, table
 
 import dure
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/averaging"))
     parser.add_argument("--figures", type=Path, default=None, help="folder for the figures")
     parser.add_argument("--page", type=Path, default=None, help="the page whose table to fill")
+    takes_result(parser)
     asked = parser.parse_args()
     steps = round(asked.epochs * 60_000 / BATCH)
     rows = [measured(asked, name, strategy) for name, strategy in systems(steps).items()]
@@ -230,8 +231,9 @@ def main() -> None:
     setting = (
         f"Fashion-MNIST, 2NN, {asked.workers} workers, joint batch {BATCH}, {asked.epochs:g} epochs"
     )
-    json.dump(
-        {"benchmark": "averaging", "setting": setting, "seed": asked.seed, "rows": rows}, sys.stdout
+    give(
+        {"benchmark": "averaging", "setting": setting, "seed": asked.seed, "rows": rows},
+        asked.result,
     )
     if asked.figures is not None:
         draw(rows, asked.figures)

@@ -15,7 +15,7 @@ attackers do not break wherever they are. A cell is "stood" if it is within 2 po
 rule's own run without attackers *and* of the mean's.
 
     python benchmarks/byzantine.py --data DIR --page docs/study-byzantine.md \\
-        > benchmarks/results/byzantine.json
+        --result benchmarks/results/byzantine.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -23,7 +23,6 @@ Progress goes to standard error, the result as JSON to standard output.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -31,6 +30,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from outcome import give, takes_result
 from pages import fill, table
 
 import dure
@@ -186,6 +186,7 @@ def main() -> None:
         "--quick", action="store_true", help="three rules, four attacks, five rounds"
     )
     parser.add_argument("--page", type=Path, help="the page whose tables are filled")
+    takes_result(parser)
     asked = parser.parse_args()
     attacks = {
         name: ATTACKS[name] for name in (list(ATTACKS)[:4] if asked.quick else asked.attacks)
@@ -204,7 +205,7 @@ def main() -> None:
         "attacks": attacks,
         "after_rounds": ways,
     }
-    print(json.dumps(result, indent=1))
+    give(result, asked.result, indent=1)
     if asked.page is not None:
         tables = {}
         for way, cells_of in ways.items():

@@ -8,7 +8,7 @@ in which each system runs once, beginning with another one each time; shares are
 rounds.
 
     python benchmarks/communication.py --out docs/images --page docs/study-communication.md \\
-        > benchmarks/results/communication.json
+        --result benchmarks/results/communication.json
     python benchmarks/communication.py --systems data-parallel local-sgd --quick
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from figures import Axis, Panel, bars, save
+from outcome import give, takes_result
 from pages import fill, table
 from torch import nn
 from torch.nn import functional as F
@@ -613,17 +614,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
     parser.add_argument(
-        "--result", type=Path, help="draw and describe this result again, and measure nothing"
+        "--from",
+        type=Path,
+        dest="earlier",
+        help="a result to draw again, without measuring",
     )
+    takes_result(parser)
     asked = parser.parse_args()
     try:
         for ranks in (asked.count_ranks, asked.ranks):
             check(cases(asked.systems), task_of(asked.task), ranks)
     except ValueError as error:
         parser.error(f"with {ranks} workers: {error}")
-    result = measured(asked) if asked.result is None else json.loads(asked.result.read_text())
-    if asked.result is None:
-        json.dump(result, sys.stdout)
+    result = measured(asked) if asked.earlier is None else json.loads(asked.earlier.read_text())
+    if asked.earlier is None:
+        give(result, asked.result)
     if asked.out is not None:
         draw(result, asked.out)
     if asked.page is not None:

@@ -18,7 +18,7 @@ too. `off` is ‖sum - exact‖ / ‖exact‖ of the first call that compresses.
 the mean of 20 calls from there on with the same gradients, which shows what error feedback and
 random rounding do.
 
-    python benchmarks/compression.py > benchmarks/results/compression.json
+    python benchmarks/compression.py --result benchmarks/results/compression.json
 
 Progress and tables go to standard error, the result as JSON to standard output. --tables RESULT
 prints the tables of an earlier result, which docs/compression.md has.
@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -371,6 +372,7 @@ def main() -> None:
     parser.add_argument(
         "--tables", type=Path, help="print the tables of this result and measure nothing"
     )
+    takes_result(parser)
     asked = parser.parse_args()
     if asked.tables is not None:
         print(tables(json.loads(asked.tables.read_text())))
@@ -396,7 +398,7 @@ def main() -> None:
     )
     show(f"training on {asked.ranks} ranks, {asked.epochs} epochs")
     result["training"] = world.run(partial(training, asked.epochs), lambda event: show(line(event)))
-    json.dump(result, sys.stdout)
+    give(result, asked.result)
 
 
 if __name__ == "__main__":

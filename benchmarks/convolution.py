@@ -24,7 +24,7 @@ At the end come the steps of two models on 28x28 pixels (forward, backward, SGD)
 convolution, fully connected layers and the rest in parameters, in operations and in measured time.
 Times are the operators' own, by torch's profiler.
 
-    python benchmarks/convolution.py --out docs/images > benchmarks/results/convolution.json
+    python benchmarks/convolution.py --out docs/images --result benchmarks/results/convolution.json
 
 Progress goes to standard error, the result as JSON to standard output. --figures RESULT draws the
 figures of an earlier result, --tables RESULT prints its tables. docs/study-convolution.md has both.
@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 from figures import NEUTRAL, Axis, Curve, Panel, bars, lines, save
+from outcome import give, takes_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -573,6 +574,7 @@ def main() -> None:
     parser.add_argument(
         "--tables", type=Path, help="print the tables of this result and measure nothing"
     )
+    takes_result(parser)
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", message="TF32 acceleration")
     if asked.figures is not None:
@@ -584,7 +586,7 @@ def main() -> None:
     if asked.sweeps and asked.out is not None:
         parser.error("the figures take all sweeps: leave --sweeps or --out out")
     result = measured(asked.rounds, asked.batch, asked.threads, asked.sweeps)
-    json.dump(result, sys.stdout)
+    give(result, asked.result)
     if asked.out is not None:
         draw(result, asked.out)
 

@@ -24,10 +24,11 @@ dure's own meter says.
     dure, ZeRO 2                gradients are scattered during backward, parameters are gathered
                                 during the next forward
 
-    python benchmarks/data_parallel.py > benchmarks/results/data_parallel.json
-    python benchmarks/data_parallel.py --link 1gbit > benchmarks/results/data_parallel_link.json
+    python benchmarks/data_parallel.py --result benchmarks/results/data_parallel.json
+    python benchmarks/data_parallel.py --link 1gbit \\
+        --result benchmarks/results/data_parallel_link.json
     python benchmarks/data_parallel.py --link 1gbit --batch 32 \\
-        > benchmarks/results/data_parallel_link_32.json
+        --result benchmarks/results/data_parallel_link_32.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 docs/data-parallel.md has the figures.
@@ -36,7 +37,6 @@ docs/data-parallel.md has the figures.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -51,6 +51,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from rounds import quartiles, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -351,6 +352,7 @@ def main() -> None:
         help="the joint batch; by default 112 of the MLP, 16 of the transformer",
     )
     parser.add_argument("--small", action="store_true", help="tiny models, for a first try")
+    takes_result(parser)
     asked = parser.parse_args()
     known = SMALL if asked.small else MODELS
     names = asked.models or (["transformer"] if asked.link else list(MODELS))
@@ -384,7 +386,7 @@ def main() -> None:
         if asked.link is None or isinstance(error, dure.errors.DureError):
             raise
         show(f"skipped: {error}")
-        json.dump({**about, "skipped": str(error)}, sys.stdout)
+        give({**about, "skipped": str(error)}, asked.result)
         return
     rows = []
     for name, measured in result.items():
@@ -394,7 +396,7 @@ def main() -> None:
         rows.append(
             {"model": name, "parameters": parameters, "contenders": measured, "compared": compared}
         )
-    json.dump({**about, "rows": rows}, sys.stdout)
+    give({**about, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

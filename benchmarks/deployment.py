@@ -45,6 +45,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from outcome import give
+
 sys.path.insert(0, str(Path(__file__).parent / "deployed"))
 
 import measure_idle
@@ -116,11 +118,11 @@ def main() -> None:
                 "load_average": [round(load[0], 2), round(os.getloadavg()[0], 2)],
             }
             if asked.into is not None:
-                asked.into.write_text(json.dumps(found, indent=1) + "\n")
+                give(found, asked.into, indent=1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if asked.into is None:
-        print(json.dumps(found, indent=1))
+        give(found, None, indent=1)
     if asked.page is not None:
         pages.fill(asked.page, tables.blocks(found))
 

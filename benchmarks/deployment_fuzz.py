@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from outcome import give, takes_result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "worlds" / "network"))
 
@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    takes_result(parser)
     asked = parser.parse_args()
     drawn = requests(asked.requests, asked.seed)
     answers: Counter[int] = Counter()
@@ -88,7 +89,7 @@ def main() -> None:
         "resident_bytes_by_tenth": memory,
         "what_is_remembered": sizes,
     }
-    print(json.dumps(result, indent=2))
+    give(result, asked.result, indent=2)
     sys.exit(bool(errors or changed))
 
 

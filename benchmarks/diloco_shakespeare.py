@@ -9,7 +9,7 @@ advantage. Data parallel of a group walks the path of one worker up to rounding.
 its rates, and the group runs the chosen one for its bytes and its loss.
 
     python benchmarks/diloco_shakespeare.py --data FILE [--figure docs/images/diloco.svg] \\
-        > result.json
+        --result result.json
 
 FILE is a plain text. Progress goes to standard error, the result as JSON to standard output. Run
 folders are kept under --out: called again with the same --out the benchmark takes the runs that are
@@ -19,7 +19,6 @@ there, and continues one that was interrupted.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 from figures import NEUTRAL, Axis, Curve, lines, save
+from outcome import give, takes_result
 from pages import fill, table
 from torch.nn import functional as F
 
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/diloco-shakespeare"))
     parser.add_argument("--figure", type=Path, default=None)
     parser.add_argument("--page", type=Path, default=None, help="the page whose table to fill")
+    takes_result(parser)
     asked = parser.parse_args()
     rows = measured(asked)
     together, apart = rows
@@ -197,7 +198,7 @@ def main() -> None:
         "seed": asked.seed,
         "loss_excess": worse,
     }
-    json.dump({**result, "bytes_ratio": fewer, "rows": rows}, sys.stdout)
+    give({**result, "bytes_ratio": fewer, "rows": rows}, asked.result)
     if asked.figure is not None:
         draw(rows, asked.figure)
     if asked.page is not None:

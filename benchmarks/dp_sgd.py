@@ -15,14 +15,13 @@ Noise of all but dure is `torch.randn`; dure's comes from a keystream with a key
 rounded to a grid (`dure.randomness.keystream`). It is also given apart: `noise_ms`, and the same
 numbers by torch. Repetitions are interleaved; figures are medians of the time of a step.
 
-    python benchmarks/dp_sgd.py > result.json
+    python benchmarks/dp_sgd.py --result result.json
     python benchmarks/dp_sgd.py --quick
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from outcome import give, takes_result
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, in half a minute")
+    takes_result(parser)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     repeat, least = (3, 0.2) if asked.quick else (asked.repeat, 1.0)
@@ -263,7 +264,7 @@ def main() -> None:
         measured("2nn", TwoNN, (784,), repeat, least),
     ]
     about = {"benchmark": "dp_sgd", "batch": BATCH, "threads": asked.threads, "repeat": repeat}
-    json.dump({**about, "torch": torch.__version__, "rows": rows}, sys.stdout)
+    give({**about, "torch": torch.__version__, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

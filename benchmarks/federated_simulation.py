@@ -26,7 +26,7 @@ epoch may differ.
 
     python benchmarks/federated_peers/install.py PEERS
     python benchmarks/federated_simulation.py --data MNIST --peers PEERS \\
-        > benchmarks/results/federated_simulation.json
+        --result benchmarks/results/federated_simulation.json
 
 A contender that is not installed is reported as skipped, with the reason. Without --data (a folder
 of MNIST's four files) there is no CNN. Figures are medians and quartiles of repetitions in which
@@ -58,6 +58,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from federated_peers.federation import BATCH, LR
+from outcome import give, takes_result
 from pages import fill, table
 from rounds import quartiles_of, turns
 from torch import Tensor, nn
@@ -546,18 +547,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 rounds, once, for a first try")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
     parser.add_argument(
-        "--result", type=Path, help="describe this result again, and measure nothing"
+        "--from", type=Path, dest="earlier", help="describe this result again, and measure nothing"
     )
+    takes_result(parser)
     asked = parser.parse_args()
     if asked.quick:
         asked.rounds = asked.rounds or 4
         asked.repeats = 1
-    result = json.loads(asked.result.read_text()) if asked.result else results(asked)
+    result = json.loads(asked.earlier.read_text()) if asked.earlier else results(asked)
     report(result)
     if asked.page is not None:
         fill(asked.page, tables(result))
-    if asked.result is None:
-        json.dump(result, sys.stdout)
+    if asked.earlier is None:
+        give(result, asked.result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ proportion (McCandlish et al. 2018). It is compared with the critical batch size
 S(B) = S_min * (1 + B_c/B).
 
     python benchmarks/gradient_descent.py --data DIR --out docs/images \\
-        --page docs/study-gradient-descent.md > benchmarks/results/gradient_descent.json
+        --page docs/study-gradient-descent.md --result benchmarks/results/gradient_descent.json
 
 There are two tasks: digits (64-200-200-10, 1,437 examples), and the first 5,000 examples of MNIST
 (784-200-200-10) if --data names the folder of its files. Curves have the best value so far, in the
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from figures import NEUTRAL, Axis, Curve, bars, lines, save
+from outcome import give, takes_result
 from pages import fill, table
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -531,12 +532,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the figures")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
     parser.add_argument(
-        "--result", type=Path, help="draw and describe this result again, and measure nothing"
+        "--from",
+        type=Path,
+        dest="earlier",
+        help="a result to draw again, without measuring",
     )
+    takes_result(parser)
     asked = parser.parse_args()
-    result = measured_all(asked) if asked.result is None else json.loads(asked.result.read_text())
-    if asked.result is None:
-        json.dump(result, sys.stdout)
+    result = measured_all(asked) if asked.earlier is None else json.loads(asked.earlier.read_text())
+    if asked.earlier is None:
+        give(result, asked.result)
     if asked.out is not None:
         draw(result, asked.out)
     if asked.page is not None:

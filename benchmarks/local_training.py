@@ -24,7 +24,7 @@ first evaluation (one an epoch) at which the accuracy is reached, null if it was
 repetition. The load of a way is what each of its workers did in a step, from its last repetition.
 
     python benchmarks/local_training.py [--data MNIST_FOLDER] \\
-        > benchmarks/results/local_training.json
+        --result benchmarks/results/local_training.json
     python benchmarks/local_training.py --page benchmarks/results/local_training.json
 
 Progress and a table go to standard error, the result as JSON to standard output. The second line
@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outcome import give, takes_result
 from rounds import quartiles
 from torch import Tensor, nn
 
@@ -418,6 +419,7 @@ def main() -> None:
     parser.add_argument(
         "--page", type=Path, help="a result whose figures are written into the documentation"
     )
+    takes_result(parser)
     asked = parser.parse_args()
     if asked.page is not None:
         write_page(
@@ -432,7 +434,7 @@ def main() -> None:
         "torch_nn_data_parallel": NO_PEER if torch.cuda.device_count() < 2 else "has a row",
     }
     found = [measured(case, asked.repeat) for case in cases(asked.data, asked.scale)]
-    json.dump({**about, "cases": found}, sys.stdout)
+    give({**about, "cases": found}, asked.result)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dure.record.disk import write_atomically
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; all but the first column are set to the right."""
@@ -34,4 +36,4 @@ def fill(page: Path, blocks: Mapping[str, str]) -> None:
         if not opened or not closed:
             raise ValueError(f"{page} has no {start.strip()} with its {end}")
         text = f"{before}{start}\n{content}\n\n{end}{after}"
-    page.write_text(text)
+    write_atomically(page, text.encode())

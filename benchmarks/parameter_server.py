@@ -19,7 +19,7 @@
 Every process computes with one thread. Figures are medians and quartiles over the rounds; ratios
 are medians of the rounds' ratios. Without --quick it takes several minutes.
 
-    python benchmarks/parameter_server.py > benchmarks/results/parameter_server.json
+    python benchmarks/parameter_server.py --result benchmarks/results/parameter_server.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 """
@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from outcome import give, takes_result
 
 sys.path.insert(0, str(Path(__file__).parent / "server_peers"))
 
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=["host", "hosts", "digits", "10 M"], help="some of the parts"
     )
+    takes_result(parser)
     asked = parser.parse_args()
     rounds = 1 if asked.quick else asked.rounds
     skipped = dict(SKIPPED)
@@ -248,7 +250,7 @@ def main() -> None:
         show(f"training, {model}")
         steps = max(10, STEPS[model] // 10) if asked.quick else STEPS[model]
         result[f"training, {model}, steps a second"] = training(model, rounds, steps)
-    print(json.dumps(result))
+    give(result, asked.result)
 
 
 if __name__ == "__main__":

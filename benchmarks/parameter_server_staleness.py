@@ -13,7 +13,8 @@
    Reported are virtual seconds a step of all, against what the links allow, and idle shares.
 
     python benchmarks/parameter_server_staleness.py [--data DIR] [--figures docs/images] \\
-        [--page docs/study-parameter-server.md] > benchmarks/results/parameter_server_staleness.json
+        [--page docs/study-parameter-server.md] \\
+        --result benchmarks/results/parameter_server_staleness.json
 
 Without --data the task is the built-in digits; with it Fashion-MNIST, from the folder of its four
 files. Progress goes to standard error, the result as JSON to standard output.
@@ -22,7 +23,6 @@ files. Progress goes to standard error, the result as JSON to standard output.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from figures import Axis, Curve, bars, lines, save
+from outcome import give, takes_result
 from pages import fill, table
 from torch import Tensor
 
@@ -407,6 +408,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer runs, to see that it works")
     parser.add_argument("--figures", type=Path, help="folder for the figures")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
+    takes_result(parser)
     asked = parser.parse_args()
     many = MANY
     if asked.quick:
@@ -436,7 +438,7 @@ def main() -> None:
         "real": timed,
         "links": crowd,
     }
-    print(json.dumps(result))
+    give(result, asked.result)
     if asked.figures is not None:
         draw(rows, crowd, asked.figures)
     if asked.page is not None:

@@ -7,7 +7,8 @@ alone, without a network:
     first use   rows that nobody has changed: a pull makes their values, a push gives them memory
     raw         numpy: values[keys], and values[keys] -= gradient, which nothing can be faster than
 
-    python benchmarks/parameter_server_tables.py > benchmarks/results/parameter_server_tables.json
+    python benchmarks/parameter_server_tables.py \\
+        --result benchmarks/results/parameter_server_tables.json
 
 Figures are millions of keys a second, medians of the rounds. On one thread seconds are those of CPU
 time, so that what else runs on the machine does not count.
@@ -16,9 +17,7 @@ time, so that what else runs on the machine does not count.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy
 import torch
+from outcome import give, takes_result
 from torch import Tensor
 
 from dure.parameter_server.digests import digest_of
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--dims", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--threads", type=int, default=1)
+    takes_result(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found = {
@@ -58,8 +59,7 @@ def main() -> None:
             str(dim): rates(dim, options.keys, options.rounds) for dim in options.dims
         },
     }
-    json.dump(found, sys.stdout, indent=1)
-    print()
+    give(found, options.result, indent=1)
 
 
 def rates(dim: int, keys: int, rounds: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ as in `dure.train`: otherwise page faults would depend on which contender ran be
     predicted                the simulator's, from the times that dure's actions and a message took
                              in those steps
 
-    python benchmarks/pipeline.py > benchmarks/results/pipeline.json
+    python benchmarks/pipeline.py --result benchmarks/results/pipeline.json
 
 Progress and a table go to standard error, the result as JSON to standard output. docs/pipeline.md
 has the figures.
@@ -28,7 +28,6 @@ has the figures.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from pages import fill, table
 from rounds import (
     largest_difference,
@@ -444,6 +444,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--page", type=Path, default=None, help="the page whose tables to fill")
+    takes_result(parser)
     asked = parser.parse_args()
     for microbatches in asked.microbatches:
         if asked.batch % microbatches:
@@ -463,9 +464,9 @@ def main() -> None:
     }
     if asked.page is not None:
         fill(asked.page, tables(result))
-    json.dump(
+    give(
         {"benchmark": "pipeline", **setting, "torch": torch.__version__, "microbatches": result},
-        sys.stdout,
+        asked.result,
     )
 
 

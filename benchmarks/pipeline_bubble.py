@@ -13,7 +13,7 @@ medians over the rounds:
                  (p-1)/(v m + p-1)
 
     python benchmarks/pipeline_bubble.py --page docs/pipeline.md \\
-        > benchmarks/results/pipeline_bubble.json
+        --result benchmarks/results/pipeline_bubble.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 """
@@ -21,7 +21,6 @@ Progress and a table go to standard error, the result as JSON to standard output
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from functools import partial
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from pages import fill, table
 from rounds import seconds_of_a_message, seconds_per_step
 from torch import nn
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--backward", type=float, default=240, metavar="MS")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--page", type=Path, help="the page whose table is filled")
+    takes_result(parser)
     asked = parser.parse_args()
     rows: list[JSON] = []
     for ranks in asked.ranks:
@@ -179,9 +180,9 @@ def main() -> None:
     if asked.page is not None:
         fill(asked.page, {"bubbles": cells(rows)})
     setting = {"forward_ms": asked.forward, "backward_ms": asked.backward, "rounds": asked.rounds}
-    json.dump(
+    give(
         {"benchmark": "pipeline_bubble", **setting, "torch": torch.__version__, "rows": rows},
-        sys.stdout,
+        asked.result,
     )
 
 

@@ -14,7 +14,7 @@ only one that has it: keystreams of AES-256 in counter mode, additions, agreemen
 HKDF, and Shamir's shares. Flower's SecAgg+ runs in the Python that --flower names, with all pairs;
 its limit is another one, since its masks are numbers of 64 bits from a Mersenne Twister.
 
-    python benchmarks/privacy.py --flower PYTHON > benchmarks/results/privacy.json
+    python benchmarks/privacy.py --flower PYTHON --result benchmarks/results/privacy.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -41,6 +41,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from outcome import give, takes_result
 from torch import Tensor
 
 from dure.federated.privacy.secure_aggregation import shamir
@@ -314,6 +315,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="the best counts")
     parser.add_argument("--flower", metavar="PYTHON", help="a Python that has flwr")
     parser.add_argument("--quick", action="store_true", help="50,000 elements, once")
+    takes_result(parser)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     elements = 50_000 if asked.quick else asked.elements
@@ -332,7 +334,7 @@ def main() -> None:
     }
     if asked.flower:
         result["Flower, all pairs"] = [by_flower(asked.flower, elements, lost) for lost in (0, 5)]
-    print(json.dumps(result))
+    give(result, asked.result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ own, in turns. Measured are
 Figures are medians over the repeats.
 
     python benchmarks/registered_clients.py --page docs/simulation.md \\
-        > benchmarks/results/registered_clients.json
+        --result benchmarks/results/registered_clients.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -30,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from outcome import give, takes_result
 from pages import fill, table
 from rounds import quartiles_of, turns
 
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="the page whose table is filled")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=time.time(), help=argparse.SUPPRESS)
+    takes_result(parser)
     asked = parser.parse_args()
     if asked.one is not None:
         print(json.dumps(one(asked.one, asked.started)))
@@ -123,11 +125,10 @@ def main() -> None:
     rows = {}
     for clients, own in samples.items():
         rows[clients] = {name: quartiles_of(own, name) for name in names}
-    print(
-        json.dumps(
-            {"benchmark": "registered_clients", "asked": ASKED, "rounds": ROUNDS, "rows": rows},
-            indent=1,
-        )
+    give(
+        {"benchmark": "registered_clients", "asked": ASKED, "rounds": ROUNDS, "rows": rows},
+        asked.result,
+        indent=1,
     )
     if asked.page is not None:
         fill(asked.page, {"registered": shown(rows)})

@@ -11,7 +11,7 @@ measured, and what the run tells of itself (`facts`). A system that says of itse
 repeat (`deterministic: false`, as Hogwild) is run and told apart. Ends with status 1 where a system
 differs.
 
-    python benchmarks/repeatability.py > benchmarks/results/repeatability.json
+    python benchmarks/repeatability.py --result benchmarks/results/repeatability.json
     python benchmarks/repeatability.py --systems zero fed-avg
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcome import give, takes_result
 from pages import fill, table
 
 from dure import catalog
@@ -239,6 +239,7 @@ def main() -> int:
     )
     parser.add_argument("--systems", nargs="*", default=[], help="names; by default all")
     parser.add_argument("--page", type=Path, help="the page of docs/ that gets the table")
+    takes_result(parser)
     asked = parser.parse_args()
     results: dict[str, JSON] = {}
     for name, given in cases(asked.systems).items():
@@ -248,7 +249,7 @@ def main() -> int:
             except (RuntimeError, RunFolderError, subprocess.TimeoutExpired) as error:
                 results[name] = {"error": str(error)}
         print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-    print(json.dumps(results, indent=1))
+    give(results, asked.result, indent=1)
     text = table(["system", *COLUMNS], rows_of(results))
     print(f"\n{text}", file=sys.stderr)
     if asked.page is not None:

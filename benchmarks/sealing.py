@@ -9,13 +9,13 @@ as sealing does. Memory is what is allocated at the peak besides the message, in
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 import tracemalloc
 from collections.abc import Callable
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from outcome import give, takes_result
 
 from dure.wire.boxes import BoxKey
 from dure.wire.sealing import About, seal, unseal
@@ -29,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Sealing, measured.")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    takes_result(parser)
     how = parser.parse_args()
     message = os.urandom(how.megabytes * 1_000_000)
     keys = [Key.make(), Key.make()]
@@ -46,7 +47,7 @@ def main() -> None:
         best = min(seconds(work) for _ in range(how.repeats))
         found[f"{name}_megabytes_per_second"] = round(how.megabytes / best)
         found[f"{name}_memory"] = round(peak(work) / len(message), 3)
-    print(json.dumps(found))
+    give(found, how.result)
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -6,19 +6,19 @@ backward, step, on as many threads as torch takes. SingleWorker also records eve
 its threads. Repetitions are interleaved, and figures are medians. Seconds are those of training
 only, without evaluation on both sides.
 
-    python benchmarks/single_worker.py > result.json
+    python benchmarks/single_worker.py --result result.json
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
 
 import torch
+from outcome import give, takes_result
 from torch import Tensor, nn
 
 import dure
@@ -67,6 +67,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=9)
+    takes_result(parser)
     asked = parser.parse_args()
     rows = []
     for model, epochs in (("logistic", 40), ("mlp", 20), ("cnn", 2)):
@@ -99,7 +100,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "repeat": asked.repeat,
     }
-    json.dump({**about, "torch": torch.__version__, "rows": rows}, sys.stdout)
+    give({**about, "torch": torch.__version__, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ medians of the rounds' ratios. A turn of dure's starts both commands anew; its f
 of its rounds after the first, of so many steps each, as history.jsonl has them: so a turn's begin
 and end, and what is written down then, are in it.
 
-    python benchmarks/split.py > benchmarks/results/split.json
+    python benchmarks/split.py --result benchmarks/results/split.json
 
 Progress goes to standard error, the result as JSON to standard output.
 """
@@ -40,6 +40,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from outcome import give, takes_result
 
 sys.path.insert(0, str(Path(__file__).parent / "server_peers"))
 sys.path.insert(0, str(Path(__file__).parent / "split_peers"))
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--models", nargs="*", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--ways", nargs="*", default=every, choices=every)
+    takes_result(parser)
     asked = parser.parse_args()
     ways = list(asked.ways)
     skipped = {}
@@ -217,7 +220,7 @@ def main() -> None:
         for model in asked.models:
             few = 2 if asked.quick else DURE_ROUNDS
             result[f"{model}, ms a step"] = measure(model, ways, rounds, few, tls)
-    print(json.dumps(result))
+    give(result, asked.result)
 
 
 if __name__ == "__main__":

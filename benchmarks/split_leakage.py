@@ -9,7 +9,7 @@
                without defence and under NoPeek. Squared error, beside that of the mean picture, and
                SSIM
 
-    python benchmarks/split_leakage.py > benchmarks/results/split_leakage.json
+    python benchmarks/split_leakage.py --result benchmarks/results/split_leakage.json
     python benchmarks/split_leakage.py --pages benchmarks/results/split_leakage.json
 
 The first takes a minute or two on one core; progress goes to standard error. The second writes the
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from figures import Axis, Curve, lines, save
+from outcome import give, takes_result
 from pages import fill, table
 from torch import nn
 from torch.nn import functional as F
@@ -253,12 +254,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pages", type=Path, help="an earlier result, for the page")
+    takes_result(parser)
     options = parser.parse_args(arguments)
     if options.pages is not None:
         write_pages(json.loads(options.pages.read_text()))
         return
     torch.set_num_threads(1)
-    print(json.dumps(measure(options.rounds)))
+    give(measure(options.rounds), options.result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
    wait. Latency is not simulated: how often a client waits for an answer is counted.
 5. Two hospitals with different columns of the same patients (split_study/hospitals.py).
 
-    python benchmarks/study_split.py --data DIR > benchmarks/results/study_split.json
+    python benchmarks/study_split.py --data DIR --result benchmarks/results/study_split.json
     python benchmarks/study_split.py --from benchmarks/results/study_split.json \\
         --figures docs/images --page docs/study-split.md
 
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outcome import give, takes_result
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent / "split_study"))
@@ -471,13 +472,14 @@ def main() -> None:
     parser.add_argument("--from", type=Path, dest="earlier", help="a result that is there already")
     parser.add_argument("--figures", type=Path, help="the folder for the figures")
     parser.add_argument("--page", type=Path, help="the page whose tables to fill")
+    takes_result(parser)
     asked = parser.parse_args()
     if (asked.data is None) == (asked.earlier is None):
         parser.error("give --data, or --from with an earlier result")
     torch.set_num_threads(1)
     if asked.earlier is None:
         result = measure(asked.data.resolve(), asked.quick)
-        print(json.dumps(result, allow_nan=False))
+        give(result, asked.result, allow_nan=False)
     else:
         result = json.loads(asked.earlier.read_text())
     if asked.figures is not None:

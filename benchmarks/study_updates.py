@@ -6,7 +6,7 @@ inversion, members by their loss. Then the same updates under noise and compress
 the same attacks again: models that know their examples tell less of them. Last, canaries: what can
 be guessed of who took part, beside the accountant's epsilon.
 
-    python benchmarks/study_updates.py --data DIR > benchmarks/results/study_updates.json
+    python benchmarks/study_updates.py --data DIR --result benchmarks/results/study_updates.json
     python benchmarks/study_updates.py --data DIR --pictures docs/images
     python benchmarks/study_updates.py --from benchmarks/results/study_updates.json \\
         --page docs/what-an-update-gives-away.md
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outcome import give, takes_result
 
 import dure
 from dure.collectives.compression import parse
@@ -316,6 +317,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="draw pictures into this folder, and end")
     parser.add_argument("--from", type=Path, dest="there", help="a result that is there")
     parser.add_argument("--page", type=Path, help="put the tables of that result into this page")
+    takes_result(parser)
     asked = parser.parse_args()
     if asked.there is not None:
         write_page(json.loads(asked.there.read_text()), asked.page)
@@ -327,7 +329,7 @@ def main() -> None:
     for name, task, full in tasks(None if asked.quick else asked.data):
         result["tasks"][name] = study(name, task, QUICK if asked.quick else full)
     result["canaries"] = canaries(asked.quick)
-    print(json.dumps(result, indent=1))
+    give(result, asked.result, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ weights after them, are compared with those of one process.
     dure, gloo            the same over gloo
     DTensor, gloo         torch's parallelize_module, ColwiseParallel and RowwiseParallel, over gloo
 
-    python benchmarks/tensor_parallel.py > benchmarks/results/tensor_parallel.json
+    python benchmarks/tensor_parallel.py --result benchmarks/results/tensor_parallel.json
 
 Progress and a table go to standard error, the result as JSON to standard output.
 """
@@ -21,13 +21,13 @@ Progress and a table go to standard error, the result as JSON to standard output
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from rounds import largest_difference, median_ratio, quartiles, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=5, help="of a contender in a round")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a first try")
+    takes_result(parser)
     asked = parser.parse_args()
     names = list(dict.fromkeys(["one thread", *asked.contenders]))
     world = dure.Processes(2, backend="gloo")
@@ -240,7 +241,7 @@ def main() -> None:
         )
     head = {"benchmark": "tensor_parallel", "ranks": 2, "cores": available_cores()}
     head |= {"rounds": asked.rounds, "steps": asked.steps, "torch": torch.__version__}
-    json.dump({**head, "rows": rows}, sys.stdout)
+    give({**head, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ the slowest rank. Then dure's own DataParallel trains on worlds of both backends
 Each rank has one thread. Figures are medians and quartiles over the rounds. The ratio is the median
 of the rounds' ratios, above 1 where dure is faster. The losses of all steps and ranks are compared.
 
-    python benchmarks/torch_training.py [--ranks 2 4] > benchmarks/results/torch_training.json
+    python benchmarks/torch_training.py [--ranks 2 4] \\
+        --result benchmarks/results/torch_training.json
 
 Progress and a table go to standard error, the result as JSON to standard output. docs/benchmarks.md
 has the figures.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from rounds import quartiles
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -246,13 +247,14 @@ def main() -> None:
         help="how long a backend's steps of a round take",
     )
     parser.add_argument("--steps", type=int, default=100, help="of a run of dure's DataParallel")
+    takes_result(parser)
     asked = parser.parse_args()
     about = {"benchmark": "torch_training", "task": "digits", "batch": BATCH, "threads_per_rank": 1}
     about |= {"cores": available_cores(), "rounds": asked.rounds, "torch": torch.__version__}
     rows = []
     for ranks in asked.ranks:
         rows += measured(asked, ranks)
-    json.dump({**about, "rows": rows}, sys.stdout)
+    give({**about, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

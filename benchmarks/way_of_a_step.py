@@ -7,7 +7,7 @@
 Calls of functions that are defined in dure are counted, after a few steps, in `Learner.advance` and
 all that it calls: no evaluation, no checkpoint. Lambdas and comprehensions count as calls too.
 
-    python benchmarks/way_of_a_step.py [--list] > benchmarks/results/way_of_a_step.json
+    python benchmarks/way_of_a_step.py [--list] --result benchmarks/results/way_of_a_step.json
     python benchmarks/way_of_a_step.py --figure docs/images/ways.svg > /dev/null
 
 --list prints every file with its functions, in the order in which they are first called. --figure
@@ -17,7 +17,6 @@ draws the stations that docs/architecture.md names. The result goes to standard 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import threading
@@ -29,6 +28,7 @@ from types import FrameType
 from typing import Any
 
 from figures import Panel, save
+from outcome import give, takes_result
 
 import dure
 from dure.contracts.strategy import Place, Strategy, World
@@ -178,6 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="every file and its functions")
     parser.add_argument("--figure", type=Path, help="where to draw the stations, as SVG")
+    takes_result(parser)
     asked = parser.parse_args()
     if asked.figure is not None:
         save(asked.figure, TITLE, list(map(drawn, WAYS)))
@@ -188,8 +189,7 @@ def main() -> None:
     }
     for name, calls in ways.items():
         show(name, calls, asked.list)
-    json.dump({name: summary(calls) for name, calls in ways.items()}, sys.stdout, indent=1)
-    print()
+    give({name: summary(calls) for name, calls in ways.items()}, asked.result, indent=1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Memory is measured in worlds of their own: the bytes of the parameters, gradient
 state that a rank holds when backward has ended, compared with the formula; and by how much the
 process grew at its peak (Linux: VmHWM).
 
-    python benchmarks/zero.py > benchmarks/results/zero.json
+    python benchmarks/zero.py --result benchmarks/results/zero.json
 
 Progress and a table go to standard error, the result as JSON to standard output. docs/zero.md has
 the figures.
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import warnings
@@ -40,6 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from outcome import give, takes_result
 from rounds import largest_difference, quartiles, seconds_per_step, turns
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -387,6 +387,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of all contenders; at least 2")
     parser.add_argument("--steps", type=int, default=8, help="of a contender in a round")
     parser.add_argument("--small", action="store_true", help="tiny models, for a first try")
+    takes_result(parser)
     asked = parser.parse_args()
     names = list(dict.fromkeys([ONE, *asked.contenders]))
     world = dure.Processes(2, backend="gloo")
@@ -412,7 +413,7 @@ def main() -> None:
         "rounds": asked.rounds,
         "steps": asked.steps,
     }
-    json.dump({**head, "torch": torch.__version__, "rows": rows}, sys.stdout)
+    give({**head, "torch": torch.__version__, "rows": rows}, asked.result)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ passes). Then the loss over all 60,000 training images of the mixture theta·w +
 drawn over theta. Averaging, as in parallel SGD once (Zinkevich et al. 2010) and in FedAvg every
 round, is the point theta = 1/2.
 
-    python benchmarks/zinkevich.py --data DIR [--figure docs/images/two-parents.svg] > result.json
+    python benchmarks/zinkevich.py --data DIR [--figure docs/images/two-parents.svg] \\
+        --result result.json
 
 Progress goes to standard error, the result as JSON to standard output. Each of --pairs has its own
 seed.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 from itertools import chain
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from figures import Axis, Curve, lines, save
+from outcome import give, takes_result
 from torch import nn
 
 import dure
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of MNIST's four IDX files")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--figure", type=Path, default=None)
+    takes_result(parser)
     asked = parser.parse_args()
     task = dure.load_task("mnist", data=str(asked.data), model="2nn", lr=RATE)
     rows = []
@@ -147,7 +149,7 @@ def main() -> None:
         "thetas": THETAS,
         "rows": rows,
     }
-    json.dump(result, sys.stdout)
+    give(result, asked.result)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ def run_here(script: Path, *arguments: str) -> str:
 
 @contextmanager
 def _modules_beside(script: Path) -> Iterator[None]:
-    """What lies in the script's folder can be imported, and is forgotten afterwards: another script
-    may have modules of the same names."""
+    """What lies in the script's folder and below can be imported, and is forgotten afterwards:
+    another script may have modules of the same names."""
     before = set(sys.modules)
     with mock.patch.object(sys, "path", [str(script.parent), *sys.path]):
         yield
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
-        if file is not None and Path(file).parent == script.parent:
+        if file is not None and Path(file).is_relative_to(script.parent):
             del sys.modules[name]

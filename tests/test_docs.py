@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dure import catalog
+from dure.cli.main import _dispatch as dispatched
 from dure.cli.main import main, usage
 from dure.collectives.compression import COMPRESSIONS
 from dure.data.partition import PARTITIONS
+from dure.errors import DataError
 from dure.federated.aggregate import AGGREGATORS
 from dure.federated.engines.choose import NAMES as ENGINES
 from dure.federated.server.sampling import SELECTIONS
@@ -25,6 +29,7 @@ from dure.fleet.attacks import ATTACKS
 from dure.fleet.availability import AVAILABILITIES
 from dure.fleet.devices import DEVICES
 from dure.split.leakage import DEFENCES
+from scripts import run_here
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -133,10 +138,7 @@ def test_commands_on_a_page_name_what_there_is(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for language, body in FENCE.findall(page.read_text()):
-        named = re.match(r"# (my_\w+\.py)\n", body)
-        if language == "python" and named:
-            Path(named[1]).write_text(body)
+    write_files_of(page)
     for command in commands(page):
         if command[0] == "compare" or (command[0] == "train" and "--resume" not in command):
             first_flag = next(
@@ -171,3 +173,91 @@ def test_commands_on_a_page_name_what_there_is(
             ] == [], shlex.join(command)
         else:
             assert command[0] in ("train", "report", "--help", "--version"), shlex.join(command)
+
+
+class Asked(BaseException):
+    """What a command asks for was understood: here nothing is trained."""
+
+
+def asked(*given: Any, **how: Any) -> None:
+    """In place of `dure.train`: what is checked before any work, but for the model."""
+    task, strategy, world, stop = given
+    # The noise for an epsilon is sought for seconds.
+    if getattr(strategy, "epsilon", None) is None:
+        strategy.check(task, world.workers)
+    strategy.check_in(world)
+    stop.check(strategy.unit)
+    raise Asked
+
+
+def compared(task: Any, entries: Sequence[Any], **how: Any) -> None:
+    """In place of `dure.compare`, likewise."""
+    for strategy, world in entries:
+        strategy.check(task, world.workers)
+    raise Asked
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_commands_on_a_page_begin_to_train(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand there; where they name a folder of data, it is missing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dure.cli.main._start_fork_server", lambda: None)
+    monkeypatch.setattr("dure.run.train.train", asked)
+    monkeypatch.setattr("dure.run.compare.compare", compared)
+    write_files_of(page)
+    for command in commands(page):
+        if command[0] in ("train", "compare") and not {"--resume", "--help"} & set(command):
+            with pytest.raises((Asked, DataError)) as caught:
+                dispatched(command)
+            if isinstance(caught.value, DataError):
+                assert "--data" in command, shlex.join(command)
+
+
+def write_files_of(page: Path) -> None:
+    """The Python blocks of a page that say in their first line which file they are."""
+    for language, body in FENCE.findall(page.read_text()):
+        named = re.match(r"# (\w+\.py)\n", body)
+        if language in ("python", "py") and named:
+            Path(named[1]).write_text(body)
+
+
+BENCHMARK = re.compile(r"(?:^|`)python (benchmarks/\w+\.py[^`\n]*)", re.MULTILINE)
+COMMANDS_OF_BENCHMARKS = [
+    (page.name, command)
+    for page in [ROOT / "README.md", *PAGES]
+    for command in BENCHMARK.findall(page.read_text())
+]
+
+
+class Understood(BaseException):
+    """A script has read its arguments: here nothing is measured."""
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS_OF_BENCHMARKS)
+def test_the_command_of_a_benchmark_is_understood_and_empties_no_older_result(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands there, to the point at which it would begin to measure."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def understood(parser: argparse.ArgumentParser, *given: Any, **how: Any) -> None:
+        parse(parser, *given, **how)
+        raise Understood
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", understood)
+    # A shell empties the file that > names before the program begins; a backslash goes on.
+    assert not {">", "\\"} & set(command)
+    # A module of the tests, and one of a benchmark's.
+    monkeypatch.delitem(sys.modules, "two_hosts", raising=False)
+    script, *words = shlex.split(command)
+    with pytest.raises(Understood):
+        run_here(ROOT / script, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_benchmarks_say_nowhere_that_a_shell_is_to_write_their_result() -> None:
+    scripts = sorted((ROOT / "benchmarks").glob("*.py"))
+    assert [one.name for one in scripts if "> benchmarks/results" in one.read_text()] == []

@@ -5,12 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import dure
 from dure.cli.main import main
+from dure.errors import RunFolderError
 from dure.record.png import SIGNATURE
 from dure.report.read import read_run
 from dure.report.update_leaks import update_leaks
@@ -122,6 +127,47 @@ def test_updates_of_another_model_or_of_other_data_are_refused(run: Path) -> Non
     few = (task.train.inputs[:100], task.train.targets[:100])
     with pytest.raises(ValueError, match="the task has 100"):
         audit(run, task=dure.Task(task.model, task.loss, few, task.test))
+
+
+def of_truth(index: object) -> Callable[[Path], object]:
+    return lambda run: (run / "updates" / "truth-000000.json").write_text(
+        json.dumps({"steps": [[index]]})
+    )
+
+
+def of_tensors(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Path], object]:
+    def changed(run: Path) -> None:
+        file = run / name
+        save_file({key: change(value) for key, value in load_file(file).items()}, file)
+
+    return changed
+
+
+UPDATE = "updates/update-000000.safetensors"
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "an example before the first": of_truth(-1),
+    "an example of many digits": of_truth(10**400),
+    "an example of text": of_truth("x"),
+    "a change of truths": of_tensors(UPDATE, torch.Tensor.bool),
+    "a change of whole numbers": of_tensors(UPDATE, torch.Tensor.long),
+    "a shorter change": of_tensors(UPDATE, lambda value: value.reshape(-1)[1:].clone()),
+    "a shorter model": of_tensors(
+        "updates/model-00000.safetensors", lambda value: value.reshape(-1)[1:].clone()
+    ),
+    "another model": of_tensors("model.safetensors", torch.Tensor.bool),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_to_what_was_recorded_is_an_error_of_the_folder(
+    what: str, run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    DAMAGE[what](tmp_path / "run")
+    with pytest.raises(RunFolderError, match=r"\.json|\.safetensors"):
+        audit(tmp_path / "run")
 
 
 def test_a_report_takes_no_pictures_from_elsewhere(run: Path) -> None:

@@ -471,6 +471,25 @@ class Run:
         return self.summary.get("lineage")
 
 
+def trained_weights(folder: Path, summary: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of an ended run. summary: what its summary.json says.
+
+    Raises RunFolderError if there are none, or they are damaged.
+    """
+    path = folder / "model.safetensors"
+    try:
+        content = path.read_bytes()
+        # Older runs say none.
+        if summary.get("model_checksum", checksum(content)) != checksum(content):
+            raise RunFolderError(
+                f"{path} is damaged: its checksum is not the one in summary.json: put back "
+                f"a copy of it, or resume the run to write it again"
+            )
+        return weights_from_bytes(content)
+    except (OSError, *UNREADABLE) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+
+
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     """The ended run in a folder.
 
@@ -484,16 +503,9 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     network = under_own_names(model())
     make_writable(network)
     weights = folder.path / "model.safetensors"
+    trained = trained_weights(folder.path, summary)
     try:
-        content = weights.read_bytes()
-        # Older runs say none.
-        if summary.get("model_checksum", checksum(content)) != checksum(content):
-            raise RunFolderError(
-                f"{weights} is damaged: its checksum is not the one in summary.json: put back "
-                f"a copy of it, or resume the run to write it again"
-            )
-        elsewhere = summary.get("weights_elsewhere", ())
-        load_weights(network, weights_from_bytes(content), elsewhere)
+        load_weights(network, trained, summary.get("weights_elsewhere", ()))
     except (OSError, RuntimeError, *UNREADABLE) as error:
         raise RunFolderError(f"cannot load {weights} into this model: {error}") from error
     return Run(network, folder.history(), summary, folder.path)

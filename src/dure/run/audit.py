@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
-from dure.errors import RunFolderError
 from dure.federated.privacy.attacks.canaries import Canaries, audited_epsilon
 from dure.federated.privacy.attacks.examine import Examination, Examiner, Row, Say
 from dure.federated.privacy.attacks.recording import read_updates
@@ -30,8 +28,7 @@ from dure.federated.strategy import Federated
 from dure.fleet.liars import liars
 from dure.record.disk import told, write_atomically
 from dure.record.png import strip
-from dure.record.run import RunFolder
-from dure.record.weights import weights_from_bytes
+from dure.record.run import RunFolder, trained_weights
 from dure.report.values import listing, mapping, numbers
 from dure.run.begun import Asks
 from dure.run.config import asked_in
@@ -127,10 +124,8 @@ def _final(path: Path) -> dict[str, Tensor] | None:
     file = path / "model.safetensors"
     if not file.is_file():
         return None
-    try:
-        return weights_from_bytes(file.read_bytes())
-    except (OSError, SafetensorError, ValueError) as error:
-        raise RunFolderError(f"cannot read {file}: {error}") from error
+    there = (path / "summary.json").is_file()
+    return trained_weights(path, RunFolder(path).read_json("summary.json") if there else {})
 
 
 def _written(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:

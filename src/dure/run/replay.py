@@ -12,9 +12,7 @@ from torch import Tensor
 from dure.contracts.strategy import Strategy
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
-from dure.record.checkpoint import UNREADABLE
-from dure.record.run import RunFolder
-from dure.record.weights import weights_from_bytes
+from dure.record.run import RunFolder, trained_weights
 from dure.run.begun import Asks
 from dure.run.config import asked_in
 from dure.run.train import found_again, prepare, run_job
@@ -73,10 +71,7 @@ def _same(path: Path, weights: Mapping[str, Tensor]) -> bool | None:
     file = path / "model.safetensors"
     if not file.exists():
         return None
-    try:
-        theirs = weights_from_bytes(file.read_bytes())
-    except (OSError, *UNREADABLE) as error:
-        raise RunFolderError(f"cannot read {file}: {error}") from error
+    theirs = trained_weights(path, {})
     return theirs.keys() == weights.keys() and all(
         digest_of({name: theirs[name]}) == digest_of({name: tensor})
         for name, tensor in weights.items()

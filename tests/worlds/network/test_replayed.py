@@ -3,13 +3,20 @@ beforehand in which order clients would answer."""
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployed import Deployment, Ended, Plan
 
 import dure
+from dure.errors import RunFolderError
 from dure.run.replay import replay
+from dure.worlds.network.journal import Event, _sum
 
 PLANS = {
     "FedAsync": Plan(
@@ -28,10 +35,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_recorded_run_has_the_same_bits_when_it_is_replayed(name: str, tmp_path: Path) -> None:
-    plan = PLANS[name]
-    with Deployment(tmp_path, plan) as deployment:
+@pytest.fixture(scope="module", params=PLANS)
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Plan]:
+    """The folder of a recorded run, in which the server was started twice."""
+    plan = PLANS[request.param]
+    with Deployment(tmp_path_factory.mktemp("recorded"), plan) as deployment:
         deployment.serve()
         deployment.join_all(3)
         deployment.server.wait_for("progress", lambda event: event.get("step", 0) >= 7)
@@ -39,5 +49,57 @@ def test_a_recorded_run_has_the_same_bits_when_it_is_replayed(name: str, tmp_pat
         deployment.restart()
         ended: Ended = deployment.ended()
     assert ended.summary["steps"] == plan.rounds
-    replayed = replay(deployment.run, task=plan.task())
+    return deployment.run, plan
+
+
+def test_a_recorded_run_has_the_same_bits_when_it_is_replayed(
+    recorded: tuple[Path, Plan],
+) -> None:
+    run, plan = recorded
+    replayed = replay(run, task=plan.task())
     assert (replayed.rounds, replayed.same) == (plan.rounds, True)
+
+
+def of_journal(kind: str, **columns: Any) -> Callable[[Path], None]:
+    """The first row of this kind, sealed again as the server would seal it."""
+
+    def changed(run: Path) -> None:
+        with closing(sqlite3.connect(run / "journal.db")) as journal, journal:
+            rows = "SELECT * FROM events WHERE kind = ? ORDER BY seq"
+            found = journal.execute(rows, (kind,)).fetchone()
+            event = Event(*found[:-1])._replace(**columns)
+            journal.execute(
+                "UPDATE events SET at = ?, client = ?, body = ?, sum = ? WHERE seq = ?",
+                (event.at, event.client, event.body, _sum(event), event.seq),
+            )
+
+    return changed
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no object": (of_journal("check_in", body=b"[]"), r"journal\.db is damaged: row"),
+    "deep": (of_journal("check_in", body=b"[" * 100_000), r"journal\.db is damaged: row"),
+    "no such client": (of_journal("check_in", client=10**15), r"journal\.db is damaged: row"),
+    "an update of text": (of_journal("update", body=b'"x"'), r"journal\.db is damaged: row"),
+    "no journal": (lambda run: (run / "journal.db").write_text("hello" * 999), "is damaged"),
+    "a cohort of text": (lambda run: (run / "cohort.json").write_text('["x"]'), "cohort"),
+    "nobody": (lambda run: (run / "cohort.json").write_text("[]"), "nobody took part"),
+    "examples of many digits": (
+        lambda run: (run / "cohort.json").write_text(f"[1{'0' * 400}, 1]"),
+        "cannot read .*cohort",
+    ),
+    "another model": (lambda run: (run / "model.safetensors").write_text("x" * 99), "cannot read"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_to_what_was_recorded_is_an_error_of_the_folder(
+    what: str, recorded: tuple[Path, Plan], tmp_path: Path
+) -> None:
+    run, plan = recorded
+    change, said = DAMAGE[what]
+    shutil.copytree(run, tmp_path / "run")
+    change(tmp_path / "run")
+    with pytest.raises(RunFolderError, match=said) as caught:
+        replay(tmp_path / "run", task=plan.task())
+    assert caught.value.exit_code == 2

@@ -32,14 +32,19 @@ def weights_of(held: Held) -> dict[str, Tensor]:
     # All ranks gather, though only some write.
     with whole(held):
         state = whole_state_dict(held.model)
-    mine = {name: state[name] for name in state if _keeper(held, name) == held.at.pipeline}
-    # The others send nothing, and take part all the same.
-    content = weights_to_bytes(to_cpu(mine)) if _writes(held) else b""
-    for part in held.group.gather_bytes(content):
-        if part:
-            joined |= weights_from_bytes(part)
-    # in the order of the model, not in that of arrival
-    return {name: joined[name] for name in state} if held.group.rank == 0 else {}
+    # One after another, so that rank 0 needs room for the model, and not for messages as large.
+    for name, value in state.items():
+        stage = _keeper(held, name)
+        if stage == 0:  # where rank 0 is
+            joined[name] = to_cpu(value)
+            continue
+        # The others send nothing, and take part all the same.
+        sends = _writes(held) and stage == held.at.pipeline
+        content = weights_to_bytes({name: to_cpu(value)}) if sends else b""
+        for part in held.group.gather_bytes(content):
+            if part:
+                joined |= weights_from_bytes(part)
+    return joined if held.group.rank == 0 else {}
 
 
 def _writes(held: Held) -> bool:

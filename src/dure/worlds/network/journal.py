@@ -29,6 +29,7 @@ Source: SQLite's pages on write-ahead logging (https://sqlite.org/wal.html) and 
 
 from __future__ import annotations
 
+import math
 import queue
 import sqlite3
 import struct
@@ -153,6 +154,9 @@ class Journal:
                 ).fetchone()
             self._open = self._open.pop_all()
         last, at = newest or (0, 0.0)
+        # A column of SQLite holds values of any type.
+        if not isinstance(at, float) or not math.isfinite(at) or last < 0:
+            raise _damaged(self.path, f"its newest row has the number {last} and the time {at!r}")
         self.last: int = last
         self.resumed = self.last > 0
         self._there = self.last
@@ -394,8 +398,10 @@ def backup(folder: Path, to: Path) -> None:
             copy.execute("PRAGMA synchronous=FULL")
             # All pages in one step: else a server that writes on would make it begin anew.
             source.backup(copy)
-    except sqlite3.Error as error:
+    except sqlite3.OperationalError as error:
         raise RunFolderWriteError(f"cannot copy {path} to {to}: {error}") from error
+    except sqlite3.Error as error:
+        raise _damaged(path, error) from error
     sync_folder(to.parent)
 
 
@@ -457,7 +463,7 @@ def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
     if path.stat().st_size <= _CHECKED_WHOLE:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise RunFolderError(f"{path} is damaged ({found}): put back a copy of it")
+            raise _damaged(path, found)
 
 
 def _check_log(log: Path) -> None:
@@ -507,6 +513,10 @@ def _log_sum(words: struct.Struct, content: bytes, before: bytes) -> bytes:
     return struct.pack(">II", one, two)
 
 
+def _damaged(path: Path, why: object) -> RunFolderError:
+    return RunFolderError(f"{path} is damaged ({why}): put back a copy of it")
+
+
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     """An error of SQLite or the disk is told with the name of the file."""
@@ -515,7 +525,7 @@ def _named(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         raise RunFolderWriteError(_told(path, error)) from error
     except sqlite3.Error as error:
-        raise RunFolderError(f"{path} is damaged ({error}): put back a copy of it") from error
+        raise _damaged(path, error) from error
     except OSError as error:
         raise RunFolderWriteError(_told(path, error)) from error
 

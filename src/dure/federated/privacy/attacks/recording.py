@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError
@@ -51,10 +51,14 @@ class About(msgspec.Struct, frozen=True):
     batch_size: int | None = None
 
 
+_Place = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""Of an example; data sets end long before."""
+
+
 class Truth(msgspec.Struct, frozen=True):
     """What the update was made of: the examples of each step, in the task's training data."""
 
-    steps: list[list[int]]
+    steps: list[list[_Place]]
 
     @property
     def examples(self) -> list[int]:
@@ -153,6 +157,7 @@ def read_updates(run: Path) -> list[Recorded]:
         sent = _read(folder / _update(about.ticket), ("delta", "buffer", "extra"))
         model = models[about.round]
         truth = _read_json(folder / _truth(about.ticket), Truth)
+        _check_alike(folder / _update(about.ticket), sent["delta"], model["weight"])
         updates.append(
             Recorded(
                 about=about,
@@ -164,6 +169,14 @@ def read_updates(run: Path) -> list[Recorded]:
             )
         )
     return sorted(updates, key=lambda one: (one.about.round, one.about.client, one.about.ticket))
+
+
+def _check_alike(path: Path, delta: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Raises RunFolderError for a change of other weights than its client was sent."""
+    of = [one.numel() for one in weights]
+    real = all(one.is_floating_point() or one.is_complex() for one in (*delta, *weights))
+    if [one.numel() for one in delta] != of or not real:
+        raise RunFolderError(f"{path} is damaged: it is no change of the model that was sent")
 
 
 def _read(path: Path, kinds: Sequence[str]) -> Mapping[str, list[Tensor]]:

@@ -15,8 +15,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -43,6 +44,7 @@ from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
     Outcome,
+    RequestError,
     Reserve,
     Train,
     from_json,
@@ -187,10 +189,7 @@ class NetworkCarrier:
         """
         cohort = self.folder / COHORT
         if cohort.exists():
-            try:
-                return Join(msgspec.json.decode(cohort.read_bytes(), type=list[int]))
-            except (OSError, msgspec.DecodeError) as error:
-                raise RunFolderError(f"cannot read {cohort}: {error}") from error
+            return Join(_examples_in(cohort))
         present: dict[int, int] = {}
         begun = False
         while not begun:
@@ -201,7 +200,8 @@ class NetworkCarrier:
                 continue
             self.events.aside.append(event)
             if event.kind == "check_in":
-                here = from_json(event.body, Here)
+                with self._row(event):
+                    here = from_json(event.body, Here)
                 present[event.client] = here.examples
                 self.cohort.met(event.client, here)
                 self.tell(f"{len(present)} of {self.start_with} clients are there")
@@ -240,7 +240,8 @@ class NetworkCarrier:
                         raise Interrupted
                     continue
                 ticked = False
-                actions = self._apply(coordinator, event)
+                with self._row(event):
+                    actions = self._apply(coordinator, event)
             combine = self._do(coordinator, actions)
             if combine is not None:
                 return combine
@@ -370,6 +371,20 @@ class NetworkCarrier:
             self.files.keep_only([])
         elif not self.record:
             self.files.keep_only({*self._arrived, *self._underway, *self._over})
+
+    @contextmanager
+    def _row(self, event: Event) -> Iterator[None]:
+        """What was written by an earlier life of the server, or by somebody else, may be no event.
+
+        Raises RunFolderError.
+        """
+        try:
+            yield
+        except (RequestError, IndexError) as error:
+            raise RunFolderError(
+                f"{self.journal.path} is damaged: row {event.seq} is no {event.kind!r} that this "
+                f"server has written ({error}): put back a copy of it"
+            ) from error
 
     def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
         """Tells the coordinator of an event."""
@@ -621,3 +636,20 @@ def _in_short(outcome: str, why: str) -> tuple[str, str]:
     if outcome == "late":
         return "late", why
     return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
+
+
+def _examples_in(cohort: Path) -> list[int]:
+    """How many each client had as the first round began. Raises RunFolderError for a damaged file.
+
+    The sum is a number of floating point in places, which larger ones would not be.
+    """
+    try:
+        found = msgspec.json.decode(cohort.read_bytes(), type=list[_Examples])
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunFolderError(f"cannot read {cohort}: {error}") from error
+    if not found:
+        raise RunFolderError(f"{cohort} is damaged: nobody took part")
+    return found
+
+
+_Examples = Annotated[int, msgspec.Meta(ge=0, le=2**53)]

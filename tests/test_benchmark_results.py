@@ -1,0 +1,46 @@
+"""A benchmark that fails, or is interrupted, leaves the result that it had before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import run_here
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+OLD = '{"rows": "of last week"}'
+
+
+def test_a_benchmark_that_fails_leaves_the_older_result(tmp_path: Path) -> None:
+    result = tmp_path / "asynchronous.json"
+    page = tmp_path / "page.md"
+    result.write_text(OLD)
+    page.write_text("as it was")
+    given = ("--data", str(tmp_path), "--result", str(result), "--page", str(page))
+    with pytest.raises(Exception, match="lacks train-images"):
+        run_here(BENCHMARKS / "asynchronous.py", "--quick", *given)
+    assert result.read_text() == OLD
+    assert page.read_text() == "as it was"
+
+
+def test_one_that_is_interrupted_does_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dure.split.alignment.Exponent.power", interrupted)
+    result = tmp_path / "alignment.json"
+    result.write_text(OLD)
+    with pytest.raises(KeyboardInterrupt):
+        run_here(BENCHMARKS / "alignment.py", "--ids", "4", "--result", str(result))
+    assert result.read_text() == OLD
+
+
+def test_one_that_comes_to_its_end_replaces_it_or_prints(tmp_path: Path) -> None:
+    result = tmp_path / "alignment.json"
+    result.write_text(OLD)
+    run_here(BENCHMARKS / "alignment.py", "--ids", "4", "--result", str(result))
+    assert json.loads(result.read_text())["ids"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["alignment.json"]
+    assert json.loads(run_here(BENCHMARKS / "alignment.py", "--ids", "4"))["ids"] == 4
