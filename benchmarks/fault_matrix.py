@@ -50,9 +50,9 @@ BEGIN = 90.0
 """Seconds until a fault has happened, or a run that never passes its place has ended."""
 MARGIN = 15.0
 """Seconds over the deadline: what is given up after it still has to end, on a busy machine."""
-AFTER = {"metric": 1, "data": 40, "optimizer": 4, "loss": 20}
-"""Passes of a place that go well before, so that the run is in its midst; of others 6. A loss is
-tried more often before."""
+AFTER = {"loss": 20, "forward": 20, "backward": 6, "data": 40, "metric": 1, "optimizer": 4}
+"""Passes of a place that go well before, so that the run is in its midst: losses and models are
+tried before, and measured."""
 
 
 # One run, in a process of its own or in one that does many
@@ -61,17 +61,17 @@ tried more often before."""
 class Runner:
     """A process that trains. It is forked, for a fresh one needs seconds to import torch."""
 
-    def __init__(self, name: str, log: Path) -> None:
+    def __init__(self, log: Path) -> None:
         mine, its = Pipe()
         self.connection = mine
         self.pid = os.fork()
         if self.pid == 0:
             mine.close()
-            _live(name, its, log)
+            _live(its, log)
         its.close()
 
-    def begin(self, case: Case) -> None:
-        self.connection.send(case)
+    def begin(self, name: str, case: Case) -> None:
+        self.connection.send((name, case))
 
     def said(self, seconds: float) -> JSON | None:
         """What it says of its run; {} where it is gone, None where it is silent for so long."""
@@ -92,7 +92,7 @@ class Runner:
         self.connection.close()
 
 
-def _live(name: str, connection: Connection, log: Path) -> None:
+def _live(connection: Connection, log: Path) -> None:
     try:
         os.setsid()
         with log.open("a") as file:
@@ -100,7 +100,7 @@ def _live(name: str, connection: Connection, log: Path) -> None:
             os.dup2(file.fileno(), 2)
         torch.set_num_threads(1)
         while True:
-            case: Case = connection.recv()
+            name, case = connection.recv()
             IN_THIS_PROCESS.update(passes=0, struck=False, client=None)
             said = WHERES[name].way(case)
             connection.send({**said, "left": _left() if WHERES[name].lasting else []})
@@ -152,7 +152,7 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
     """Runs a case, and judges it."""
     fault = case.fault
     marker = Path(fault.marker)
-    runner.begin(case)
+    runner.begin(name, case)
     until = time.monotonic() + BEGIN
     said = None
     while said is None and struck(marker) is None and time.monotonic() < until:
@@ -254,7 +254,7 @@ def cases(names: str | None, deadline: float, folder: Path) -> Iterator[tuple[st
                 fault = Fault(
                     place=place,
                     kind=kind,
-                    after=AFTER.get(place, 6),
+                    after=AFTER[place.partition(":")[0]],
                     marker=str(own / "struck"),
                     # Rank 0 has more to do than the others: both are tried.
                     on=number % where.ranks if where.ranks and place != "metric" else None,
@@ -263,28 +263,53 @@ def cases(names: str | None, deadline: float, folder: Path) -> Iterator[tuple[st
 
 
 def run(names: str | None, deadline: float, folder: Path) -> list[Found]:
+    """Tries all cases that are named, one after the other."""
     found: list[Found] = []
-    runner: Runner | None = None
-    at = ""
-    for name, case in cases(names, deadline, folder):
-        if runner is not None and (name != at or not WHERES[name].lasting or found[-1].ok is False):
-            runner.end()
-            runner = None
-        if runner is None:
-            runner = Runner(name, folder / "output.txt")
-        at = name
-        found.append(tried(runner, name, case))
-        last = found[-1]
-        mark = {True: "ok", False: "WRONG", None: "-"}[last.ok]
-        took = "" if last.seconds is None else f" after {last.seconds} s"
-        print(
-            f"{mark:5} {name}: {last.place} {last.kind}{took}: {last.what[:400]}",
-            file=sys.stderr,
-            flush=True,
-        )
-    if runner is not None:
-        runner.end()
+    with Runners(folder / "output.txt") as runners:
+        for name, case in cases(names, deadline, folder):
+            where = WHERES[name]
+            found.append(tried(runners.one_for(where), name, case))
+            runners.used(keep=where.lasting and found[-1].ok is not False)
+            _tell(found[-1])
     return found
+
+
+class Runners:
+    """One runner at a time. It is kept for the next run where that is one of those that share a
+    process, and so a fork server, as it was."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.runner: Runner | None = None
+
+    def __enter__(self) -> Runners:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def one_for(self, where: Where) -> Runner:
+        if not where.lasting:
+            self.end()
+        if self.runner is None:
+            self.runner = Runner(self.log)
+        return self.runner
+
+    def used(self, keep: bool) -> None:
+        if not keep:
+            self.end()
+
+    def end(self) -> None:
+        if self.runner is not None:
+            self.runner.end()
+            self.runner = None
+
+
+def _tell(one: Found) -> None:
+    mark = {True: "ok", False: "WRONG", None: "-"}[one.ok]
+    took = "" if one.seconds is None else f" after {one.seconds} s"
+    said = f"{mark:5} {one.where}: {one.place} {one.kind}{took}: {one.what[:400]}"
+    print(said, file=sys.stderr, flush=True)
 
 
 def table(found: list[Found]) -> str:
@@ -314,6 +339,8 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=6.0, help="seconds")
     parser.add_argument("--into", type=Path, help="a file for the result, as JSON")
     asked = parser.parse_args()
+    # So that no process is left of a run that is under way.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = run(asked.only, asked.deadline, Path(folder))

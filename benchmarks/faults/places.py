@@ -218,7 +218,7 @@ def _join(case: Case, url: str, client: int) -> None:
 
     def progress(what: str, about: Mapping[str, object]) -> None:
         if what == "failed":
-            _write(told, f"client {client} failed in round {about['round']}: {about['error']}")
+            _write(told, str(about["error"]))
 
     said = outcome(
         lambda: join(

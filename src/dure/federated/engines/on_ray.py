@@ -32,7 +32,8 @@ from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.batched import batched_engine
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import LoopEngine
-from dure.federated.engines.progress import DEADLINE, Patience, Progress, named, silent
+from dure.federated.engines.progress import DEADLINE, Progress, named, silent
+from dure.machine.patience import Patience
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
