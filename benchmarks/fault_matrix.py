@@ -15,7 +15,8 @@ one that hangs, and whether one that was stopped goes on.
     python benchmarks/fault_matrix.py --into benchmarks/results/fault_matrix.json
     python benchmarks/fault_matrix.py --only "pipeline.*backward:1.*hang"
 
-It prints the matrix, and each run as it ends to standard error; --into writes all of it as JSON. It
+It prints the matrix, and each run as it ends to standard error; --into writes all of it as JSON,
+and leaves what stands there of other runs. It
 exits with 1 where a run was not as it should be.
 """
 
@@ -160,10 +161,12 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
     where = WHERES[name]
     by = struck(marker)
     # Nobody else is there who could notice that the process is gone, or waits.
-    alone = by is not None and by["pid"] == runner.pid
+    alone = by is not None and (by["pid"] == runner.pid or by["name"] == "server")
     if said is None and by is not None:
         if alone and fault.kind in ("hang", "stop"):
-            said = _helped(runner, fault.kind)
+            said = _helped(runner, by["pid"], fault.kind)
+        elif alone and fault.kind == "kill":
+            said = {}
         else:
             said = runner.said(case.deadline * where.waits + MARGIN)
     seconds = round(time.time() - by["at"], 1) if by is not None else None
@@ -171,16 +174,16 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
     return Found(name, fault.place, fault.kind, what, seconds, ok)
 
 
-def _helped(runner: Runner, kind: str) -> JSON | None:
+def _helped(runner: Runner, pid: int, kind: str) -> JSON | None:
     """What a user can do where one process is the whole run."""
     time.sleep(0.5)
     if kind == "stop":
-        os.kill(runner.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         return runner.said(MARGIN)
-    os.kill(runner.pid, signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     # Another one within a second counts as the same.
     time.sleep(1.2)
-    os.kill(runner.pid, signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     return runner.said(MARGIN)
 
 
@@ -262,16 +265,14 @@ def cases(names: str | None, deadline: float, folder: Path) -> Iterator[tuple[st
                 yield name, Case(fault, own, deadline)
 
 
-def run(names: str | None, deadline: float, folder: Path) -> list[Found]:
+def run(names: str | None, deadline: float, folder: Path) -> Iterator[Found]:
     """Tries all cases that are named, one after the other."""
-    found: list[Found] = []
     with Runners(folder / "output.txt") as runners:
         for name, case in cases(names, deadline, folder):
             where = WHERES[name]
-            found.append(tried(runners.one_for(where), name, case))
-            runners.used(keep=where.lasting and found[-1].ok is not False)
-            _tell(found[-1])
-    return found
+            found = tried(runners.one_for(where), name, case)
+            runners.used(keep=where.lasting and found.ok is not False)
+            yield found
 
 
 class Runners:
@@ -333,6 +334,19 @@ def _cell(one: Found) -> str:
     return f"{'went on' if one.what.startswith('went on') else 'named'}, {one.seconds} s"
 
 
+def write(path: Path, deadline: float, found: list[Found]) -> None:
+    """Writes what was found; what stands there of other runs stays."""
+    before = json.loads(path.read_text())["runs"] if path.exists() else []
+    now = [{**vars(one), "deadline": deadline} for one in found]
+    runs = {(one["where"], one["place"], one["kind"]): one for one in [*before, *now]}
+    # In the order of the matrix, whatever was tried last.
+    order = list(WHERES)
+    listed = sorted(runs.values(), key=lambda one: order.index(one["where"]))
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"runs": listed}, indent=1) + "\n")
+    new.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help="a pattern of 'world place kind'")
@@ -341,21 +355,16 @@ def main() -> int:
     asked = parser.parse_args()
     # So that no process is left of a run that is under way.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = run(asked.only, asked.deadline, Path(folder))
+        found = []
+        for one in run(asked.only, asked.deadline, Path(folder)):
+            _tell(one)
+            found.append(one)
+            if asked.into is not None:
+                write(asked.into, asked.deadline, found)
     print(table(found))
     wrong = [one for one in found if one.ok is False]
     print(f"\n{len(found)} runs, {len(wrong)} not as they should be", file=sys.stderr)
-    if asked.into is not None:
-        result = {
-            "deadline": asked.deadline,
-            "seconds": round(time.monotonic() - began),
-            "runs": [vars(one) for one in found],
-        }
-        new = asked.into.with_suffix(".new")
-        new.write_text(json.dumps(result, indent=1) + "\n")
-        new.replace(asked.into)
     return 1 if wrong else 0
 
 

@@ -23,6 +23,9 @@ from torch.autograd import Function
 
 from dure.parallel.pipeline.place import place_here, place_where
 
+_TRIES = 3
+"""Passes in all of which something is drawn, until the model is said to draw it."""
+
 TRACING = ("torch._dynamo.", "torch._functorch.", "torch._library.")
 """Where torch has functions with which it traces, and those of custom operations, which a trace has
 as they are."""
@@ -45,8 +48,8 @@ def unseen(model: nn.Module, inputs: Any) -> Iterator[list[str]]:
                     )
             patches.enter_context(_replaced(Tensor, "register_hook", _hooked(model, found)))
         yield found
-    now = _drawn()
-    if now != drawn:
+    if _drawn() != drawn and _draws(model, inputs):
+        now = _drawn()
         # Once more, on the inputs themselves, to say where.
         place = place_where(lambda: _drawn() != now, lambda: model(inputs), model)
         found.append(
@@ -99,6 +102,16 @@ def _hooked(model: nn.Module, found: list[str]) -> Callable[..., Any]:
         return register(tensor, hook)
 
     return hooked
+
+
+def _draws(model: nn.Module, inputs: Any) -> bool:
+    """Whether it is the model that draws, in every pass, and not another thread, now and then."""
+    for _ in range(_TRIES):
+        before = _drawn()
+        model(inputs)
+        if _drawn() == before:
+            return False
+    return True
 
 
 def _drawn() -> tuple[object, ...]:
