@@ -15,7 +15,8 @@ one that hangs, and whether one that was stopped goes on.
     python benchmarks/fault_matrix.py --into benchmarks/results/fault_matrix.json
     python benchmarks/fault_matrix.py --only "pipeline.*backward:1.*hang"
 
-It prints the matrix, and each run as it ends to standard error; --into writes all of it as JSON. It
+It prints the matrix, and each run as it ends to standard error; --into writes all of it as JSON,
+and leaves what stands there of other runs. It
 exits with 1 where a run was not as it should be.
 """
 
@@ -50,9 +51,9 @@ BEGIN = 90.0
 """Seconds until a fault has happened, or a run that never passes its place has ended."""
 MARGIN = 15.0
 """Seconds over the deadline: what is given up after it still has to end, on a busy machine."""
-AFTER = {"metric": 1, "data": 40, "optimizer": 4, "loss": 20}
-"""Passes of a place that go well before, so that the run is in its midst; of others 6. A loss is
-tried more often before."""
+AFTER = {"loss": 20, "forward": 20, "backward": 6, "data": 40, "metric": 1, "optimizer": 4}
+"""Passes of a place that go well before, so that the run is in its midst: losses and models are
+tried before, and measured."""
 
 
 # One run, in a process of its own or in one that does many
@@ -61,17 +62,17 @@ tried more often before."""
 class Runner:
     """A process that trains. It is forked, for a fresh one needs seconds to import torch."""
 
-    def __init__(self, name: str, log: Path) -> None:
+    def __init__(self, log: Path) -> None:
         mine, its = Pipe()
         self.connection = mine
         self.pid = os.fork()
         if self.pid == 0:
             mine.close()
-            _live(name, its, log)
+            _live(its, log)
         its.close()
 
-    def begin(self, case: Case) -> None:
-        self.connection.send(case)
+    def begin(self, name: str, case: Case) -> None:
+        self.connection.send((name, case))
 
     def said(self, seconds: float) -> JSON | None:
         """What it says of its run; {} where it is gone, None where it is silent for so long."""
@@ -92,7 +93,7 @@ class Runner:
         self.connection.close()
 
 
-def _live(name: str, connection: Connection, log: Path) -> None:
+def _live(connection: Connection, log: Path) -> None:
     try:
         os.setsid()
         with log.open("a") as file:
@@ -100,7 +101,7 @@ def _live(name: str, connection: Connection, log: Path) -> None:
             os.dup2(file.fileno(), 2)
         torch.set_num_threads(1)
         while True:
-            case: Case = connection.recv()
+            name, case = connection.recv()
             IN_THIS_PROCESS.update(passes=0, struck=False, client=None)
             said = WHERES[name].way(case)
             connection.send({**said, "left": _left() if WHERES[name].lasting else []})
@@ -152,7 +153,7 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
     """Runs a case, and judges it."""
     fault = case.fault
     marker = Path(fault.marker)
-    runner.begin(case)
+    runner.begin(name, case)
     until = time.monotonic() + BEGIN
     said = None
     while said is None and struck(marker) is None and time.monotonic() < until:
@@ -160,10 +161,12 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
     where = WHERES[name]
     by = struck(marker)
     # Nobody else is there who could notice that the process is gone, or waits.
-    alone = by is not None and by["pid"] == runner.pid
+    alone = by is not None and (by["pid"] == runner.pid or by["name"] == "server")
     if said is None and by is not None:
         if alone and fault.kind in ("hang", "stop"):
-            said = _helped(runner, fault.kind)
+            said = _helped(runner, by["pid"], fault.kind)
+        elif alone and fault.kind == "kill":
+            said = {}
         else:
             said = runner.said(case.deadline * where.waits + MARGIN)
     seconds = round(time.time() - by["at"], 1) if by is not None else None
@@ -171,16 +174,16 @@ def tried(runner: Runner, name: str, case: Case) -> Found:
     return Found(name, fault.place, fault.kind, what, seconds, ok)
 
 
-def _helped(runner: Runner, kind: str) -> JSON | None:
+def _helped(runner: Runner, pid: int, kind: str) -> JSON | None:
     """What a user can do where one process is the whole run."""
     time.sleep(0.5)
     if kind == "stop":
-        os.kill(runner.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         return runner.said(MARGIN)
-    os.kill(runner.pid, signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     # Another one within a second counts as the same.
     time.sleep(1.2)
-    os.kill(runner.pid, signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     return runner.said(MARGIN)
 
 
@@ -254,7 +257,7 @@ def cases(names: str | None, deadline: float, folder: Path) -> Iterator[tuple[st
                 fault = Fault(
                     place=place,
                     kind=kind,
-                    after=AFTER.get(place, 6),
+                    after=AFTER[place.partition(":")[0]],
                     marker=str(own / "struck"),
                     # Rank 0 has more to do than the others: both are tried.
                     on=number % where.ranks if where.ranks and place != "metric" else None,
@@ -262,29 +265,52 @@ def cases(names: str | None, deadline: float, folder: Path) -> Iterator[tuple[st
                 yield name, Case(fault, own, deadline)
 
 
-def run(names: str | None, deadline: float, folder: Path) -> list[Found]:
-    found: list[Found] = []
-    runner: Runner | None = None
-    at = ""
-    for name, case in cases(names, deadline, folder):
-        if runner is not None and (name != at or not WHERES[name].lasting or found[-1].ok is False):
-            runner.end()
-            runner = None
-        if runner is None:
-            runner = Runner(name, folder / "output.txt")
-        at = name
-        found.append(tried(runner, name, case))
-        last = found[-1]
-        mark = {True: "ok", False: "WRONG", None: "-"}[last.ok]
-        took = "" if last.seconds is None else f" after {last.seconds} s"
-        print(
-            f"{mark:5} {name}: {last.place} {last.kind}{took}: {last.what[:400]}",
-            file=sys.stderr,
-            flush=True,
-        )
-    if runner is not None:
-        runner.end()
-    return found
+def run(names: str | None, deadline: float, folder: Path) -> Iterator[Found]:
+    """Tries all cases that are named, one after the other."""
+    with Runners(folder / "output.txt") as runners:
+        for name, case in cases(names, deadline, folder):
+            where = WHERES[name]
+            found = tried(runners.one_for(where), name, case)
+            runners.used(keep=where.lasting and found.ok is not False)
+            yield found
+
+
+class Runners:
+    """One runner at a time. It is kept for the next run where that is one of those that share a
+    process, and so a fork server, as it was."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.runner: Runner | None = None
+
+    def __enter__(self) -> Runners:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def one_for(self, where: Where) -> Runner:
+        if not where.lasting:
+            self.end()
+        if self.runner is None:
+            self.runner = Runner(self.log)
+        return self.runner
+
+    def used(self, keep: bool) -> None:
+        if not keep:
+            self.end()
+
+    def end(self) -> None:
+        if self.runner is not None:
+            self.runner.end()
+            self.runner = None
+
+
+def _tell(one: Found) -> None:
+    mark = {True: "ok", False: "WRONG", None: "-"}[one.ok]
+    took = "" if one.seconds is None else f" after {one.seconds} s"
+    said = f"{mark:5} {one.where}: {one.place} {one.kind}{took}: {one.what[:400]}"
+    print(said, file=sys.stderr, flush=True)
 
 
 def table(found: list[Found]) -> str:
@@ -308,27 +334,37 @@ def _cell(one: Found) -> str:
     return f"{'went on' if one.what.startswith('went on') else 'named'}, {one.seconds} s"
 
 
+def write(path: Path, deadline: float, found: list[Found]) -> None:
+    """Writes what was found; what stands there of other runs stays."""
+    before = json.loads(path.read_text())["runs"] if path.exists() else []
+    now = [{**vars(one), "deadline": deadline} for one in found]
+    runs = {(one["where"], one["place"], one["kind"]): one for one in [*before, *now]}
+    # In the order of the matrix, whatever was tried last.
+    order = list(WHERES)
+    listed = sorted(runs.values(), key=lambda one: order.index(one["where"]))
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"runs": listed}, indent=1) + "\n")
+    new.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help="a pattern of 'world place kind'")
     parser.add_argument("--deadline", type=float, default=6.0, help="seconds")
     parser.add_argument("--into", type=Path, help="a file for the result, as JSON")
     asked = parser.parse_args()
-    began = time.monotonic()
+    # So that no process is left of a run that is under way.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
-        found = run(asked.only, asked.deadline, Path(folder))
+        found = []
+        for one in run(asked.only, asked.deadline, Path(folder)):
+            _tell(one)
+            found.append(one)
+            if asked.into is not None:
+                write(asked.into, asked.deadline, found)
     print(table(found))
     wrong = [one for one in found if one.ok is False]
     print(f"\n{len(found)} runs, {len(wrong)} not as they should be", file=sys.stderr)
-    if asked.into is not None:
-        result = {
-            "deadline": asked.deadline,
-            "seconds": round(time.monotonic() - began),
-            "runs": [vars(one) for one in found],
-        }
-        new = asked.into.with_suffix(".new")
-        new.write_text(json.dumps(result, indent=1) + "\n")
-        new.replace(asked.into)
     return 1 if wrong else 0
 
 

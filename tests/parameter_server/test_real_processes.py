@@ -196,14 +196,45 @@ def test_a_worker_that_hangs_is_named_within_the_deadline() -> None:
         return F.cross_entropy(outputs, targets)
 
     started = time.monotonic()
-    with pytest.raises(PeerLostError, match="rank 2 has made no step for 4 s") as raised:
+    with pytest.raises(PeerLostError, match="rank 2 has made no step for 2 s") as raised:
         train(
             small_task(loss=hanging),
             dure.ParameterServer(1, 2, batch_size=40),
-            world=dure.Processes(4, deadline=4),
+            world=dure.Processes(4, deadline=2),
         )
     assert raised.value.ranks == (2,)
     assert time.monotonic() - started < 50
+
+
+@pytest.mark.parametrize(
+    ("hangs", "said"),
+    [
+        (True, "^rank 0 has made no step for 2 s, .*, during measuring of round 1$"),
+        (False, r"^rank 0 fell silent \(nothing for 2 s\), during (training|serving) of step \d"),
+    ],
+)
+def test_a_leader_that_hangs_in_a_measurement_or_is_stopped_is_named(
+    hangs: bool, said: str
+) -> None:
+    measured = []
+
+    def metric(outputs: Tensor, targets: Tensor) -> Tensor:
+        measured.append(0)
+        # The first evaluation is before the first round.
+        if len(measured) == 2 and hangs:
+            time.sleep(60)
+        elif len(measured) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return (outputs.argmax(1) == targets).double().mean()
+
+    with pytest.raises(PeerLostError, match=said) as raised:
+        train(
+            small_task(metrics={"accuracy": metric}),
+            dure.ParameterServer(1, 1, batch_size=40, period=1),
+            world=dure.Processes(3, deadline=2),
+            evaluate_every=1,
+        )
+    assert raised.value.ranks == (0,)
 
 
 def test_an_error_of_the_task_ends_the_run_and_names_worker_and_step() -> None:

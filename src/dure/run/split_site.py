@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
+from dure.errors import DureError, WorkerFailedError
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
 from dure.machine.threads import threads
@@ -30,9 +32,10 @@ from dure.split.cutting import Cut
 from dure.split.halves import Halves, guard_of
 from dure.split.leakage.guard import Crossing
 from dure.split.leakage.randomised_response import relabelled
+from dure.split.network.checks import WrongError
 from dure.split.network.control import Failed, Hello, Members
 from dure.split.network.cut_model import CutAtClient
-from dure.split.network.frames import encode
+from dure.split.network.frames import FrameError, encode
 from dure.split.network.parts import PartAtClient
 from dure.split.network.site import Identity, Site, Working
 from dure.split.plan import Plan
@@ -93,13 +96,19 @@ def take_part(
                 session.rest()
             except (RefusedError, StoppedError):
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 # The server hears of it at once, and need not wait for this client.
                 with suppress(Exception), session.channel() as other:
                     told = what_is_told(0, error, share_errors, kept.folder)
                     other.say(encode(site.hello))
                     other.say(encode(Failed(_in_words(told))))
-                raise
+                # What the server has said wrongly is no error of this site's own code.
+                if isinstance(error, DureError | FrameError | WrongError):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+                text = traceback.format_exc()
+                who = f"client {welcome.client}"
+                raise WorkerFailedError(who, site.at, reason, text) from error
 
 
 def _site(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.pipeline.trace import Trace
+from dure.parallel.pipeline.unseen import unseen
 from small import CLASSES, FEATURES, check_all, small_task
 
 
@@ -90,6 +91,13 @@ def test_what_a_trace_would_lose_is_refused(what: str, said: str) -> None:
 )
 def test_what_a_trace_keeps_is_not_refused(what: str) -> None:
     check_all(Pipeline(8), small_task(model=lambda: Strange(what)), 2)
+
+
+def test_what_another_thread_draws_meanwhile_is_not_said_of_the_model() -> None:
+    model = nn.Linear(2, 2)
+    with unseen(model, torch.zeros(1, 2)) as found:
+        random.random()
+    assert found == []
 
 
 @pytest.mark.parametrize("what", ["function", "hook", "reentrant"])

@@ -34,7 +34,8 @@ from dure.federated.engines.batched import batched_engine
 from dure.federated.engines.job import Engine, Job, Reference, Trained
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.objective import Objective
-from dure.federated.engines.progress import DEADLINE, Patience, Progress, named, silent
+from dure.federated.engines.progress import DEADLINE, Progress, named, silent
+from dure.machine.patience import Patience
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2

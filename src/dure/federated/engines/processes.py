@@ -37,9 +37,10 @@ from torch import nn
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.child import live, note_of
 from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.progress import DEADLINE, Patience, Progress, named, silent
+from dure.federated.engines.progress import DEADLINE, Progress, named, silent
 from dure.federated.engines.shared import Layout, Outputs, Slots
 from dure.machine.ended import how_it_ended
+from dure.machine.patience import Patience
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for one that comes before them."""
@@ -122,7 +123,6 @@ class ProcessesEngine(Engine):
         self._slots: Slots | None = None
         self._pipe: list[int] = []
         self._every = Patience(deadline).every
-        self._looked = 0.0
         # Also where nobody calls `close`: children would otherwise wait as long as this process
         # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
@@ -193,9 +193,7 @@ class ProcessesEngine(Engine):
         busy = {child.connection: child for child in self._children if child.chunk is not None}
         answered = wait(list(busy), self._every)
         # Also while others answer all the time.
-        if time.monotonic() - self._looked >= self._every:
-            self._looked = time.monotonic()
-            self._look([child for at, child in busy.items() if at not in answered])
+        self._look([child for at, child in busy.items() if at not in answered])
         for ready in answered:
             child = busy[ready]  # type: ignore[index]
             chunk = child.chunk

@@ -1,8 +1,8 @@
 """How far a process has come that trains for clients, and how long it is waited for.
 
     it          counts the steps that it has made (`Engine.look`), and the jobs that it has done
-    who waits   looks at these numbers every `every` seconds, and gives the process up where they
-                stay the same for `deadline` seconds
+    who waits   looks at these numbers again and again, and gives the process up where they stay
+                the same for `deadline` seconds (`dure.machine.patience`)
 
 A job as a whole may take as long as it likes. A process that was stopped, or that hangs in a step,
 is given up; so is one whose single step takes longer than the deadline, for nobody can tell the two
@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dure.federated.engines.job import Job
 
 DEADLINE = 60.0
 """Seconds without a step until a process is given up, where nobody says otherwise."""
-
-LOOK = 1.0
-"""Seconds between two looks, at most."""
 
 
 class Progress:
@@ -49,36 +45,6 @@ class Progress:
     def now(self) -> tuple[int, ...]:
         """The numbers as they are."""
         return tuple(self._numbers)
-
-
-@dataclass
-class Patience:
-    """How long a process without progress is still waited for.
-
-    deadline: seconds. What is counted are looks, and no clock is read: a process that is stopped
-    together with who waits for it, as by Ctrl-Z, goes on with it.
-    """
-
-    deadline: float
-    waited: float = 0.0
-    """Seconds of looks without progress."""
-    _seen: object = None
-
-    @property
-    def every(self) -> float:
-        """Seconds between two looks."""
-        return min(LOOK, self.deadline / 4)
-
-    def is_over(self, progress: object) -> bool:
-        """At a look: whether there was no progress for the deadline."""
-        self.waited = self.waited + self.every if progress == self._seen else 0.0
-        self._seen = progress
-        return self.waited >= self.deadline
-
-    def again(self) -> None:
-        """Something new is waited for."""
-        self.waited = 0.0
-        self._seen = None
 
 
 def silent(deadline: float, stopped: bool) -> str:

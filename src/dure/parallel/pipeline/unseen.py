@@ -26,6 +26,9 @@ from torch.autograd import Function
 
 from dure.parallel.pipeline.place import modules_here, place_here, place_where
 
+_TRIES = 3
+"""Passes in all of which something is drawn, until the model is said to draw it."""
+
 TRACING = ("torch._dynamo.", "torch._functorch.", "torch._library.")
 """Where torch has functions with which it traces, and those of custom operations, which a trace has
 as they are."""
@@ -58,8 +61,8 @@ def unseen(model: nn.Module, inputs: Any) -> Iterator[list[Lost]]:
                     )
             patches.enter_context(_replaced(Tensor, "register_hook", _hooked(model, found)))
         yield found
-    now = drawn()
-    if now != before:
+    if drawn() != before and _draws(model, inputs):
+        now = drawn()
         # Once more, on the inputs themselves, to say where.
         place = place_where(lambda: drawn() != now, lambda: model(inputs), model)
         said = (
@@ -116,6 +119,16 @@ def _hooked(model: nn.Module, found: list[Lost]) -> Callable[..., Any]:
         return register(tensor, hook)
 
     return hooked
+
+
+def _draws(model: nn.Module, inputs: Any) -> bool:
+    """Whether it is the model that draws, in every pass, and not another thread, now and then."""
+    for _ in range(_TRIES):
+        before = drawn()
+        model(inputs)
+        if drawn() == before:
+            return False
+    return True
 
 
 def drawn() -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
+from dure.machine.patience import Patience
 from dure.parameter_server.holding import Holding, Standing, owed_until
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import (
@@ -41,6 +42,8 @@ from dure.parameter_server.processes.said import (
     Held,
     Hold,
     Keep,
+    Leads,
+    Lost,
     Over,
     Report,
     Save,
@@ -66,7 +69,10 @@ class Leader:
     """Leads from `start` to `end`.
 
     portions: all shards, as those of a worker. holds: what each shard holds, in words. deadline:
-    seconds for which others wait for a worker that lives and makes no step.
+    seconds for which others wait for a worker that lives and makes no step, or for a measurement
+    that comes to no further batch.
+
+    From the beginning on its thread says to all that it lives: a leader that is silent is given up.
     """
 
     def __init__(
@@ -126,7 +132,13 @@ class Leader:
         """How far each worker is, and since when."""
         self._gone: dict[str, tuple[float, str]] = {}
         """Whose connection broke, when, and why."""
+        self._spoke: dict[str, float] = {}
+        """When it was said to whom that the leader lives."""
+        self._measures: tuple[str, int] | None = None
+        """After which round is measured, and how many batches of that have begun."""
+        self._patience = Patience(deadline)
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
+        self._thread.start()
 
     def start(
         self,
@@ -150,7 +162,6 @@ class Leader:
                 scheduler.resume(standing.until[group[0]], undone)
         if self.plan.staleness is not None:
             states = [_all_at(state, standing.until) for state in states]
-        self._thread.start()
         self._ask(lambda: self._hand_out(states)).result()
 
     def meet(self, until: int) -> Future[list[Report]]:
@@ -182,6 +193,15 @@ class Leader:
         """What the compressed pushes of each worker have left out."""
         return self._ask(self._keep)
 
+    def measures(self, step: str) -> None:
+        """Another batch of a measurement begins, for which all others wait."""
+        often = 0 if self._measures is None else self._measures[1]
+        self._measures = (step, often + 1)
+
+    def measured(self) -> None:
+        """A measurement is over."""
+        self._measures = None
+
     def end(self) -> None:
         """Tells everybody that it is over."""
         self._requests.put(self._end)
@@ -208,6 +228,11 @@ class Leader:
 
     def _lead(self) -> None:
         try:
+            # Until it is started, what comes is kept.
+            while self._requests.empty():
+                self._speak()
+                self._look_at_measuring()
+                self.port.listen(self._patience.every)
             while not self._over:
                 self._turn()
         except BaseException as error:
@@ -218,7 +243,10 @@ class Leader:
             self.port.close()
 
     def _turn(self) -> None:
+        self._speak()
+        self._look_at_measuring()
         wake = min(self.manager.wake, self._reader.wake, self._return())
+        wake = min(wake, time.monotonic() + self._patience.every)
         if self._begins is not None:
             wake = min(wake, time.monotonic() + 0.01)  # calls are answered without a word
         for sender, said in self.port.hear(wake - time.monotonic()):
@@ -290,7 +318,31 @@ class Leader:
             if not self.port.say(to, message):
                 self._reader.cut(to)
 
+    def _speak(self) -> None:
+        """Says to all who are here, every so often, that the leader lives; at once to who comes."""
+        now = time.monotonic()
+        for name in self._everybody():
+            if now >= self._spoke.get(name, 0.0) + self._patience.every and self.port.reaches(name):
+                self._spoke[name] = now
+                self.port.say(name, Leads())
+
+    def _everybody(self) -> list[str]:
+        return [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
+
     # Losses
+
+    def _look_at_measuring(self) -> None:
+        """Raises PeerLostError, here and for all, where the main thread hangs in a measurement."""
+        measures = self._measures
+        if measures is None or not self._patience.is_over(measures):
+            return
+        reason = f"has made no step for {self._deadline:g} s, and all others wait for it"
+        lost = Lost((0,), "measuring", measures[0], reason)
+        for name in self._everybody():
+            if self.port.reaches(name):
+                self.port.say(name, lost)
+        self.port.flush()
+        raise lost.error()
 
     def _return(self) -> float:
         """When the next of those whose connection broke has had its time to come back."""
@@ -586,7 +638,7 @@ class Leader:
     def _end(self) -> None:
         self._over = True
         # Those too that were given up, and may not know it yet.
-        for name in [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]:
+        for name in self._everybody():
             self.port.say(name, Over(self.ended))
 
     def _fail(self, error: BaseException) -> None:

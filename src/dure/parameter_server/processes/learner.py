@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -309,8 +310,20 @@ class ProcessesLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         rows = self._load()
-        with reading(self.tables, rows):
+        with self._watched(), reading(self.tables, rows):
             return evaluate(self.task, self.model, self.computing.test, self.group, self.round)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The leader's thread sees whether a measurement comes from batch to batch."""
+        step = f"round {self.round}" if self.round else "the first evaluation"
+        hook = self.model.register_forward_pre_hook(lambda *_: self.leader.measures(step))
+        self.leader.measures(step)
+        try:
+            yield
+        finally:
+            self.leader.measured()
+            hook.remove()
 
     def ended(self, reason: str) -> None:
         self.leader.ended = reason

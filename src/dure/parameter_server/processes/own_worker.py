@@ -263,7 +263,7 @@ class Worker:
                 self._ended = said.reason
                 raise said.error()
             elif isinstance(said, Gone):
-                check_leader(sender, said, "training")
+                check_leader(sender, said, "training", self._step)
                 self._side.cut(sender)
             elif isinstance(said, Grant):
                 self._begun = self._begun or said.until > 0

@@ -233,6 +233,14 @@ class Port:
         while self._heard:
             yield self._heard.popleft()
 
+    def listen(self, seconds: float) -> None:
+        """Lets leave what was said, and takes what comes, which `hear` gives later.
+
+        It waits so long for something, at the most.
+        """
+        self.flush()
+        self._look(max(0.0, seconds))
+
     def _look(self, seconds: float) -> None:
         for key, events in self._wait(min(seconds, 3600.0)):
             if key.data is None:

@@ -31,12 +31,14 @@ from dure.parameter_server.processes.said import (
     Held,
     Hold,
     Keep,
+    Leads,
+    Lost,
     Over,
     Report,
     Tell,
     Unsent,
 )
-from dure.parameter_server.processes.serving import check_leader
+from dure.parameter_server.processes.serving import LeaderWatch, check_leader
 from dure.parameter_server.processes.working import Heart
 from dure.parameter_server.replica import Replica
 from dure.parameter_server.worker import WorkerSide
@@ -99,6 +101,7 @@ class Replicating:
         self.number = number
         self.port = port
         self.place = place
+        self.watch = LeaderWatch(place.deadline)
         self.meter = place.group.meter
         self.meter.name = worker(number)
         self.trace = place.trace
@@ -166,11 +169,13 @@ class Replicating:
         seconds = self.replica.wake - time.monotonic()
         if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
             seconds = min(seconds, 0.1)
-        for sender, said in self.port.hear(seconds):
+        for sender, said in self.port.hear(self.watch.within(seconds)):
             if isinstance(said, Over):
                 return said.ended
-            if isinstance(said, Gone):
-                check_leader(sender, said, "training")
+            if isinstance(said, Leads | Lost):
+                self.watch.hear(said)
+            elif isinstance(said, Gone):
+                check_leader(sender, said, "training", self.place.group.step)
                 self.replica.side.cut(sender)
             elif isinstance(said, Grant):
                 self._granted(said)
@@ -187,6 +192,7 @@ class Replicating:
                 self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         if idle:
             self.meter.communication("wait", waited, time.perf_counter(), self.replica.step + 1)
+        self.watch.look("training", self.place.group.step)
         if time.monotonic() >= self.replica.wake:
             try:
                 self._say(self.replica.tick(time.monotonic()))

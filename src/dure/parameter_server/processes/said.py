@@ -13,13 +13,14 @@ leader -> worker   Keep      what have your compressed pushes left out?
 worker -> leader   Unsent    this
 leader -> worker   Unsent    begin with this, of a checkpoint
 any    -> leader   Failed    an error of the task's own
+leader -> any      Leads     I live
+leader -> any      Lost      the run has ended, since these ranks are lost
 leader -> any      Over      the run has ended
 
 Workers in a loop of their own (`own_loop`) say besides:
 
 worker -> leader   Leave     I am done, and every server has all that I pushed  (answer: Over)
 worker -> leader   Waits     I have waited too long for my pull
-leader -> any      Lost      the run has ended, since these ranks are lost
 """
 
 from __future__ import annotations
@@ -169,6 +170,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     buffers: list[Tensor]
 
 
+class Leads(msgspec.Struct, frozen=True, tag=True):
+    """The leader lives, and so does the run."""
+
+
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A worker has waited for its pull at a clock for too long: these shards have not answered."""
 
@@ -218,6 +223,7 @@ Said: TypeAlias = (
     | Leave
     | Waits
     | Lost
+    | Leads
 )
 """What a frame can hold."""
 

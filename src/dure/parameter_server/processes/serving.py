@@ -6,6 +6,7 @@ import time
 
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
+from dure.machine.patience import Patience
 from dure.parameter_server.messages import (
     MANAGER,
     Envelope,
@@ -16,7 +17,7 @@ from dure.parameter_server.messages import (
     Values,
 )
 from dure.parameter_server.processes.port import Gone, Port, payload_of
-from dure.parameter_server.processes.said import Account, Lost, Over, Save, Tell
+from dure.parameter_server.processes.said import Account, Leads, Lost, Over, Save, Tell
 from dure.parameter_server.server import Server
 
 
@@ -26,14 +27,15 @@ def serve(server: Server, port: Port, place: Place) -> str:
     Raises PeerLostError if the leader is gone, or says that others are.
     """
     place.group.meter.name = server.name
+    watch = LeaderWatch(place.deadline)
     while True:
-        for sender, said in port.hear(server.wake - time.monotonic()):
+        for sender, said in port.hear(watch.within(server.wake - time.monotonic())):
             if isinstance(said, Over):
                 return said.ended
-            if isinstance(said, Lost):
-                raise said.error()
-            if isinstance(said, Gone):
-                check_leader(sender, said, "serving")
+            if isinstance(said, Leads | Lost):
+                watch.hear(said)
+            elif isinstance(said, Gone):
+                check_leader(sender, said, "serving", place.group.step)
                 server.cut(sender)
             elif isinstance(said, Save):
                 _save(server, said.shard, sender, port)
@@ -41,6 +43,7 @@ def serve(server: Server, port: Port, place: Place) -> str:
                 _tell(server, sender, port, place)
             else:
                 _answer(server, sender, said, port, place)  # type: ignore[arg-type]
+        watch.look("serving", place.group.step)
         if time.monotonic() >= server.wake:
             _say(server.tick(time.monotonic()), server, port)
             # Of two servers one calls the other: it calls again, though the other has more to say.
@@ -82,10 +85,40 @@ def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
     port.say(sender, Account(server.name, counters, trace))
 
 
-def check_leader(sender: str, gone: Gone, operation: str) -> None:
+def check_leader(sender: str, gone: Gone, operation: str, step: str) -> None:
     """Raises PeerLostError if it is the leader that is gone: nobody would ever end the run."""
     if sender == MANAGER:
-        raise PeerLostError((0,), operation, "the run", gone.reason)
+        raise PeerLostError((0,), operation, step, gone.reason)
+
+
+class LeaderWatch:
+    """Finds that the leader has fallen silent: it says all the time that it lives.
+
+    deadline: seconds.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._patience = Patience(deadline)
+        self._often = 0
+
+    def hear(self, said: Leads | Lost) -> None:
+        """It lives. Raises PeerLostError if it says that the run has ended."""
+        if isinstance(said, Lost):
+            raise said.error()
+        self._often += 1
+
+    def within(self, seconds: float) -> float:
+        """For how many of these seconds to wait, until it is to be looked at again."""
+        return min(seconds, self._patience.every) if self._often else seconds
+
+    def look(self, operation: str, step: str) -> None:
+        """Raises PeerLostError where nothing has come from it for the deadline.
+
+        Not before it has said something: it may still be on its way.
+        """
+        if self._often and self._patience.is_over(self._often):
+            reason = f"fell silent (nothing for {self._patience.deadline:g} s)"
+            raise PeerLostError((0,), operation, step, reason)
 
 
 def _save(server: Server, number: int, sender: str, port: Port) -> None:

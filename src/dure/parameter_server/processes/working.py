@@ -34,12 +34,14 @@ from dure.parameter_server.processes.said import (
     Held,
     Hold,
     Keep,
+    Leads,
+    Lost,
     Over,
     Report,
     Tell,
     Unsent,
 )
-from dure.parameter_server.processes.serving import check_leader
+from dure.parameter_server.processes.serving import LeaderWatch, check_leader
 from dure.parameter_server.scheduler import Scheduler, Work
 from dure.parameter_server.tables import Rows, apart
 from dure.parameter_server.worker import WorkerSide
@@ -57,6 +59,7 @@ class Working:
         self.seed = seed
         self.port = port
         self.place = place
+        self.watch = LeaderWatch(place.deadline)
         self.meter = place.group.meter
         self.meter.name = worker(number)
         self.trace = place.trace
@@ -160,11 +163,13 @@ class Working:
         seconds = self.worker.wake - time.monotonic()
         if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
             seconds = min(seconds, 0.1)
-        for sender, said in self.port.hear(seconds):
+        for sender, said in self.port.hear(self.watch.within(seconds)):
             if isinstance(said, Over):
                 return said.ended
-            if isinstance(said, Gone):
-                check_leader(sender, said, "training")
+            if isinstance(said, Leads | Lost):
+                self.watch.hear(said)
+            elif isinstance(said, Gone):
+                check_leader(sender, said, "training", self.place.group.step)
                 self._cut(sender)
             elif isinstance(said, Grant):
                 self._granted(said)
@@ -186,6 +191,7 @@ class Working:
                 self.slots.heard(sender, said)  # type: ignore[arg-type]
                 self._say(self.worker.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
         self._waited(waited)
+        self.watch.look("training", self.place.group.step)
         if time.monotonic() >= self.worker.wake:
             self._say(self.worker.tick(time.monotonic()))
         return None

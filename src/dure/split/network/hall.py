@@ -259,8 +259,8 @@ class Hall:
             return
         if name in self._handing:
             raise ClientsLostError(
-                f"{name}, who has the newest head, does not hand it on: {reason}; resume the run "
-                f"when it is there again"
+                f"{name}, who has the newest head, does not hand it on in round "
+                f"{self.order.round + 1}: {reason}; resume the run when it is there again"
             )
         self.tell(f"{name} is left out of this round: {reason}")
         self._anew(self.absent | {name})

@@ -109,6 +109,11 @@ class PartySite:
         self.hello = hello
         self.identity = identity
 
+    @property
+    def at(self) -> str:
+        """What it is at, for errors."""
+        return "the start" if self._party is None else f"step {self._party.done + 1}"
+
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
         self._resumed = False

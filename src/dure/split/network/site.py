@@ -166,6 +166,11 @@ class Site:
     def machine(self) -> Client:
         return self.working.machine
 
+    @property
+    def at(self) -> str:
+        """What it is at, for errors."""
+        return f"round {self._round + 1}"
+
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
         channel.say(encode(self.hello))
