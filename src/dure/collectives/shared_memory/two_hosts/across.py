@@ -447,7 +447,9 @@ class Across:
                     others = [
                         ranks[0] for index, ranks in enumerate(self._hosts) if index != self._here
                     ]
-                    loss = self._loss(others, f"did not come within {self._host.timeout:g} s")
+                    loss = self._loss(
+                        others, f"timed out: did not come within {self._host.timeout:g} s"
+                    )
                 if loss is not None:
                     # what comes late must not be written to tensors that are used again
                     self.close()
@@ -544,7 +546,7 @@ class Parcel(Work):
                 # gloo has no error class for it; the T may be large or small.
                 silent = "imed out" in str(error)
                 reason = (
-                    f"did not come within {across.timeout:g} s"
+                    f"timed out: did not come within {across.timeout:g} s"
                     if silent
                     else "closed its connection"
                 )
