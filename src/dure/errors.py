@@ -265,6 +265,20 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+class CallError(ValueError, RuntimeError):
+    """Arguments with which a collective call cannot be made; nothing has travelled.
+
+    A ValueError as all wrong arguments are, and a RuntimeError as torch.distributed's own are.
+    """
+
+
+class CallTimeoutError(TimeoutError, RuntimeError):
+    """A call was waited for, and it was not over in time. It goes on.
+
+    A RuntimeError too, as torch.distributed's own are.
+    """
+
+
 class PlanError(DureError, ValueError):
     """Layers that a plan divides compute something else than the model; every rank raises it.
 

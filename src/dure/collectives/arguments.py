@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dure.errors import CallError
 from dure.tensors.overlap import overlaps_itself
 
 
@@ -21,13 +22,13 @@ def check_algorithm(collective: str, algorithm: str, choices: Iterable[str]) -> 
 def check_root(root: int, size: int) -> None:
     """Raises ValueError unless `root` is a rank of the group."""
     if not 0 <= root < size:
-        raise ValueError(f"root is {root}, but the ranks of the group are 0 to {size - 1}")
+        raise CallError(f"root is {root}, but the ranks of the group are 0 to {size - 1}")
 
 
 def check_rank(rank: int, size: int) -> None:
     """Raises ValueError unless there is such a rank in a group of this size."""
     if not 0 <= rank < size:
-        raise ValueError(f"there is no rank {rank}: the ranks of the group are 0 to {size - 1}")
+        raise CallError(f"there is no rank {rank}: the ranks of the group are 0 to {size - 1}")
 
 
 def check_tensor(tensor: Tensor) -> None:

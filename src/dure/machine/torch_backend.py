@@ -11,7 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,45 +39,51 @@ def register(module: str) -> None:
 
 def register_when_imported(module: str) -> None:
     """Registers now, or as soon as torch.distributed has been imported."""
-    if _AWAITED in sys.modules:
-        register(module)
+    when_imported(_AWAITED, lambda: register(module))
+
+
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Calls `then` now if the module `name` has been imported, else as soon as it is."""
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _Finder(module))
+        sys.meta_path.insert(0, _Finder(name, then))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Sees one import go by."""
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, awaited: str, then: Callable[[], None]) -> None:
+        self._awaited = awaited
+        self._then = then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _AWAITED:
+        if name != self._awaited:
             return None
         # First: find_spec, below, asks all finders again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            # The backend can be registered only when the module has run, so its loader is wrapped.
-            spec.loader = _Loader(spec.loader, self._module)
+            # It is of use only when the module has run, so its loader is wrapped.
+            spec.loader = _Loader(spec.loader, self._then)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as another loader does, then registers."""
+    """Loads as another loader does, then calls `then`."""
 
-    def __init__(self, loader: importlib.abc.Loader, module: str) -> None:
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader = loader
-        self._module = module
+        self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        register(self._module)
+        self._then()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # such as the source, which tracebacks ask for

@@ -349,9 +349,14 @@ def test_what_is_brought_to_reduce_scatter_stays_as_it_was(ranks: Ranks) -> None
 
 
 @on_ranks(2, backends=DURE)
-def test_a_sparse_tensor_is_refused_with_a_clear_error(ranks: Ranks) -> None:
-    with raises((ValueError, RuntimeError), "(?i)sparse"):
-        dist.all_reduce(torch.eye(3).to_sparse(), group=ranks.group)
+def test_a_sparse_tensor_is_refused_where_it_makes_no_sense(ranks: Ranks) -> None:
+    for refused in (
+        lambda x: dist.all_reduce_coalesced([x], group=ranks.group),
+        lambda x: dist.broadcast(x, group_src=0, group=ranks.group),
+        lambda x: dist.reduce(x, group_dst=0, group=ranks.group),
+    ):
+        with raises((ValueError, RuntimeError), "(?i)sparse"):
+            refused(torch.eye(3).to_sparse())
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=ranks.group)
     same(tensor, torch.full((3,), 2.0))

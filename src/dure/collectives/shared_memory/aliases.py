@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from dure.errors import CallError
 from dure.tensors.overlap import any_overlap, is_same, overlap, overlaps_itself
 
 
 def check_writable(tensor: Tensor) -> None:
     """Raises ValueError for a tensor of which several elements lie in one place."""
     if not tensor.is_contiguous() and overlaps_itself(tensor):
-        raise ValueError(
+        raise CallError(
             "an expanded tensor cannot take the result, its elements lie in one place; clone() it "
             "before"
         )
@@ -30,10 +31,20 @@ def check_outputs(outputs: Sequence[Tensor]) -> None:
     for output in outputs:
         check_writable(output)
     if any_overlap(outputs):
-        raise ValueError(
+        raise CallError(
             "two outputs of this call share memory, so one would overwrite the other: give each "
             "its own"
         )
+
+
+def check_apart(tensors: Sequence[Tensor]) -> None:
+    """Raises CallError for tensors that lie in each other, unless they are the very same."""
+    different = [
+        tensor
+        for index, tensor in enumerate(tensors)
+        if not any(is_same(tensor, other) for other in tensors[:index])
+    ]
+    check_outputs(different)
 
 
 def check_own_place(part: Tensor, whole: Tensor, rank: int) -> None:
@@ -42,7 +53,7 @@ def check_own_place(part: Tensor, whole: Tensor, rank: int) -> None:
     Both are contiguous.
     """
     if overlap(part, whole) and part.data_ptr() != whole.data_ptr() + rank * part.nbytes:
-        raise ValueError(
+        raise CallError(
             f"a tensor of this call lies in another one, and not as the block of rank {rank}: what "
             f"is written there would be read by other ranks; give it memory of its own"
         )

@@ -10,21 +10,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.collectives.arguments import check_root
 from dure.collectives.shared_memory.calls import AVG, SUM, check_reducible, check_tensor
+from dure.errors import CallError
 
 
 def single(values: list[Any]) -> Any:
     """The one value of a list. torch's calls have lists for processes with several devices."""
     if len(values) != 1:
-        raise ValueError(f"a rank has one device here and so gives one tensor, not {len(values)}")
+        raise CallError(
+            f"this call takes a single tensor, or list, of each rank, not {len(values)}"
+        )
     return values[0]
+
+
+def some(name: str, tensors: Sequence[Any]) -> None:
+    """Raises CallError for an empty list."""
+    if not tensors:
+        raise CallError(f"{name} requires non-empty tensor lists, and this one has no tensors")
+
+
+def root_of(opts: Any, size: int) -> int:
+    """The root that the options of a call name. Raises CallError if it is no rank."""
+    root: int = opts.rootRank if opts is not None else 0
+    check_root(root, size)
+    return root
+
+
+def check_alike(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raises CallError unless the tensors that one rank gives to a call are of one form."""
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.dtype != first.dtype or tensor.shape != first.shape:
+            raise CallError(
+                f"the tensors that a rank gives to one {name} have one shape and dtype, not "
+                f"{tuple(first.shape)} of {first.dtype} and {tuple(tensor.shape)} of {tensor.dtype}"
+            )
+
+
+def check_pairs(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raises CallError unless there are as many outputs as inputs, and at least one."""
+    some(name, inputs)
+    if len(outputs) != len(inputs):
+        raise CallError(
+            f"{name} of {len(inputs)} tensors takes as many outputs, not {len(outputs)}"
+        )
 
 
 def check_like(tensor: Tensor, other: Tensor) -> None:
     """Raises ValueError unless the tensor can be carried, and has the other's dtype."""
     check_tensor(tensor)
     if tensor.dtype != other.dtype:
-        raise ValueError(
+        raise CallError(
             f"all tensors of a call have one dtype, not {tensor.dtype} and {other.dtype}"
         )
 
@@ -77,7 +114,7 @@ def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
     """Raises ValueError unless `source` is as long as one `output` for each rank."""
     _check_dtypes("reduce_scatter", output, source)
     if source.numel() != output.numel() * ranks:
-        raise ValueError(
+        raise CallError(
             f"reduce_scatter of {source.numel()} elements among {ranks} ranks, into "
             f"{output.numel()}: the input must have exactly {ranks} times as many"
         )
@@ -95,7 +132,7 @@ def own_block(own: Sequence[Tensor], output: Tensor, op: int) -> list[Tensor]:
         elements != output.numel()
         or any(part.dtype != dtype or not part.is_contiguous() for part in parts)
     ):
-        raise ValueError(
+        raise CallError(
             f"a reduce_scatter into {output.numel()} elements of {dtype} takes an own block of as "
             f"many, in "
             f"contiguous parts; these have {elements}, of "
@@ -108,7 +145,7 @@ def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:
     """Raises ValueError unless `output` has room for one `source` of each rank."""
     _check_dtypes("all_gather", output, source)
     if output.numel() != source.numel() * ranks:
-        raise ValueError(
+        raise CallError(
             f"all_gather of {source.numel()} elements from each of {ranks} ranks, into "
             f"{output.numel()}: the output must have exactly {ranks} times as many"
         )
@@ -116,4 +153,4 @@ def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:
 
 def _check_dtypes(name: str, output: Tensor, source: Tensor) -> None:
     if source.dtype != output.dtype:
-        raise ValueError(f"{name} of {source.dtype} into {output.dtype}: they have to be the same")
+        raise CallError(f"{name} of {source.dtype} into {output.dtype}: they have to be the same")

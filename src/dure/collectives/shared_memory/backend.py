@@ -21,31 +21,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _profiler_enabled
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllreduceOptions
 
-from dure.collectives.arguments import check_rank, check_root
-from dure.collectives.shared_memory import leaving
-from dure.collectives.shared_memory.aliases import check_outputs, check_writable, kept, meets
+from dure.collectives.arguments import check_rank
+from dure.collectives.shared_memory import leaving, sparse, torch_calls, torch_doors
+from dure.collectives.shared_memory.aliases import (
+    check_apart,
+    check_outputs,
+    check_writable,
+    kept,
+    meets,
+)
 from dure.collectives.shared_memory.arguments import (
+    check_alike,
     check_gathered,
     check_like,
+    check_pairs,
     check_scattered,
     copy_back,
     dense_like,
     reducible,
+    root_of,
     single,
+    some,
     split,
 )
 from dure.collectives.shared_memory.begun import BegunCalls
-from dure.collectives.shared_memory.calls import NUMBER_OF, SUM, check_tensor, operation_of
+from dure.collectives.shared_memory.calls import AVG, NUMBER_OF, SUM, check_tensor, operation_of
+from dure.collectives.shared_memory.device_backend import DeviceBackend
 from dure.collectives.shared_memory.host import Collectives
 from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
 from dure.collectives.shared_memory.moves import Moves
+from dure.collectives.shared_memory.portable import folded
+from dure.collectives.shared_memory.torch_calls import limit_of, torch_call
 from dure.collectives.shared_memory.transport import OverMemory
 from dure.collectives.shared_memory.two_hosts.across import Across
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
 from dure.collectives.transport import Carried
+from dure.errors import CallError
 from dure.tensors.overlap import any_overlap, overlap
 
 
@@ -74,8 +90,10 @@ def create(backend_options: Any, options: Options | None = None) -> SharedMemory
     )
 
 
-class SharedMemoryGroup(dist.ProcessGroup, Carried):
+class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     """A process group of the backend `dure`. Users get it from init_process_group and new_group.
+
+    It is its own backend for the CPU.
 
     What it has besides: `all_reduce`, the shortest way to a sum; `monitored_barrier`; `begun`, the
     calls that are ended later; `transport`, for the groups of `dure.collectives`.
@@ -98,6 +116,8 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         self._rank = rank
         self._size = size
         self._store = store
+        self._names = list(names)
+        self._sequence = 0  # collectives that torch has asked for
         self._process = os.getpid()  # a forked child must not end its parent's group
         self._group_name = ""
         self._description = ""
@@ -143,6 +163,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         )
         self._closed = False
         leaving.remember(self)
+        torch_doors.open_doors(SharedMemoryGroup)
 
     # What torch asks of a group.
 
@@ -181,30 +202,83 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     def get_group_store(self) -> Store:
         return self._store
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for one that is alive but does not come."""
+        return timedelta(seconds=self._host.timeout)
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._host.timeout = timeout.total_seconds()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives torch has asked for, the same on ranks that have asked for all."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: all ranks begin with 0."""
 
     # Reductions.
 
     def all_reduce(self, tensor: Tensor, op: int = SUM) -> None:
-        """The reduction over all ranks, in place and at once; tensor: dense, on the CPU.
+        """The reduction over all ranks, in place and at once; tensor: on the CPU, dense or sparse.
 
         op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers
         around it.
         """
-        tensor = reducible(tensor, op)
-        check_writable(tensor)
-        self._line.now(lambda: self._moves.all_reduce(tensor, op))
+        self._line.now(self._prepared_all_reduce([tensor], op))
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: Any = (), opts: Any = None, *rest: Any, **named: Any) -> Work:
         # The common case, one tensor and a caller that waits, goes the short way.
-        if len(tensors) == 1 and not getattr(opts, "asyncOp", True):
+        if (
+            type(opts) is AllreduceOptions
+            and type(tensors) is list
+            and len(tensors) == 1
+            and not opts.asyncOp
+            and not _profiler_enabled()
+            and limit_of(opts) is None
+        ):
+            self._sequence += 1
             self.all_reduce(tensors[0], operation_of(opts.reduceOp))
             return FINISHED  # type: ignore[return-value]
-        return self.allreduce_coalesced(tensors, opts)
+        given = () if opts is None else (opts, *rest)
+        return self._all_reduce_of_any_form(tensors, *given, **named)  # type: ignore[no-any-return]
 
+    @torch_call(
+        "allreduce_", "all_reduce", "tensors opts", torch_calls.short_all_reduce, tensor_at=0
+    )
+    def _all_reduce_of_any_form(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        op = operation_of(opts.reduceOp) if opts is not None else SUM
+        return self._issue(self._prepared_all_reduce(tensors, op), opts, tensors)
+
+    def _prepared_all_reduce(self, tensors: Sequence[Tensor], op: int) -> Callable[[], None]:
+        """What reduces a tensor of each rank, or several tensors of each as those of more ranks."""
+        some("all_reduce", tensors)
+        if any(sparse.is_sparse(tensor) for tensor in tensors):
+            sparse.check_sparse(tensors, op)
+            return lambda: sparse.all_reduce(tensors, op, self._moves, self._names)
+        tensors = [reducible(tensor, op) for tensor in tensors]
+        for tensor in tensors:
+            check_writable(tensor)
+        if len(tensors) == 1:
+            return lambda: self._moves.all_reduce(tensors[0], op)
+        check_apart(tensors)
+        check_alike("all_reduce", tensors)
+
+        def run() -> None:
+            # Wide where halves are rounded once, at the end. An average is divided there as well.
+            total = folded(tensors, SUM if op == AVG else op)
+            self._moves.all_reduce(total, SUM if op == AVG else op)
+            if op == AVG:
+                total = total / (self._size * len(tensors))
+            for tensor in tensors:
+                tensor.copy_(total)
+
+        return run
+
+    @torch_call("allreduce_coalesced_", "all_reduce", "tensors opts")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
+        some("all_reduce", tensors)
         tensors = [reducible(tensor, op) for tensor in tensors]
         for tensor in tensors:
             check_writable(tensor)
@@ -219,10 +293,10 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         return self._issue(run, opts, tensors)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        op = operation_of(opts.reduceOp)
-        root = opts.rootRank
-        check_root(root, self._size)
+    @torch_call("reduce_", "reduce", "tensors opts", torch_calls.short_reduce, tensor_at=0)
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        op = operation_of(opts.reduceOp) if opts is not None else SUM
+        root = root_of(opts, self._size)
         tensor = reducible(single(tensors), op)
         if root == self._rank:
             check_writable(tensor)
@@ -236,21 +310,28 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         check_writable(output)
         blocks = [reducible(block, op) for block in blocks]
         if len(blocks) != self._size:
-            raise ValueError(
+            raise CallError(
                 f"reduce_scatter among {self._size} ranks takes as many inputs, not {len(blocks)}"
             )
         own = blocks[self._rank].numel()
         if own != output.numel():
-            raise ValueError(
+            raise CallError(
                 f"reduce_scatter into {output.numel()} elements, but the input for rank "
                 f"{self._rank} has {own}"
             )
         if any(block.dtype != output.dtype for block in blocks):
-            raise ValueError(
+            raise CallError(
                 f"reduce_scatter into {output.dtype} of inputs that are not all {output.dtype}"
             )
         return output, blocks
 
+    @torch_call(
+        "reduce_scatter_",
+        "reduce_scatter",
+        "output_tensors input_tensors opts",
+        torch_calls.short_reduce_scatter,
+        tensor_at=0,
+    )
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Work:
@@ -267,15 +348,21 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         return self._issue(run, opts, [output])
 
+    @torch_call("_reduce_scatter_base_", "reduce_scatter", "outputTensor inputTensor opts")
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
+        return self._reduce_scatters([output], [source], opts)
 
+    @torch_call("reduce_scatter_tensor_coalesced_", "reduce_scatter", "outputs inputs opts")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
+        return self._reduce_scatters(outputs, inputs, opts)
+
+    def _reduce_scatters(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         # All pairs are checked before the first call begins: a rank that fails in the middle would
         # end the group.
+        check_pairs("reduce_scatter", outputs, inputs)
         for output, source in zip(outputs, inputs, strict=True):
             check_scattered(output, source, self._size)
         pairs = [
@@ -318,17 +405,26 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     # Copies.
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
-        root = opts.rootRank
-        check_root(root, self._size)
-        for tensor in tensors:
+    @torch_call("broadcast_", "broadcast", "tensors opts", torch_calls.short_broadcast, tensor_at=0)
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """All tensors of all ranks become one of the root's: that with the number `rootTensor`."""
+        root = root_of(opts, self._size)
+        some("broadcast", tensors)
+        which = opts.rootTensor if opts is not None else 0
+        if not 0 <= which < len(tensors):
+            raise CallError(f"invalid root tensor {which}: this call has {len(tensors)} tensors")
+        for index, tensor in enumerate(tensors):
             check_tensor(tensor)
-            if root != self._rank:
+            if root != self._rank or index != which:
                 check_writable(tensor)
+        check_apart(tensors)
+        check_alike("broadcast", tensors)
 
         def run() -> None:
+            self._moves.broadcast(tensors[which], root)
             for tensor in tensors:
-                self._moves.broadcast(tensor, root)
+                if tensor is not tensors[which]:
+                    tensor.copy_(tensors[which])
 
         return self._issue(run, opts, tensors)
 
@@ -337,37 +433,68 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         for tensor in (source, *outputs):
             check_tensor(tensor)
         if len(outputs) != self._size:
-            raise ValueError(
+            raise CallError(
                 f"all_gather among {self._size} ranks takes as many outputs, not {len(outputs)}"
             )
         own = outputs[self._rank]
         if own.numel() != source.numel() or any(output.dtype != source.dtype for output in outputs):
-            raise ValueError(
+            raise CallError(
                 f"all_gather of {source.numel()} elements of {source.dtype}, but the output for "
                 f"rank {self._rank} has "
                 f"{own.numel()} of {own.dtype}"
             )
         check_outputs(outputs)
 
+    @torch_call(
+        "allgather_",
+        "all_gather",
+        "output_tensors input_tensors opts",
+        torch_calls.short_all_gather,
+        tensor_at=1,
+    )
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        source = single(inputs)
-        targets = single(outputs)
-        self._check_gathered(targets, source)
-        written = meets(source, targets, self._rank)
+        """Each list of outputs becomes all inputs of rank 0, then all of rank 1, and so on."""
+        some("all_gather", inputs)
+        if len(outputs) != len(inputs):
+            raise CallError(
+                f"all_gather of {len(inputs)} tensors takes as many lists of outputs, not "
+                f"{len(outputs)}"
+            )
+        number = len(inputs)
+        if any(len(targets) != self._size * number for targets in outputs):
+            raise CallError(
+                f"all_gather of {number} tensors among {self._size} ranks takes "
+                f"{self._size * number} outputs in each list, not "
+                f"{', '.join(str(len(targets)) for targets in outputs)}"
+            )
+        for targets in outputs:
+            for index, source in enumerate(inputs):
+                self._check_gathered(targets[index::number], source)
+        everything = [target for targets in outputs for target in targets]
+        check_outputs(everything)
+        if number == 1:
+            written = meets(inputs[0], everything, self._rank)
+        else:
+            written = any(meets(source, everything) for source in inputs)
 
         def run() -> None:
-            self._moves.all_gather_copied(targets, source.clone() if written else source)
+            for index, source in enumerate([x.clone() for x in inputs] if written else inputs):
+                self._moves.all_gather_copied(outputs[0][index::number], source)
+            for targets in outputs[1:]:
+                copy_back(outputs[0], targets)
 
-        return self._issue(run, opts, targets)
+        return self._issue(run, opts, outputs[0] if number == 1 else outputs)
 
+    @torch_call("allgather_coalesced_", "all_gather", "output_lists input_list opts")
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """output_lists[rank][k]: what `rank` gives as inputs[k]."""
+        some("all_gather", inputs)
         if any(len(outputs) != len(inputs) for outputs in output_lists):
-            raise ValueError(
+            raise CallError(
                 f"all_gather of {len(inputs)} tensors takes as many outputs for each rank, not "
                 f"{', '.join(str(len(outputs)) for outputs in output_lists)}"
             )
@@ -386,12 +513,18 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         return self._issue(run, opts, everything)
 
+    @torch_call("_allgather_base_", "all_gather", "output input opts")
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
-        return self.all_gather_single_coalesced([output], [source], opts)
+        return self._all_gathers([output], [source], opts)
 
+    @torch_call("allgather_into_tensor_coalesced_", "all_gather", "outputs inputs opts")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
+        return self._all_gathers(outputs, inputs, opts)
+
+    def _all_gathers(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        check_pairs("all_gather", outputs, inputs)
         for output, source in zip(outputs, inputs, strict=True):
             check_tensor(output)
             check_tensor(source)
@@ -421,17 +554,25 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    @torch_call(
+        "gather_",
+        "gather",
+        "output_tensors input_tensors opts",
+        torch_calls.short_gather,
+        tensor_at=1,
+    )
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         source = single(inputs)
-        root = opts.rootRank
-        check_root(root, self._size)
+        root = root_of(opts, self._size)
         targets = single(outputs) if outputs else []
         for tensor in (source, *targets):
             check_like(tensor, source)
         if root == self._rank and len(targets) != self._size:
-            raise ValueError(
+            raise CallError(
                 f"gather among {self._size} ranks takes as many outputs, not {len(targets)}"
             )
+        if root != self._rank and targets:
+            raise CallError("gather takes outputs on its root alone, and this rank is not it")
         check_outputs(targets)
         written = meets(source, targets, self._rank)
 
@@ -440,17 +581,25 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         return self._issue(run, opts, targets)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    @torch_call(
+        "scatter_",
+        "scatter",
+        "output_tensors input_tensors opts",
+        torch_calls.short_scatter,
+        tensor_at=0,
+    )
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         output = single(outputs)
-        root = opts.rootRank
-        check_root(root, self._size)
+        root = root_of(opts, self._size)
         sources = single(inputs) if inputs else []
         for tensor in (output, *sources):
             check_like(tensor, output)
         if root == self._rank and len(sources) != self._size:
-            raise ValueError(
+            raise CallError(
                 f"scatter among {self._size} ranks takes as many inputs, not {len(sources)}"
             )
+        if root != self._rank and sources:
+            raise CallError("scatter takes inputs on its root alone, and this rank is not it")
         check_writable(output)
 
         def run() -> None:
@@ -458,9 +607,12 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         return self._issue(run, opts, [output])
 
+    @torch_call(
+        "alltoall_", "all_to_all", "output_tensors input_tensors opts", torch_calls.short_all_to_all
+    )
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
-            raise ValueError(
+            raise CallError(
                 f"all_to_all among {self._size} ranks takes as many inputs and outputs, not "
                 f"{len(inputs)} and "
                 f"{len(outputs)}"
@@ -477,6 +629,12 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
         return self._issue(run, opts, outputs)
 
+    @torch_call(
+        "alltoall_base_",
+        "all_to_all",
+        "output input output_split_sizes input_split_sizes opts",
+        torch_calls.short_all_to_all,
+    )
     def all_to_all_single(
         self,
         output: Tensor,
@@ -488,7 +646,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         check_like(output, output)
         check_like(source, output)
         if self._size > 1 and not (output.dim() and source.dim()):
-            raise ValueError(
+            raise CallError(
                 "all_to_all splits tensors along their first dimension, and a single number has "
                 "none"
             )
@@ -499,11 +657,9 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             rows = tensor.shape[0] if tensor.dim() else 0
             wrong = sum(splits) != rows or len(splits) != self._size or min(splits, default=0) < 0
             if splits and wrong:
-                raise ValueError(
-                    f"all_to_all: {name}s split as {splits} do not make up {rows} rows"
-                )
+                raise CallError(f"all_to_all: {name}s split as {splits} do not make up {rows} rows")
             if not splits and rows % self._size:
-                raise ValueError(
+                raise CallError(
                     f"all_to_all: {rows} rows of the {name} do not divide by {self._size} ranks"
                 )
 
@@ -522,9 +678,11 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     alltoall_base = all_to_all_single
 
+    @torch_call("barrier", "barrier", "opts", torch_calls.short_barrier)
     def barrier(self, opts: Any = None) -> Work:
         return self._issue(self._moves.barrier, opts, [])
 
+    @torch_call("monitored_barrier_", "monitored_barrier", "timeout wait_all_ranks")
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -533,19 +691,12 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
         wait_all_ranks: accepted as torch has it; the error names all missing ranks in any case.
         """
 
-        def run() -> None:
-            # In the group's turn, so that no other collective sees the changed time-out.
-            before = self._host.timeout
-            self._host.timeout = timeout.total_seconds() if timeout is not None else before
-            try:
-                self._moves.barrier()
-            finally:
-                self._host.timeout = before
-
-        self._line.now(run)
+        seconds = timeout.total_seconds() if timeout is not None else None
+        self._line.now(self._within(seconds, self._moves.barrier))
 
     # Messages.
 
+    @torch_call("send", "send", "tensors dstRank tag")
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)
@@ -554,6 +705,7 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             return self._across.send(tensor, to, tag)
         return self._mailbox.send(tensor, self._here.index(to), tag)
 
+    @torch_call("recv_", "recv", "tensors srcRank tag")
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)
@@ -563,12 +715,13 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
             return self._across.receive(tensor, source, tag)
         return self._mailbox.receive(tensor, self._here.index(source), tag)
 
+    @torch_call("recv_any_source_", "recvAnySource", "tensors tag")
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         tensor = single(tensors)
         check_tensor(tensor)
         check_writable(tensor)
         if self._across is not None:
-            raise ValueError(
+            raise CallError(
                 f"recv needs to know its source in a group that spans {len(self.hosts)} hosts: "
                 f"pass src"
             )
@@ -576,13 +729,31 @@ class SharedMemoryGroup(dist.ProcessGroup, Carried):
 
     # The order of calls, and the end.
 
-    def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Tensor]) -> Work:
+    def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Any]) -> Work:
         """Runs a call at once where the caller waits for it anyway; else in line."""
+        self._sequence += 1
+        run = self._within(limit_of(opts), run)
         # Not all of torch's options have this field; where it is missing, a handle is always right.
         if not getattr(opts, "asyncOp", True):
             self._line.now(run)
             return FINISHED  # type: ignore[return-value]
         return self._line.later(run, tensors)
+
+    def _within(self, seconds: float | None, run: Callable[[], None]) -> Callable[[], None]:
+        """A call with a time-out of its own; `run` itself where it has none."""
+        if seconds is None:
+            return run
+
+        def limited() -> None:
+            # In the group's turn, so that no other collective sees the changed time-out.
+            before = self._host.timeout
+            self._host.timeout = seconds
+            try:
+                run()
+            finally:
+                self._host.timeout = before
+
+        return limited
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to do: calls run in the order of their issue in any case."""

@@ -34,6 +34,7 @@ from dure.collectives.shared_memory.pool import empty_shared, pool
 from dure.collectives.shared_memory.two_hosts.across import Across, UnderWay
 from dure.collectives.shared_memory.work import Line
 from dure.collectives.transport import Begun
+from dure.errors import CallError
 
 
 class BegunCalls:
@@ -177,7 +178,7 @@ class BegunCalls:
         output = reducible(output, op)
         source = reducible(source, op)
         if not (output.is_contiguous() and source.is_contiguous()):
-            raise ValueError(
+            raise CallError(
                 "begin_reduce_scatter takes contiguous tensors: call contiguous() first"
             )
         check_own_place(output, source, self._rank)
@@ -270,7 +271,7 @@ class BegunCalls:
         check_tensor(source)
         check_gathered(output, source, self._size)
         if not (output.is_contiguous() and source.is_contiguous()):
-            raise ValueError("begin_all_gather takes contiguous tensors: call contiguous() first")
+            raise CallError("begin_all_gather takes contiguous tensors: call contiguous() first")
         check_own_place(source, output, self._rank)
         across = self._across
         if across is not None and self.apart and source.numel():

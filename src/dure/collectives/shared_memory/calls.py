@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from dure.errors import MismatchError
+from dure.errors import CallError, MismatchError
 
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, BARRIER = (
     range(1, 10)
@@ -87,6 +87,14 @@ _DTYPES: Final = (*REDUCIBLE, *_OTHERS)
 NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
+def name_of(dtype: int) -> str:
+    """The name of a dtype by its number, which may be any that a rank has said."""
+    known = 0 <= dtype < len(_DTYPES)
+    return (
+        str(_DTYPES[dtype]).removeprefix("torch.") if known else f"elements of no dtype ({dtype})"
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """One rank's part in a collective.
@@ -102,18 +110,20 @@ class Call:
     extra: int = 0
 
     def __str__(self) -> str:
-        name = KINDS.get(self.kind, "nothing")
-        if self.kind in (BARRIER, END_OF_ALL_REDUCES, 0) or self.kind not in KINDS:
+        if self.kind not in KINDS:
+            return f"no call ({self.kind})" if self.kind else "nothing"
+        name = KINDS[self.kind]
+        if self.kind in (BARRIER, END_OF_ALL_REDUCES):
             return name
-        words = [OPERATIONS[self.op]] if self.kind in _REDUCTIONS else []
+        # The numbers may be any: those of a rank whose memory was overwritten, for one.
+        words = [_operation(self.op)] if self.kind in _REDUCTIONS else []
         words += [f"root {self.root}"] if self.root >= 0 else []
         sizes = f" in unequal parts ({self.extra & 0xFFFF:04x})" if self.extra else ""
-        kind = (
-            str(_DTYPES[self.dtype]).removeprefix("torch.")
-            if self.dtype < len(_DTYPES)
-            else "unknown"
-        )
-        return f"{name}({', '.join([*words, f'{self.count} {kind}'])}{sizes})"
+        return f"{name}({', '.join([*words, f'{self.count} {name_of(self.dtype)}'])}{sizes})"
+
+
+def _operation(number: int) -> str:
+    return OPERATIONS[number] if 0 <= number < len(OPERATIONS) else f"no operation ({number})"
 
 
 def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
@@ -126,7 +136,7 @@ def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
     # A ReduceOp holds the plain operation as `op`; a RedOpType is one itself.
     number = _BY_REDUCE_OP.get(getattr(op, "op", op))  # type: ignore[arg-type]
     if number is None:
-        raise ValueError(
+        raise CallError(
             f"{op} is not supported by the dure backend; choose one of {', '.join(OPERATIONS)}"
         )
     return number
@@ -138,12 +148,10 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
         return
     if dtype not in REDUCIBLE:
         known = ", ".join(str(known).removeprefix("torch.") for known in REDUCIBLE)
-        raise ValueError(f"tensors of {dtype} cannot be reduced; these can: {known}")
+        raise CallError(f"tensors of {dtype} cannot be reduced; these can: {known}")
     if op == AVG:
-        raise ValueError(
-            f"the average of {dtype} is not a {dtype}: sum it, or use a floating dtype"
-        )
-    raise ValueError(f"{OPERATIONS[op]} works on bits of integers, not on {dtype}")
+        raise CallError(f"the average of {dtype} is not a {dtype}: sum it, or use a floating dtype")
+    raise CallError(f"{OPERATIONS[op]} works on bits of integers, not on {dtype}")
 
 
 def check_tensor(tensor: Tensor) -> None:
@@ -155,14 +163,14 @@ def check_tensor(tensor: Tensor) -> None:
     ):
         return
     if tensor.layout is not torch.strided:
-        raise ValueError(
+        raise CallError(
             f"the dure backend takes dense tensors, not {tensor.layout}: call to_dense() first"
         )
     if tensor.is_cpu:
-        raise ValueError(
+        raise CallError(
             "the tensor is a negated or conjugated view: call resolve_neg().resolve_conj() first"
         )
-    raise ValueError(
+    raise CallError(
         f"the dure backend takes CPU tensors, not one on {tensor.device}: use nccl for those, as a "
         f"group of its own"
     )

@@ -356,7 +356,9 @@ class Host(ABC):
 
     def silent(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError:
         """The error for ranks that are alive and did not come in time."""
-        return self._lost(ranks, f"did not come within {self.timeout:g} s", operation, step)
+        return self._lost(
+            ranks, f"did not come within {self.timeout:g} s (timed out)", operation, step
+        )
 
     def _lost(self, ranks: Sequence[int], reason: str, operation: str, step: str) -> PeerLostError:
         """The error for these ranks, with what the first of them last did."""

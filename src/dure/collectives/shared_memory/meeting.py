@@ -77,7 +77,7 @@ class Meeting:
             self.store.wait([key], timedelta(seconds=left))
             return bytes(self.store.get(key))
         except RuntimeError as error:
-            reason = f"did not come within {self.timeout:g} s"
+            reason = f"did not come within {self.timeout:g} s (timed out)"
             raise PeerLostError(
                 (self.names[whose],), "the meeting of a new group", "its start", reason
             ) from error

@@ -89,15 +89,21 @@ def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
 
     Half precision is reduced in float32 and rounded once.
     """
+    total = folded(tensors, op)
+    if op == AVG:
+        total = total / len(tensors)
+    return total.to(tensors[0].dtype)
+
+
+def folded(tensors: Sequence[Tensor], op: int) -> Tensor:
+    """The same without its last rounding, and without the division of an average."""
     dtype = tensors[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     fold = (_FOLDS_OF_BOOLS if dtype == torch.bool else _FOLDS)[op]
     total = tensors[0].float() if halves else tensors[0]
     for tensor in tensors[1:]:
         total = fold(total, tensor.float() if halves else tensor)
-    if op == AVG:
-        total = total / len(tensors)
-    return total.to(dtype)
+    return total
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dure.errors import DureError
+from dure.errors import CallTimeoutError, DureError
 
 
 class Work(dist.Work):
@@ -23,14 +23,23 @@ class Work(dist.Work):
     tensors: what the future holds when the call is done.
     """
 
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self, tensors: Sequence[Any] = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
+        self._before: Callable[[], None] | None = None
         self.source = -1
+
+    def before_the_end(self, then: Callable[[], None]) -> None:
+        """Calls `then` before anybody hears that the call is done; at once if it is done."""
+        with self._lock:
+            if not self._done.is_set():
+                self._before = then
+                return
+        then()
 
     def finish(self, error: BaseException | None = None, here: bool = False) -> None:
         """The call is done, or has failed; what comes first stays.
@@ -44,6 +53,8 @@ class Work(dist.Work):
             if self._done.is_set():
                 return
             self._error = error
+            if self._before is not None:
+                self._before()
             self._done.set()
             future = self._future
         if future is not None and here:
@@ -64,11 +75,13 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True when the call is done.
 
-        Raises its error, or TimeoutError after `timeout`; the call then goes on.
+        Raises its error, or CallTimeoutError after `timeout`; the call then goes on.
         """
         seconds = timeout.total_seconds() if timeout else 0
         if not self._await(seconds if seconds > 0 else None):
-            raise TimeoutError(f"the call is not done after {seconds:g} s; it goes on")
+            raise CallTimeoutError(
+                f"timed out: the call is not done after {seconds:g} s; it goes on"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -218,7 +231,7 @@ class Line:
                 self._failed(error)
             raise
 
-    def later(self, call: Callable[[], None], tensors: Sequence[Tensor]) -> Work:
+    def later(self, call: Callable[[], None], tensors: Sequence[Any]) -> Work:
         """Puts a call at the end of the line."""
         work = Work(tensors)
         with self._count:

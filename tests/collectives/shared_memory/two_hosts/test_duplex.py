@@ -4,6 +4,7 @@ endings are told."""
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -244,11 +245,42 @@ def test_where_hosts_do_not_reach_each_other_both_know(
 def test_where_the_word_is_not_heard_both_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def deaf(server: socket.socket, word: bytes, patience: float) -> None:
+    def deaf(server: socket.socket, word: bytes, key: bytes, patience: float) -> None:
         server.accept()[0].close()
 
     monkeypatch.setattr(duplex_module, "_accepted", deaf)
     assert both(tmp_path, lambda meeting: connection(meeting, "127.0.0.1", True)) == [None, None]
+
+
+def test_hosts_with_the_same_key_reach_each_other(tmp_path: Path) -> None:
+    ends = both(tmp_path, lambda meeting: connection(meeting, "127.0.0.1", True, b"a key"))
+    ends[1].sendall(b"word")
+    assert ends[0].recv(4, socket.MSG_WAITALL) == b"word"
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ((b"a key", b"another"), "rank [01] has not proved that it knows DURE_KEY"),
+        ((b"a key", None), "rank [01] has (a|no) key, unlike this one: set DURE_KEY"),
+    ],
+)
+def test_who_reads_the_store_and_has_not_the_key_is_not_let_in(
+    keys, reason, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplex_module, "_PATIENCE", 0.3)
+
+    def refused(meeting: Meeting) -> str:
+        try:
+            connection(meeting, "127.0.0.1", True, keys[meeting.rank])
+        except PeerLostError as error:
+            return str(error)
+        return "let in"
+
+    for said in both(tmp_path, refused):
+        assert re.match(reason, str(said)), said
 
 
 def test_a_silent_stranger_does_not_keep_the_other_host_out(

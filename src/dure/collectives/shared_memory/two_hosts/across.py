@@ -64,6 +64,7 @@ from dure.collectives.shared_memory.two_hosts.planned import (
 from dure.collectives.shared_memory.verdict import Verdict
 from dure.collectives.shared_memory.work import Work
 from dure.errors import PeerLostError
+from dure.machine.group_key import group_key
 
 _Gloo: Any = dist.ProcessGroupGloo  # of which torch's stubs know only half
 _PATIENCE = 0.5  # seconds in which those who know better may say who was lost
@@ -161,7 +162,7 @@ class Across:
         """What carries planned calls: a connection of our own between two hosts, else gloo."""
         if self._size == 2:
             meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
-            made = connection(meeting, address, self._host.in_c)
+            made = connection(meeting, address, self._host.in_c, group_key())
             # Both ends know whether they are connected, so both go on to gloo, or neither.
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)
@@ -447,7 +448,9 @@ class Across:
                     others = [
                         ranks[0] for index, ranks in enumerate(self._hosts) if index != self._here
                     ]
-                    loss = self._loss(others, f"did not come within {self._host.timeout:g} s")
+                    loss = self._loss(
+                        others, f"did not come within {self._host.timeout:g} s (timed out)"
+                    )
                 if loss is not None:
                     # what comes late must not be written to tensors that are used again
                     self.close()
@@ -544,7 +547,7 @@ class Parcel(Work):
                 # gloo has no error class for it; the T may be large or small.
                 silent = "imed out" in str(error)
                 reason = (
-                    f"did not come within {across.timeout:g} s"
+                    f"did not come within {across.timeout:g} s (timed out)"
                     if silent
                     else "closed its connection"
                 )

@@ -11,6 +11,7 @@ all-gather sends half of that. A call sends 64 bytes more.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import Structure, addressof, c_double, c_uint64, c_void_p
 from datetime import timedelta
+from hmac import compare_digest
 from typing import Any
 
 import msgspec
@@ -29,11 +31,14 @@ from torch import Tensor
 from dure.collectives.shared_memory.calls import Call
 from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.native import Posted, library, posted_call
+from dure.errors import PeerLostError
+from dure.machine.group_key import VARIABLE
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP = range(4)
 _PATIENCE = 5.0  # seconds for two hosts to reach each other, or a quarter of the meeting's time
-_STRANGER = 0.5  # seconds for a caller to say the word
-_WORD = 16  # bytes of the word by which they know each other
+_STRANGER = 0.5  # seconds for a caller to prove who it is
+_WORD = 16  # bytes of the word that the store tells, and of each end's random number
+_PROOF = 32  # bytes by which an end proves that it knows word and key
 
 
 class _Exchange(Structure):
@@ -161,47 +166,75 @@ def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
 
 
 # How two hosts reach each other: the first listens, the second connects, and the store says where,
-# and whether it did.
+# and whether it did. Both prove that they know the word, which the store tells, and the job's key,
+# which it does not; neither is sent.
 
 
-def connection(meeting: Meeting, address: str | None, willing: bool) -> socket.socket | None:
+def connection(
+    meeting: Meeting, address: str | None, willing: bool, key: bytes | None = None
+) -> socket.socket | None:
     """This host's end of a connection between two hosts.
 
     None, on both, where they do not reach each other or one does not want to.
 
     meeting: of rank 0 and rank 1. address: by which others reach this host; None where that is not
-    known. Raises PeerLostError if the other does not come within the meeting's time.
+    known. key: the job's, the same on both. Raises PeerLostError if the other does not come within
+    the meeting's time; where there is a key, also if the other has not proved that it knows it.
     """
-    meeting.store.set(f"duplex {meeting.rank}", msgspec.json.encode((address, willing)).decode())
+    card = address, willing, key is not None
+    meeting.store.set(f"duplex {meeting.rank}", msgspec.json.encode(card).decode())
     other = 1 - meeting.rank
-    theirs, too = msgspec.json.decode(
-        meeting.read(f"duplex {other}", other), type=tuple[str | None, bool]
+    theirs, too, keyed = msgspec.json.decode(
+        meeting.read(f"duplex {other}", other), type=tuple[str | None, bool, bool]
     )
+    if keyed != (key is not None):
+        which = "a key" if keyed else "no key"
+        raise _unproved(
+            meeting, f"has {which}, unlike this one: set {VARIABLE} alike on both hosts"
+        )
     # Neither knows an address where the store is on this very machine: then loopback will do. Where
     # only one knows one, they would not meet.
     if not (willing and too) or (address is None) != (theirs is None):
+        made = None
+    elif meeting.rank == 0:
+        made = _listening(meeting, address or "127.0.0.1", key or b"")
+    else:
+        made = _connected(meeting, key or b"")
+    if made is None:
+        # Without a key gloo carries what this connection would. It asks for none: with one, whoever
+        # holds the hosts apart would be let in there.
+        if key is not None:
+            raise _unproved(
+                meeting,
+                f"has not proved that it knows {VARIABLE}, or does not reach this host, or has "
+                "not the core in C",
+            )
         return None
-    made = _listening(meeting, address or "127.0.0.1") if meeting.rank == 0 else _connected(meeting)
-    if made is not None:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short calls leave at once
-        made.settimeout(None)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short calls leave at once
+    made.settimeout(None)
     return made
 
 
-def _listening(meeting: Meeting, address: str) -> socket.socket | None:
-    """Rank 0's end: opens a door, tells where, and waits for the one with the word."""
+def _unproved(meeting: Meeting, reason: str) -> PeerLostError:
+    return PeerLostError(
+        (meeting.names[1 - meeting.rank],), "the meeting of two hosts", "its start", reason
+    )
+
+
+def _listening(meeting: Meeting, address: str, key: bytes) -> socket.socket | None:
+    """Rank 0's end: opens a door, tells where, and waits for the one that proves who it is."""
     made: socket.socket | None = None
-    # Anybody may call at the door; the word, which only the store tells, proves who it is.
+    # Anybody may call at the door.
     word = secrets.token_bytes(_WORD)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.create_server((address, 0), family=family) as server:
             door = address, server.getsockname()[1], word.hex()
             meeting.store.set("duplex door", msgspec.json.encode(door).decode())
-            made = _accepted(server, word, _patience(meeting))
+            made = _accepted(server, word, key, _patience(meeting))
     except OSError:  # no door: the other one must not wait for it
         meeting.store.set("duplex door", "null")
-    # The one that connects has heard the word last, so its verdict is the one for both.
+    # The one that connects has heard the proof last, so its verdict is the one for both.
     if meeting.read("duplex verdict", 1) == b"yes":
         return made
     if made is not None:
@@ -213,8 +246,10 @@ def _patience(meeting: Meeting) -> float:
     return min(_PATIENCE, meeting.timeout / 4)
 
 
-def _accepted(server: socket.socket, word: bytes, patience: float) -> socket.socket | None:
-    """The connection of the one that knows the word."""
+def _accepted(
+    server: socket.socket, word: bytes, key: bytes, patience: float
+) -> socket.socket | None:
+    """The connection of the one that knows the word and the key."""
     until = time.monotonic() + patience
     with suppress(TimeoutError):
         while (left := until - time.monotonic()) > 0:
@@ -222,28 +257,42 @@ def _accepted(server: socket.socket, word: bytes, patience: float) -> socket.soc
             caller = server.accept()[0]
             caller.settimeout(min(left, _STRANGER))
             with suppress(OSError):
-                if caller.recv(_WORD, socket.MSG_WAITALL) == word:
-                    caller.sendall(word)
+                own = secrets.token_bytes(_WORD)
+                caller.sendall(own)
+                theirs = _received(caller, _WORD)
+                # The caller proves itself first: a stranger gets nothing that the key has made.
+                if compare_digest(_received(caller, _PROOF), _proof(key, b"1", word, own, theirs)):
+                    caller.sendall(_proof(key, b"0", word, own, theirs))
                     return caller
             caller.close()
     return None
 
 
-def _connected(meeting: Meeting) -> socket.socket | None:
-    """Rank 1's end: calls at the door, and tells whether it was let in."""
+def _connected(meeting: Meeting, key: bytes) -> socket.socket | None:
+    """Rank 1's end: calls at the door, and tells whether it was let in, by the right one."""
     door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None
-    heard = False
+    proved = False
     if door is not None:
         word = bytes.fromhex(door[2])
         with suppress(OSError):
             made = socket.create_connection(door[:2], timeout=_patience(meeting))
-            made.sendall(word)
-            if made.recv(_WORD, socket.MSG_WAITALL) != word:
-                raise ConnectionError("somebody else answers there")
-            heard = True
-    if made is not None and not heard:
+            own = secrets.token_bytes(_WORD)
+            theirs = _received(made, _WORD)
+            made.sendall(own + _proof(key, b"1", word, theirs, own))
+            proved = compare_digest(_received(made, _PROOF), _proof(key, b"0", word, theirs, own))
+    if made is not None and not proved:
         made.close()
         made = None
     meeting.store.set("duplex verdict", "no" if made is None else "yes")
     return made
+
+
+def _proof(key: bytes, rank: bytes, word: bytes, nonce_of_0: bytes, nonce_of_1: bytes) -> bytes:
+    """What only one that knows the key and the word can say, and for this connection alone."""
+    return hmac.digest(key, b"dure two hosts" + rank + word + nonce_of_0 + nonce_of_1, "sha256")
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytes:
+    """So many bytes; fewer, which are no proof, if the other end closes before."""
+    return connection.recv(nbytes, socket.MSG_WAITALL)

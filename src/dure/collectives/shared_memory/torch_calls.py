@@ -1,0 +1,207 @@
+"""Calls as torch.distributed makes them: in a long form and a short one, and seen by its profiler.
+
+A method of ProcessGroup takes lists of tensors and options. Some take a single tensor as well, with
+the root, the operation and the time-out as arguments of their own. While torch's profiler runs, a
+call is two events, as gloo's calls are: `c10d::allreduce_` is the call itself, `dure:all_reduce`
+lasts until its work is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from dure.collectives.shared_memory.work import Work
+
+_record = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
+
+Short = Callable[..., tuple[Any, ...]]
+"""Makes the arguments of the long form from those of the short one."""
+
+
+def torch_call(
+    operation: str, event: str, names: str, short: Short | None = None, tensor_at: int | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a method, which takes the long form, a call that torch can make.
+
+    operation: torch's name of it; event: what it does, for the profiler; names: torch's names of
+    the arguments of the long form; short: the short form, if there is one; tensor_at: the place of
+    an argument that is a list in the long form and a tensor in the short one.
+    """
+    long = names.split()
+
+    def is_short(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        return (
+            not named.keys() <= set(long)
+            or (tensor_at is not None and isinstance(_at(tensor_at, given), Tensor))
+            or not _is_options(_at(len(long) - 1, given))
+        )
+
+    def decorate(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            if short is not None and is_short(given, named):
+                given, named = short(*given, **named), {}
+            arguments = (*given, *(named.pop(name) for name in long[len(given) :] if name in named))
+            if named:
+                raise TypeError(f"{method.__name__} takes no argument {next(iter(named))!r}")
+            if not _profiler_enabled():
+                return method(self, *arguments)
+            return _profiled(operation, event, lambda: method(self, *arguments), arguments)
+
+        return call
+
+    return decorate
+
+
+def _at(place: int, given: Sequence[Any]) -> Any:
+    return given[place] if place < len(given) else None
+
+
+def _is_options(value: Any) -> bool:
+    return value is None or hasattr(value, "timeout")
+
+
+# The profiler.
+
+
+def _profiled(operation: str, event: str, call: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+    """Makes a call whose events the profiler sees."""
+    record = _record(f"dure:{event}", _tensors_of(arguments))
+    with _record(f"c10d::{operation}"):
+        record.__enter__()
+        try:
+            work = call()
+        except BaseException:
+            _end(record)
+            raise
+        if isinstance(work, Work):
+            work.before_the_end(lambda: _end(record))
+        else:
+            _end(record)
+        return work
+
+
+def _end(record: Any) -> None:
+    """Ends an event that need not end where it began.
+
+    On a thread of its own: so the profiler knows that it is no part of what its thread does.
+    """
+    thread = threading.Thread(target=record.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+
+
+def _tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
+    """What a call gives, or takes where it gives nothing: its last tensors."""
+    for argument in reversed(arguments):
+        while isinstance(argument, (list, tuple)) and argument and not _of_tensors(argument):
+            argument = argument[0]
+        if isinstance(argument, Tensor):
+            return [argument]
+        if isinstance(argument, (list, tuple)) and argument and _of_tensors(argument):
+            return list(argument)
+    return []
+
+
+def _of_tensors(values: Sequence[Any]) -> bool:
+    return isinstance(values[0], Tensor)
+
+
+# Options, and short forms with the names that torch gives to their arguments.
+
+
+def limit_of(opts: Any) -> float | None:
+    """Seconds that a call may take, if its options say so."""
+    seconds: float = opts.timeout.total_seconds() if opts is not None else -1.0
+    return seconds if seconds >= 0 else None  # torch's own for "not said" is less than 0
+
+
+def _options(kind: Callable[[], Any], timeout: timedelta | None, **values: Any) -> Any:
+    opts = kind()
+    if timeout is not None:
+        opts.timeout = timeout
+    for name, value in values.items():
+        setattr(opts, name, value)
+    return opts
+
+
+def short_all_reduce(
+    tensors: Any = (),
+    op: Any = ReduceOp.SUM,
+    timeout: timedelta | None = None,
+    tensor: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """One tensor, or a list of them."""
+    given = tensors if tensor is None else tensor
+    listed = [given] if isinstance(given, Tensor) else list(given)
+    return listed, _options(AllreduceOptions, timeout, reduceOp=op)
+
+
+def short_broadcast(tensor: Tensor, root: int, timeout: timedelta | None = None) -> tuple[Any, ...]:
+    return [tensor], _options(BroadcastOptions, timeout, rootRank=root)
+
+
+def short_reduce(
+    tensor: Tensor, root: int, op: Any = ReduceOp.SUM, timeout: timedelta | None = None
+) -> tuple[Any, ...]:
+    return [tensor], _options(ReduceOptions, timeout, rootRank=root, reduceOp=op)
+
+
+def short_all_gather(
+    output_tensors: list[Tensor], input_tensor: Tensor, timeout: timedelta | None = None
+) -> tuple[Any, ...]:
+    return [output_tensors], [input_tensor], _options(AllgatherOptions, timeout)
+
+
+def short_gather(
+    output_tensors: list[Tensor], input_tensor: Tensor, root: int, timeout: timedelta | None = None
+) -> tuple[Any, ...]:
+    outputs = [output_tensors] if output_tensors else []
+    return outputs, [input_tensor], _options(GatherOptions, timeout, rootRank=root)
+
+
+def short_scatter(
+    output_tensor: Tensor, input_tensors: list[Tensor], root: int, timeout: timedelta | None = None
+) -> tuple[Any, ...]:
+    inputs = [input_tensors] if input_tensors else []
+    return [output_tensor], inputs, _options(ScatterOptions, timeout, rootRank=root)
+
+
+def short_reduce_scatter(
+    output: Tensor,
+    input: list[Tensor],
+    op: Any = ReduceOp.SUM,
+    timeout: timedelta | None = None,
+) -> tuple[Any, ...]:
+    return [output], [input], _options(ReduceScatterOptions, timeout, reduceOp=op)
+
+
+def short_all_to_all(*tensors_and_splits: Any, timeout: timedelta | None = None) -> tuple[Any, ...]:
+    *rest, last = tensors_and_splits
+    if timeout is None and isinstance(last, timedelta):
+        return (*rest, _options(AllToAllOptions, last))
+    return (*tensors_and_splits, _options(AllToAllOptions, timeout))
+
+
+def short_barrier(timeout: timedelta | None = None) -> tuple[Any, ...]:
+    return (_options(BarrierOptions, timeout),)

@@ -1,0 +1,83 @@
+"""Doors of torch that admit gloo by its name, opened for groups of this backend as well.
+
+    dist.monitored_barrier                  the group's own `monitored_barrier`
+    DistributedDataParallel's built-in      torch's C++ takes the futures of a group in C++; what
+      hook that compresses to 16 bits       it does is done by torch's own hook in Python
+    torch.compile                           leaves the calls of a group alone: a graph breaks there
+
+Opened with the first group of a process, and for all others nothing changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    BuiltinCommHookType,
+    _register_comm_hook,
+    distributed_c10d,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from dure.machine.torch_backend import when_imported
+
+_COMPILER = "torch._dynamo.trace_rules"
+_NOT_COMPILED = ("dure.collectives", "dure.tensors", "dure.errors")
+
+
+@functools.cache
+def open_doors(ours: type[dist.ProcessGroup]) -> None:
+    """ours: the class of this backend's groups."""
+    _admit_to_monitored_barrier(ours)
+    _admit_to_the_built_in_hook(ours)
+    when_imported(_COMPILER, _leave_calls_alone)
+
+
+def _admit_to_monitored_barrier(ours: type[dist.ProcessGroup]) -> None:
+    theirs: Callable[..., None] = distributed_c10d.monitored_barrier
+
+    @functools.wraps(theirs)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        chosen = dist.group.WORLD if group is None else group
+        if not isinstance(chosen, ours):
+            theirs(group, timeout, wait_all_ranks)
+            return
+        seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        chosen.monitored_barrier(seconds, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+
+    for module in (dist, distributed_c10d):
+        module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]
+
+
+def _admit_to_the_built_in_hook(ours: type[dist.ProcessGroup]) -> None:
+    theirs = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(theirs)
+    def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+        compresses = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
+        if not (compresses and isinstance(self.process_group, ours)):
+            theirs(self, comm_hook_type)  # type: ignore[no-untyped-call]
+            return
+        hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+        _register_comm_hook(self.reducer, self.process_group, hooks.fp16_compress_hook)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    DistributedDataParallel._register_builtin_comm_hook = _register_builtin_comm_hook  # type: ignore[method-assign]
+
+
+def _leave_calls_alone() -> None:
+    """The compiler goes through no function of this backend, which torch calls while it compiles.
+
+    What is said of it is what torch says of its own collectives.
+    """
+    rules = sys.modules[_COMPILER]
+    for name in _NOT_COMPILED:
+        rules.add(name)
