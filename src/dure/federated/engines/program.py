@@ -240,7 +240,6 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
     return found.loss
 
 
-
 def _counting(loss: Loss, examples: Examples) -> Tensor:
     """A few examples, such as the loss counts where that is known."""
     targets = examples.targets
