@@ -202,19 +202,25 @@ class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.names: dict[str, None] = {}
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._parameters: dict[str, tuple[Tensor, int]] = {}
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             name = self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if name is not None and name not in self.names:
                 self.names[name] = None
-                # Not their versions: batch norm changes its buffers unseen.
-                self._before[name] = leaf, leaf.detach().clone()
+                if isinstance(leaf, nn.Parameter):
+                    self._parameters[name] = leaf, leaf._version
+                else:
+                    # Not its version: batch norm changes its buffers unseen.
+                    self._buffers[name] = leaf, leaf.clone()
         return func(*args, **(kwargs or {}))
 
     def written(self) -> list[str]:
         """The names of those that were changed."""
-        return [
-            name for name, (now, before) in self._before.items() if not torch.equal(now, before)
+        changed = [
+            name for name, (now, before) in self._parameters.items() if now._version != before
         ]
+        buffers = self._buffers.items()
+        return changed + [name for name, (now, was) in buffers if not torch.equal(now, was)]

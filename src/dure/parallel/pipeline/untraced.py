@@ -80,8 +80,8 @@ class Call:
 
     name: of the module. leaves, structure: of what it gave, with `Like` for tensors. left: what it
     left in attributes (`left_in`). uses, written: the names of the parameters and buffers that it
-    uses and changes. changed: where among its arguments the tensors are that it changes. flops: of
-    its forward pass.
+    uses and changes. changed, shared: where among its arguments the tensors are that it changes,
+    and in whose memory its result lies. flops: of its forward pass.
     """
 
     name: str

@@ -121,10 +121,10 @@ class _Guards:
     def __call__(self, call: Call) -> Decision | None:
         number = self._counts[call.name] = self._counts.get(call.name, -1) + 1
         for one, decisions in self._asked:
-            guard = one.guards.get((call.name, number))
             # In evaluation nothing is decided.
-            if guard is not None and guard < len(decisions.values):
-                return Decision(decisions.values[guard], one.skip, one.called_if)
+            if (call.name, number) in one.guards and decisions.values:
+                # By the latest: a model may ask less where it is traced.
+                return Decision(decisions.values[-1], one.skip, one.called_if)
         return None
 
 
