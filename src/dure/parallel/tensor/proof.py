@@ -145,9 +145,13 @@ class _Trial:
         # The square of a sum is not known from its terms, where a gradient comes in several.
         several = name in self.squares
         self.squares[name] = math.nan if several else float(gradient.norm()) ** 2
+        return self._part(name, gradient)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank has of a tensor of the undivided model."""
         if name not in self.parts:
-            return gradient
-        return self.parts[name][0].part(gradient, self.group.rank, self.group.size)
+            return whole
+        return self.parts[name][0].part(whole, self.group.rank, self.group.size)
 
     def _passed(self, divided: nn.Module, examples: Examples, loss: LossOf) -> Passed:
         try:
@@ -229,7 +233,7 @@ class _Trial:
         return None if found is None else _Wrong(what, int(found.name), share=found.share)
 
     def _buffers(self) -> _Wrong | None:
-        right = self.right.buffers
+        right = {name: self._part(name, one) for name, one in self.right.buffers.items()}
         tried = self.tried.buffers
         # One of another shape is a rank's own, as of a mask for its heads.
         tried = {name: one for name, one in tried.items() if _alike(one, right.get(name))}
