@@ -73,7 +73,8 @@ def _apart(
             value = waiting.pop(0)
         elif not equals and isinstance(defaults[name], bool):
             value = "true"
-        if not value or "," in value:
+        # A comma would begin the next setting, but for one in a list.
+        if not value or ("," in value and not value.startswith("[")):
             raise ValueError(f"{head} is a setting of systems, and has one value: {head} VALUE")
         settings[name] = value
     return settings, left
