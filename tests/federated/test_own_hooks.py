@@ -24,8 +24,12 @@ from dure.errors import WorkerFailedError
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.engines.job import Job, Reference, Trained
 from dure.federated.engines.objective import LocalBatch
-from dure.federated.server.sampling import Selection
+from dure.federated.server.sampling import Coins, Selection
+from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
+from dure.wire.layout import Federation, Layout
+from dure.wire.requests import Reserve
+from dure.worlds.network.server.sending import Sending
 from small import same_bits, small_task, weights_of
 
 LR = 0.3
@@ -529,6 +533,44 @@ def test_a_job_that_measures_moves_nothing(what, engine) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-13)
 
 
+# The number of steps
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(0, False), (1, True), (10, True), (11, False)])
+def test_an_update_has_a_number_of_steps_that_can_be(steps, fits) -> None:
+    weights = [torch.zeros(3)]
+    asked = Assignment(1, 2, 0, 0, weights, (), 12)
+    update = Update(1, 2, 0, 5, 10, 0.5, weights, (), steps=steps)
+    reason = unfit(update, asked, extra=(), examples=5, most_counted=1.0, finite=True)
+    assert reason == (None if fits else f"it says that 10 examples made {steps} steps")
+
+
+@pytest.mark.parametrize(("said", "samples", "steps"), [(7, 10, 7), (0, 10, 4), (0, 3, 3)])
+def test_a_client_that_does_not_say_its_steps_has_made_those_of_the_strategy(
+    said, samples, steps
+) -> None:
+    federation = Federation(2, 0, Layout([[]], ()), None, steps=lambda examples: examples - 1)
+    sending = Sending(federation, None, None, None)
+    failed = "its loss became not finite"
+    reserve = Reserve(1, 0, "", 5, samples, 0.5, failure=failed, steps=said)
+    asked = Assignment(1, 2, 0, 0, (), (), 0)
+    assert sending.update(reserve, asked, None).steps == steps
+
+
+def test_fed_buff_steps_along_its_buffer() -> None:
+    seen: list[int] = []
+
+    class Counts(Algorithm):
+        def step(self, weights, mean, updates):
+            seen.append(len(updates))
+            return [w + d for w, d in zip(weights, mean, strict=True)]
+
+    settings = {"clients": 6, "fraction": 0.5, "buffer": 2, "partition": "iid"}
+    made = of(Counts, dure.FedBuff, **settings)
+    dure.train(small_task(), made, stop=dure.Stop(rounds=3))
+    assert seen == [2, 2, 2]
+
+
 # Selection by loss
 
 
@@ -636,9 +678,14 @@ def test_a_ranking_of_clients_that_there_are_not_is_refused(ranked) -> None:
         )
 
 
+class Tossed(LargestLast, Coins):
+    """Coins, which no loss changes."""
+
+
 @pytest.mark.parametrize(
     ("selection", "settings", "world", "message"),
     [
+        (Tossed(), {}, {}, "each of them has a coin of its own, whatever its loss"),
         (LargestLast(), {"privacy": "secure-aggregation"}, {}, "looks at the losses of single"),
         (Largest(), {"privacy": "dp-sgd:1:1"}, {}, "asks clients for losses, which have no noise"),
         (Largest(), {}, {"transfer_budget": "1MB"}, "sends models for losses besides"),
