@@ -20,12 +20,14 @@ class Shared(NamedTuple):
     """What the flags come to.
 
     systems: with the settings that they share. flags: those that are left, of the comparison
-    itself. notes: a sentence for each flag that some systems have not.
+    itself. notes: a sentence for each flag that some systems have not. there: the flags that there
+    are for these systems.
     """
 
     systems: list[str]
     flags: list[str]
     notes: list[str]
+    there: list[str]
 
 
 def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -> Shared:
@@ -46,7 +48,8 @@ def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -
                 f"setting of {_listed(without)}"
             )
     given = [_with(system, known[system], settings) for system in systems]
-    return Shared(given, left, notes)
+    names = dict.fromkeys(name for one in known.values() for name in one if name not in own)
+    return Shared(given, left, notes, list(map(_flag, names)))
 
 
 def _apart(
