@@ -1,7 +1,7 @@
 """FedNova: clients that make more steps do not pull the model further than their share.
 
 J. Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-Optimization", NeurIPS 2020, for clients with plain SGD, where a client of τ_k steps has ‖a_k‖₁ = τ_k:
+Optimization", NeurIPS 2020; for clients with plain SGD, of which one of τ_k steps has ‖a_k‖ = τ_k:
 
     w <- w + τ_eff · sum of p_k·(w_k - w) / τ_k        τ_eff = sum of p_k·τ_k,  p_k = n_k / n"""
 

@@ -2,10 +2,11 @@
 
 Q. Li, B. He, D. Song, "Model-Contrastive Federated Learning", CVPR 2021:
 
-    minimise  task's loss + μ·ℓ,    ℓ = -log(e^{sim(z, z_glob)/τ} / (e^{sim(z, z_glob)/τ} + e^{sim(z, z_prev)/τ}))
+    minimise  the task's loss + μ·ℓ,    ℓ = -log(e^(a/τ) / (e^(a/τ) + e^(b/τ)))
+    a = cosine of z and z_glob,  b = cosine of z and z_prev
 
-z is before the last layer: of the model that is trained, the one that was received, and the
-client's own of the round before. sim is the cosine."""
+z is what the layers before the last one give: those of the model that is trained, of the one that
+was received, and of the client's own after its round before."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

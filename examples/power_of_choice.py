@@ -26,11 +26,10 @@ class PowerOfChoice(Weighted):
     def ranked(self, seed, round, attempt, sizes, losses):
         order = self.order(seed, round, attempt, sizes)
         drawn = [order(place) for place in range(min(self.candidates, len(sizes)))]
-        found = dict(zip(drawn, self.losses_of(drawn, losses), strict=True))
-        # Who does not answer comes last.
-        return sorted(drawn, key=lambda one: -math.inf if math.isnan(found[one]) else found[one])[
-            ::-1
-        ]
+        told = zip(drawn, self.losses_of(drawn, losses), strict=True)
+        # Who does not answer, NaN, comes last.
+        found = {one: -math.inf if math.isnan(loss) else loss for one, loss in told}
+        return sorted(drawn, key=found.__getitem__, reverse=True)
 
     def losses_of(self, clients, losses):
         return losses.now(clients)

@@ -27,10 +27,15 @@ LEAST_ACCURACY = {
     "four_hospitals": 0.9,
     "next_word_by_user": 0.9,
     "handwriting_by_writer": 0.8,
+    "fed_nova": 0.9,
+    "moon": 0.8,
+    "power_of_choice": 0.8,
 }
 SHORT = 40
 WITH_A_SERVER = 56
 """Lines of an example that starts a server and its clients besides."""
+WITH_AN_ALGORITHM = 84
+"""Lines of an example that writes down an algorithm of a paper, its rule first."""
 
 
 def made_up_patients(folder: Path) -> Path:
@@ -47,10 +52,17 @@ def made_up_patients(folder: Path) -> Path:
     return folder
 
 
+def longest(text: str) -> int:
+    """The lines that an example may have."""
+    if "dure.federated" in text:
+        return WITH_AN_ALGORITHM
+    return WITH_A_SERVER if "dure.join" in text else SHORT
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short_and_runs(script, tmp_path, monkeypatch):
     text = script.read_text()
-    assert len(text.splitlines()) < (WITH_A_SERVER if "dure.join" in text else SHORT)
+    assert len(text.splitlines()) < longest(text)
     assert text.startswith('"""')
     arguments = []
     if script.stem == "four_hospitals":

@@ -1,4 +1,4 @@
-"""The hooks of an algorithm of a user's own: published algorithms that are written with them compute
+"""Hooks of an algorithm of a user's own: published algorithms that are written with them compute
 what their papers say, by every engine, resumed to the bit, or are refused by name."""
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from dure.errors import WorkerFailedError
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.engines.job import Job, Reference, Trained
 from dure.federated.engines.objective import LocalBatch
-from dure.federated.server.sampling import Selection
+from dure.federated.server.sampling import Coins, Selection
+from dure.federated.server.unfit import unfit
 from dure.protocol.messages import Assignment, Update
+from dure.wire.layout import Federation, Layout
+from dure.wire.requests import Reserve
+from dure.worlds.network.server.sending import Sending
 from small import same_bits, small_task, weights_of
 
 LR = 0.3
@@ -404,9 +408,7 @@ def run(
 @pytest.mark.parametrize("hooks", RULES)
 def test_a_published_algorithm_computes_what_its_paper_says(hooks, engine) -> None:
     if engine == "batched" and hooks in (Mime, Moon):
-        with pytest.raises(
-            ValueError, match="batched cannot compute this: .* objective of its own"
-        ):
+        with pytest.raises(ValueError, match=r"batched cannot compute .* objective of its own"):
             run(hooks, engine=engine)
         return
     if engine == "loop-processes" and hooks not in (Mime, QFFL):
@@ -419,7 +421,8 @@ def test_a_published_algorithm_computes_what_its_paper_says(hooks, engine) -> No
 @pytest.mark.parametrize("hooks", [FedDyn, Mime, Moon])
 def test_it_goes_on_with_the_same_bits(hooks, tmp_path: Path) -> None:
     run(hooks, rounds=1, out=tmp_path / "run")
-    resumed = dure.resume(tmp_path / "run", strategy=of(hooks), stop=dure.Stop(rounds=ROUNDS))
+    again = {"task": small_task(lr=LR), "strategy": of(hooks)}
+    resumed = dure.resume(tmp_path / "run", stop=dure.Stop(rounds=ROUNDS), **again)
     assert same_bits(resumed, run(hooks))
 
 
@@ -530,6 +533,44 @@ def test_a_job_that_measures_moves_nothing(what, engine) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-13)
 
 
+# The number of steps
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(0, False), (1, True), (10, True), (11, False)])
+def test_an_update_has_a_number_of_steps_that_can_be(steps, fits) -> None:
+    weights = [torch.zeros(3)]
+    asked = Assignment(1, 2, 0, 0, weights, (), 12)
+    update = Update(1, 2, 0, 5, 10, 0.5, weights, (), steps=steps)
+    reason = unfit(update, asked, extra=(), examples=5, most_counted=1.0, finite=True)
+    assert reason == (None if fits else f"it says that 10 examples made {steps} steps")
+
+
+@pytest.mark.parametrize(("said", "samples", "steps"), [(7, 10, 7), (0, 10, 4), (0, 3, 3)])
+def test_a_client_that_does_not_say_its_steps_has_made_those_of_the_strategy(
+    said, samples, steps
+) -> None:
+    federation = Federation(2, 0, Layout([[]], ()), None, steps=lambda examples: examples - 1)
+    sending = Sending(federation, None, None, None)
+    failed = "its loss became not finite"
+    reserve = Reserve(1, 0, "", 5, samples, 0.5, failure=failed, steps=said)
+    asked = Assignment(1, 2, 0, 0, (), (), 0)
+    assert sending.update(reserve, asked, None).steps == steps
+
+
+def test_fed_buff_steps_along_its_buffer() -> None:
+    seen: list[int] = []
+
+    class Counts(Algorithm):
+        def step(self, weights, mean, updates):
+            seen.append(len(updates))
+            return [w + d for w, d in zip(weights, mean, strict=True)]
+
+    settings = {"clients": 6, "fraction": 0.5, "buffer": 2, "partition": "iid"}
+    made = of(Counts, dure.FedBuff, **settings)
+    dure.train(small_task(), made, stop=dure.Stop(rounds=3))
+    assert seen == [2, 2, 2]
+
+
 # Selection by loss
 
 
@@ -558,7 +599,7 @@ class LargestLast(Selection):
 def asked(run: dure.Run) -> list[list[int]]:
     """The clients of each round, by the flights of the report."""
     rounds: dict[int, list[int]] = {}
-    for flight in run.summary["flights"]:
+    for flight in run.summary["facts"][0]["flights"]:
         rounds.setdefault(flight[1], []).append(flight[0])
     return [sorted(rounds[round]) for round in sorted(rounds)]
 
@@ -576,7 +617,9 @@ def test_clients_with_the_largest_losses_now_are_asked() -> None:
     assert asked(one) == [sorted(largest)]
     # Six have been sent the model for their loss, and two of them again to train.
     nbytes = 215 * 8
-    assert one.summary["bytes"] == 6 * (nbytes + 8) + 2 * 2 * nbytes
+    server = one.summary["per_worker"][0]
+    assert server["bytes_sent"] == (6 + 2) * nbytes
+    assert server["bytes_received"] == 6 * 8 + 2 * nbytes
 
 
 def test_losses_that_were_told_last_are_known_after_a_resume(tmp_path: Path) -> None:
@@ -589,7 +632,8 @@ def test_losses_that_were_told_last_are_known_after_a_resume(tmp_path: Path) -> 
     dure.train(
         small_task(), dure.FedAvg(**settings), stop=dure.Stop(rounds=1), out=tmp_path / "run"
     )
-    resumed = dure.resume(tmp_path / "run", strategy=dure.FedAvg(**settings), stop=stop)
+    again = {"task": small_task(), "strategy": dure.FedAvg(**settings)}
+    resumed = dure.resume(tmp_path / "run", stop=stop, **again)
     assert same_bits(resumed, whole)
 
 
@@ -634,9 +678,14 @@ def test_a_ranking_of_clients_that_there_are_not_is_refused(ranked) -> None:
         )
 
 
+class Tossed(LargestLast, Coins):
+    """Coins, which no loss changes."""
+
+
 @pytest.mark.parametrize(
     ("selection", "settings", "world", "message"),
     [
+        (Tossed(), {}, {}, "each of them has a coin of its own, whatever its loss"),
         (LargestLast(), {"privacy": "secure-aggregation"}, {}, "looks at the losses of single"),
         (Largest(), {"privacy": "dp-sgd:1:1"}, {}, "asks clients for losses, which have no noise"),
         (Largest(), {}, {"transfer_budget": "1MB"}, "sends models for losses besides"),

@@ -310,8 +310,9 @@ def _compare(given: list[str]) -> int:
         "how": CompareOptions,
     }
     own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-    systems, flags, notes = shared(systems, flags, {*own, "help"})
-    asked = parse_flags(f"dure compare {reference}", parts, flags, _ABOUT_COMPARE)
+    systems, flags, notes, there = shared(systems, flags, {*own, "help"})
+    about = f"{_ABOUT_COMPARE} Here these are {', '.join(there)}."
+    asked = parse_flags(f"dure compare {reference}", parts, flags, about)
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
     task = load_task(reference, **given_options(asked["task"]))

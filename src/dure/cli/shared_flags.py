@@ -20,12 +20,14 @@ class Shared(NamedTuple):
     """What the flags come to.
 
     systems: with the settings that they share. flags: those that are left, of the comparison
-    itself. notes: a sentence for each flag that some systems have not.
+    itself. notes: a sentence for each flag that some systems have not. there: the flags that there
+    are for these systems.
     """
 
     systems: list[str]
     flags: list[str]
     notes: list[str]
+    there: list[str]
 
 
 def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -> Shared:
@@ -46,7 +48,8 @@ def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -
                 f"setting of {_listed(without)}"
             )
     given = [_with(system, known[system], settings) for system in systems]
-    return Shared(given, left, notes)
+    names = dict.fromkeys(name for one in known.values() for name in one if name not in own)
+    return Shared(given, left, notes, list(map(_flag, names)))
 
 
 def _apart(
@@ -73,7 +76,8 @@ def _apart(
             value = waiting.pop(0)
         elif not equals and isinstance(defaults[name], bool):
             value = "true"
-        if not value or "," in value:
+        # A comma would begin the next setting, but for one in a list.
+        if not value or ("," in value and not value.startswith("[")):
             raise ValueError(f"{head} is a setting of systems, and has one value: {head} VALUE")
         settings[name] = value
     return settings, left

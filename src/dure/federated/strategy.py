@@ -292,6 +292,11 @@ class Federated(Strategy):
             raise ValueError(
                 f"{self.clients} clients are more than the {examples} training examples"
             )
+        if self.selection.ranks and self.selection.tosses:
+            raise ValueError(
+                f"the selection {self.selection} ranks clients by their losses, and each of them "
+                f"has a coin of its own, whatever its loss is: derive it from Uniform or Weighted"
+            )
         self.optimizer()
         self._check_privacy()
         if self.privacy.user is not None:

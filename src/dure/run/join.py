@@ -154,6 +154,6 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
             return
         metrics = ", and metrics on held-out data" if training.held_out else ""
         yield (
-            f"would be sent: {sent:,} bytes an update, with the number of examples, samples and "
-            f"the mean loss{metrics}"
+            f"would be sent: {sent:,} bytes an update, with the number of examples, samples, steps "
+            f"and the mean loss{metrics}"
         )

@@ -179,9 +179,10 @@ class LoopEngine(Engine):
     def _losses(self, job: Job) -> Iterator[tuple[Tensor, float, int]]:
         """Of each step: the loss, what it has counted, and how many examples there were."""
         order, sizes = batches(job, self.batch_size, self.seed)
-        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
+        # First, for a model that is made may draw.
         if self.objective is not None:
             self.objective.begin(job)
+        seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         look = self.look
         for batch in torch.split(order, list(sizes)):
             if look is not None:

@@ -105,10 +105,9 @@ class _Copy:
         # Before nothing is trained any more: these are the trained ones.
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
-        model.requires_grad_(False)
 
     def of(self, reference: Reference) -> nn.Module:
         """The model, which is now this reference."""
         self.flat.load(reference.weights)
         self.buffers.load(self.model, reference.buffers)
-        return self.model.eval()
+        return self.model.requires_grad_(False).eval()

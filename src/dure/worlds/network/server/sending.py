@@ -35,7 +35,7 @@ class Sending:
 
     def __init__(self, federation: Federation, desk: Desk, shelf: Shelf, files: Updates) -> None:
         self._layout = federation.layout
-        self._steps = federation.steps
+        self._federation = federation
         self._desk = desk
         self._shelf = shelf
         self._files = files
@@ -106,5 +106,9 @@ class Sending:
             counted=said.counted,
             failure=failure,  # type: ignore[arg-type]
             # One that does not say has made those that it was asked for.
-            steps=said.steps or max(1, min(self._steps(max(said.examples, 1)), said.samples)),
+            steps=said.steps or self._steps_of(said),
         )
+
+    def _steps_of(self, said: Reserve) -> int:
+        """The steps that a client was asked for; of a loop of its own, no more than can be."""
+        return max(1, min(self._federation.steps(max(said.examples, 1)), said.samples))
