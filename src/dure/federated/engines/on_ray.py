@@ -29,6 +29,9 @@ from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.batched import batched_engine
 from dure.federated.engines.job import Engine, Job, Trained
 from dure.federated.engines.loop import LoopEngine
+from dure.machine import own_code
+from dure.machine.global_settings import settings_here
+from dure.machine.own_code import files_of
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
@@ -43,7 +46,9 @@ class Actor:
         torch.set_num_threads(1)
         # Where the task's modules are found.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        task, examples, batch_size, seed, batched, frozen = cloudpickle.loads(packed)
+        _, settings, setting = cloudpickle.loads(packed)
+        settings.apply()
+        task, examples, batch_size, seed, batched, frozen = setting
         model = seeded_model(task, seed)
         # Weights that a machine draws or reads are not those of another for certain, and jobs have
         # the trained ones alone.
@@ -114,11 +119,22 @@ class RayEngine(Engine):
             else max(1, int(self.ray.cluster_resources().get("CPU", 1)))
         )
         setting = (task, examples, batch_size, seed, batched, frozen_of(model))
-        packed = self.ray.put(cloudpickle.dumps(setting))
+        settings = settings_here().of_computing()
+        # A task's file is run by the actors where it lies; on other machines it may not.
+        if self._is_here() and task.reference is not None:
+            content = own_code.dumps((files_of(task.reference["name"]), settings, setting))
+        else:
+            content = cloudpickle.dumps((None, settings, setting))
+        packed = self.ray.put(content)
         actor = self.ray.remote(num_cpus=1)(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
         self.chunk = max(1, cohort)
         self.cohort = count * self.chunk
+
+    def _is_here(self) -> bool:
+        """Whether the cluster is this machine alone."""
+        there = {node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
+        return there == {self.ray.util.get_node_ip_address()}
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order.
