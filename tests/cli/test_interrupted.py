@@ -24,8 +24,8 @@ SLOW = "import time\nopen({ready!r}, 'w').close()\ntime.sleep(60)\n"
 @pytest.fixture
 def handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupted.interrupts_end_imports()
-    yield
+    with interrupted.interrupts_end_imports():
+        yield
     signal.signal(signal.SIGINT, before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,19 @@ HERE = cores.allowed_cores()
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where control groups are mounted; this process is in none that has limits."""
     monkeypatch.setattr(cores, "_GROUPS", tmp_path / "cgroup")
     own = tmp_path / "own"
     own.write_text("0::/\n")
     monkeypatch.setattr(cores, "_OWN_GROUPS", own)
-    return tmp_path / "cgroup"
+    cores.cpu_quota.cache_clear()
+    yield tmp_path / "cgroup"
+    cores.cpu_quota.cache_clear()
 
 
 def limit(folder: Path, quota: str, period: int, version: int = 2) -> None:
+    cores.cpu_quota.cache_clear()
     folder.mkdir(parents=True, exist_ok=True)
     if version == 2:
         (folder / "cpu.max").write_text(f"{quota} {period}\n")

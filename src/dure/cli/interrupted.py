@@ -25,13 +25,21 @@ _OWN_FILE = "dure_file_"
 """How the names of modules begin that are a user's own files (`dure.references`)."""
 
 
-def interrupts_end_imports() -> None:
-    """From now on Ctrl-C inside an import ends the process; elsewhere it raises as usual.
+@contextmanager
+def interrupts_end_imports() -> Iterator[None]:
+    """Within the block Ctrl-C inside an import ends the process; elsewhere it raises as usual.
 
     Not where somebody else handles it, as nohup and a shell's background do.
     """
-    if _handled_by(signal.default_int_handler):
-        signal.signal(signal.SIGINT, _end_or_raise)
+    if not _handled_by(signal.default_int_handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, _end_or_raise)
+    try:
+        yield
+    finally:
+        if _handled_by(_end_or_raise):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

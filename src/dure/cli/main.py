@@ -110,9 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
-    interrupts_end_imports()
     try:
-        with _warnings_in_a_line():
+        with interrupts_end_imports(), _warnings_in_a_line():
             return _dispatch(given)
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)

@@ -10,11 +10,11 @@ from dure.cli.interrupted import STATUS, interrupts_end_imports, leave_at_once
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    interrupts_end_imports()
     try:
-        from dure.cli.main import main as run
+        with interrupts_end_imports():
+            from dure.cli.main import main as run
 
-        return leave_at_once(run())
+            return leave_at_once(run())
     except KeyboardInterrupt:  # between one import and the next
         os.write(2, b"dure: interrupted\n")
         return leave_at_once(STATUS)

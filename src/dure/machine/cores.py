@@ -10,6 +10,7 @@ cpu.cfs_quota_us and cpu.cfs_period_us).
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -47,8 +48,12 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, available_cores() // ranks)
 
 
+@functools.cache
 def cpu_quota() -> float | None:
-    """Cores' worth of CPU time that this process may use; None where nothing limits it."""
+    """Cores' worth of CPU time that this process may use; None where nothing limits it.
+
+    It is read once: layers ask in every step how many cores there are.
+    """
     quotas = [quota for folder in _group_folders() if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 

@@ -51,6 +51,11 @@ class Settings:
             if setting is not None and _read(setting) not in (value, _UNKNOWN):
                 setting.write(value)
 
+    def of_computing(self) -> Settings:
+        """Those that change what is computed, for a process that has a life of its own."""
+        kinds = ("torch.", "numpy.", "decimal")
+        return Settings({name: v for name, v in self.values.items() if name.startswith(kinds)})
+
 
 def settings_here() -> Settings:
     """All settings as they are in this process and thread."""

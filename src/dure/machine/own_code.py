@@ -23,6 +23,7 @@ import enum
 import functools
 import importlib
 import inspect
+import io
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             unchanged = source is not None and source.is_unchanged()
             self._sources[module] = source if unchanged else None
         return self._sources[module]
+
+
+def dumps(thing: Any) -> bytes:
+    """The pickle of a thing, for another process of this machine."""
+    stream = io.BytesIO()
+    Pickler(stream, protocol=5).dump(thing)
+    return stream.getvalue()
 
 
 class Files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import ray
@@ -67,6 +68,40 @@ def test_a_run_on_it_is_the_run_without_it() -> None:
     on_ray = run("loop-ray")
     assert on_ray.summary["facts"][0]["engine"] == "loop-ray"
     assert same_bits(on_ray, run("loop"))
+
+
+OWN = """
+import functools, torch, dure
+from torch.nn import functional as F
+
+@torch.library.custom_op("dure_ray_tests::same", mutates_args=())
+def same(values: torch.Tensor) -> torch.Tensor:
+    return values.clone()
+
+same.register_autograd(lambda context, gradient: gradient)
+
+class Net(torch.nn.Linear):
+    def forward(self, inputs):
+        assert torch.are_deterministic_algorithms_enabled()
+        return torch.ops.dure_ray_tests.same(super().forward(inputs))
+
+def task():
+    inputs = torch.randn(24, 6)
+    data = (inputs, (inputs[:, 0] > 0).long())
+    return dure.Task(functools.partial(Net, 6, 2), F.cross_entropy, data)
+"""
+
+
+def test_what_a_tasks_file_registers_and_what_is_set_here_is_there_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    task = dure.load_task(f"{tmp_path}/mine.py:task")
+    torch.use_deterministic_algorithms(True)
+    try:
+        world = dure.Simulated(engine="loop-ray", processes=1)
+        run = dure.train(task, dure.FedAvg(clients=2), world, dure.Stop(rounds=1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert run.summary["facts"][0]["engine"] == "loop-ray"
 
 
 def wait_for_the_end(actor) -> None:

@@ -35,6 +35,9 @@ from dure.federated.engines.job import Engine, Job, Reference, Trained
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.objective import Objective
 from dure.federated.engines.progress import DEADLINE, Progress, named, silent
+from dure.machine import own_code
+from dure.machine.global_settings import settings_here
+from dure.machine.own_code import files_of
 from dure.machine.patience import Patience
 from dure.tensors.frozen import frozen_of, load_frozen
 
@@ -50,7 +53,9 @@ class Actor:
         torch.set_num_threads(1)
         # Where the task's modules are found.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        task, examples, batch_size, seed, batched, frozen, objective = cloudpickle.loads(packed)
+        _, settings, setting = cloudpickle.loads(packed)
+        settings.apply()
+        task, examples, batch_size, seed, batched, frozen, objective = setting
         model = seeded_model(task, seed)
         # Weights that a machine draws or reads are not those of another for certain, and jobs have
         # the trained ones alone.
@@ -136,7 +141,13 @@ class RayEngine(Engine):
             else max(1, int(self.ray.cluster_resources().get("CPU", 1)))
         )
         setting = (task, examples, batch_size, seed, batched, frozen_of(model), objective)
-        packed = self.ray.put(cloudpickle.dumps(setting))
+        settings = settings_here().of_computing()
+        # A task's file is run by the actors where it lies; on other machines it may not.
+        if self._is_here() and task.reference is not None:
+            content = own_code.dumps((files_of(task.reference["name"]), settings, setting))
+        else:
+            content = cloudpickle.dumps((None, settings, setting))
+        packed = self.ray.put(content)
         # A group of its own: it answers while the actor trains.
         actor = self.ray.remote(num_cpus=1, concurrency_groups={_ASIDE: 1})(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
@@ -144,6 +155,11 @@ class RayEngine(Engine):
         self._ready = {actor: actor.__ray_ready__.remote() for actor in self.actors}
         self.chunk = max(1, cohort)
         self.cohort = count * self.chunk
+
+    def _is_here(self) -> bool:
+        """Whether the cluster is this machine alone."""
+        there = {node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
+        return there == {self.ray.util.get_node_ip_address()}
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order.
