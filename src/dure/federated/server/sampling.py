@@ -30,6 +30,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from dure.arguments import Told
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.settings import read, write
@@ -39,7 +40,7 @@ Candidates = Callable[[int], int]
 
 
 @dataclass(frozen=True)
-class Selection:
+class Selection(Told):
     """How a round chooses its clients.
 
     over: more clients are asked than are needed, by this factor. deadline: seconds after which a

@@ -37,7 +37,7 @@ from dure.machine.cores import threads_per_rank
 from dure.machine.threads import threads
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.worlds.backend import Backend, check_backend
+from dure.worlds.backend import Backend, check_backend, check_deadline
 from dure.worlds.here import leads_here, under_torchrun
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.torchrun.session import session
@@ -78,6 +78,7 @@ class Torchrun(World):
                 "dure train …`"
             )
         check_backend(self.backend)
+        check_deadline(self.deadline)
         if self.elastic is None:
             restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
             object.__setattr__(self, "elastic", restarts > 0)
