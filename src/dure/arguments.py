@@ -60,7 +60,8 @@ def check_fields(thing: Any, limited: bool = True) -> None:
 
     limited: whether numbers are refused that cannot be counted to, or that overflow.
     """
-    hints = _hints_of(type(thing))
+    kind: Any = type(thing)
+    hints = _hints_of(kind)
     for field in dataclasses.fields(thing):
         value = getattr(thing, field.name)
         if value is field.default or field.name not in hints:

@@ -38,7 +38,7 @@ class Torn(Dataset[Any]):
         (dure.FedAvg(clients=2), dure.Stop(rounds=1)),
         (dure.FedAvg(clients=2, partition="dirichlet:1"), dure.Stop(rounds=1)),  # type: ignore[arg-type]
         (dure.SplitFed(clients=2), dure.Stop(rounds=1)),
-        (dure.Downpour(workers=1), dure.Stop(epochs=1)),
+        (dure.Downpour(), dure.Stop(epochs=1)),
     ],
     ids=lambda one: getattr(one, "name", ""),
 )

@@ -512,8 +512,8 @@ def _checked_model(
 
 def _check_optimizers(task: Task, model: nn.Module) -> None:
     """Raises ValueError for an optimizer that cannot step here, or a schedule that is none."""
-    tasks = [part for _, part in parts_of(task)] or [task]
-    for one in tasks:
+    tasks: list[Task] = [part for _, part in parts_of(task)]
+    for one in tasks or [task]:
         # The first optimizer of a process would load the compiler, which takes seconds.
         with left_out():
             optimizer = checked_optimizer(one.optimizer, model.parameters())
