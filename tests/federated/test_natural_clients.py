@@ -27,7 +27,7 @@ def test_it_is_ten_elsewhere(system: type, partition: Partition | None) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_one_that_is_given_has_to_be_that_of_the_keys(system: type) -> None:
-    with pytest.raises(ValueError, match=r"3 natural clients .*, not 10: leave the number of"):
+    with pytest.raises(ValueError, match=r"3 natural clients .*, not 10: give clients=None"):
         dure.train(small_task(), system(clients=10, partition="natural-key"))
 
 
