@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -13,8 +14,13 @@ from torch import nn
 
 import dure
 from dure import catalog
+from dure.arguments import check_fields
 from dure.run.registry import TEXTS, strategy_class
 from small import small_task
+
+
+class HasName(Protocol):
+    name: str
 
 
 def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> Callable[[], Any]:
@@ -86,6 +92,15 @@ def test_a_field_of_a_strategy_is_of_its_type(make: Callable[[], Any], sentence:
 def test_a_field_of_a_setting_is_of_its_type(make: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_a_field_of_any_type_takes_anything() -> None:
+    @dataclass(frozen=True)
+    class Own:
+        anything: Any = None
+        method: HasName | None = None
+
+    check_fields(Own(anything="seven", method=7))  # type: ignore[arg-type]
 
 
 TEXT_OF = {"partition": "label-shards:3", "compression": "top-k:0.25", "selection": "poisson"}

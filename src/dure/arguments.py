@@ -135,7 +135,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if origin is Callable:
         return callable(value)
-    return isinstance(value, hint) if isinstance(hint, type) else True
+    try:
+        return isinstance(value, hint) if isinstance(hint, type) else True
+    except TypeError:  # Any, a protocol, a TypedDict: nothing that can be asked
+        return True
 
 
 def _in_words(hint: Any) -> str:
