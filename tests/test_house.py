@@ -24,7 +24,7 @@ FACES = {"dure", "dure.catalog"}
 """They name what others may import, and import nothing of it themselves until they are asked."""
 
 ROOMS = [
-    {"errors", "references", "settings", "catalog"},
+    {"arguments", "errors", "references", "settings", "catalog"},
     {"machine", "tensors", "randomness"},
     {"record", "data"},
     {"collectives", "fleet", "protocol", "wire"},

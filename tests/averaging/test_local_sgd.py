@@ -226,7 +226,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_and_spoils_no_checkpoint(tmp_p
 
 def test_weights_that_the_last_step_of_a_round_spoils_are_found() -> None:
     with pytest.raises(LossNotFiniteError, match=r"at round 1 on rank \d"):
-        run_on(small_task(lr=float("inf")), dure.LocalSGD(8, 1), 2, rounds=3)
+        run_on(small_task(lr=torch.tensor(float("inf"))), dure.LocalSGD(8, 1), 2, rounds=3)
 
 
 def test_a_lost_rank_is_named_with_its_round() -> None:

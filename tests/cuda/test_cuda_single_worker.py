@@ -134,7 +134,7 @@ def test_a_model_that_is_made_on_the_gpu_is_trained_there() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_told() -> None:
-    task = small_task(lr=1e308)
+    task = small_task(lr=torch.tensor(1e308, dtype=torch.float64))  # type: ignore[arg-type]
     with pytest.raises(LossNotFiniteError):
         dure.train(task, ON_GPU, stop=STOP)
 

@@ -7,7 +7,14 @@ import re
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from dure.data.examples import DatasetExamples, Examples, as_examples
 
@@ -136,6 +143,44 @@ def test_keys_and_classes_go_along():
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([])
+
+
+class CountedStream(Stream):
+    def __len__(self):
+        return 4
+
+
+class NoItems(Dataset):
+    """torch's own class gives it a `__getitem__`, which only raises."""
+
+    def __len__(self):
+        return 4
+
+
+class NoLength(Pairs):
+    def __len__(self):
+        raise NotImplementedError("nobody knows")
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (CountedStream, "a CountedStream is read from its start"),
+        (lambda: ChainDataset([CountedStream()]), "a ChainDataset is read from its start"),
+        (lambda: Subset(CountedStream(), [0, 1]), "a CountedStream is read from its start"),
+        (lambda: Subset(Subset(NoItems(), [0, 1]), [0]), "a NoItems is read from its start"),
+        (lambda: ConcatDataset([Pairs(), NoItems()]), "a NoItems is read from its start"),
+        (NoLength, "the dataset has no length (NotImplementedError: nobody knows)"),
+    ],
+)
+def test_what_cannot_be_read_by_index_is_refused(make, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        as_examples(make())
+
+
+def test_parts_of_lists_are_lists():
+    both = ConcatDataset([Subset(Pairs(), [1, 3]), Pairs()])
+    assert as_examples(both).batch(torch.tensor([0, 2]))[0].tolist() == [[1, 1], [0, 0]]
 
 
 @pytest.mark.parametrize(

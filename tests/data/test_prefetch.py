@@ -87,7 +87,8 @@ def test_an_example_that_cannot_be_read_names_loader_and_step() -> None:
         train(small_task(train=Noisy(broken), test=None), 1)
     assert (
         str(caught.value)
-        == f"loader 0 failed in step 3: ZeroDivisionError: example {broken} is bad"
+        == f"loader 0 failed in step 3: ExampleError: the dataset cannot give example {broken}: "
+        f"ZeroDivisionError: example {broken} is bad"
     )
     assert "raise ZeroDivisionError" in caught.value.traceback
 

@@ -351,7 +351,7 @@ def test_what_no_model_of_ones_own_can_be_trained_with_is_refused(tmp_path: Path
     with pytest.raises(ValueError, match="no training data"):
         dure.personalise(state, small_task(model=normed, train=None))
     kept = dure.personal_model(state, task).state_dict()
-    steep = small_task(model=normed, train=examples(9), lr=float("inf"))
+    steep = small_task(model=normed, train=examples(9), lr=torch.tensor(float("inf")))
     with pytest.raises(ValueError, match="diverged"):
         dure.personalise(state, steep, batch_size=4)
     for name, value in dure.personal_model(state, task).state_dict().items():

@@ -297,7 +297,7 @@ def test_a_loss_that_is_not_finite_names_step_and_rank_and_keeps_the_last_good_w
 
 
 def test_weights_that_are_spoilt_are_not_kept(tmp_path):
-    huge = small_task(optimizer=partial(torch.optim.SGD, lr=float("inf")))
+    huge = small_task(optimizer=partial(torch.optim.SGD, lr=torch.tensor(float("inf"))))
     with pytest.raises(LossNotFiniteError, match="at step 2"):
         train(9, task=huge, out=tmp_path)
     assert not (tmp_path / "checkpoint").exists()

@@ -8,7 +8,7 @@ workers, which a closure of one worker does not have.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ def check_optimizer(optimizer: Any) -> None:
     if wanted:
         raise ValueError(
             f"{type(optimizer).__name__}.step needs {' and '.join(wanted)}: no system here "
-            f"computes losses inside of a step; take an optimizer whose step needs nothing, such as SGD or "
-            f"Adam"
+            f"computes losses inside of a step; take an optimizer whose step needs nothing, "
+            f"such as SGD or Adam"
         )
     for group in getattr(optimizer, "param_groups", ()):
         _check_rate(group.get("lr"), group["params"])
@@ -58,13 +58,25 @@ def _check_rate(rate: Any, parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
-def made_of(optimizer: Any, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
-    """The optimizer of these parameters; None where making it fails.
+def checked_optimizer(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
+    """An optimizer of such parameters, looked at; None where making it fails.
 
-    Where it is made to be used, the same error names the worker.
+    Where it is made to be used, the same error names the worker. The parameters stay as they are:
+    what is given is like them, so that a hook which the optimizer puts there is not met again.
+
+    Raises ValueError as `check_optimizer`.
     """
     try:
-        made: Optimizer = optimizer(parameters)
+        made = make([_like(parameter) for parameter in parameters])
     except Exception:
         return None
-    return made
+    check_optimizer(made)
+    optimizer: Optimizer = made
+    return optimizer
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    """One in the same memory, with what its maker has noted on it."""
+    like = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    like.__dict__.update(vars(parameter))
+    return like

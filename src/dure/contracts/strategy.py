@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import Told
 from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.stop import Stop
@@ -279,7 +280,7 @@ class Place:
         return seeded_model(task, seed) if self.prepared is None else self.prepared()
 
 
-class World:
+class World(Told):
     """Who takes part, and how they reach each other: a frozen dataclass, made by the user.
 
     Its fields are settings of the place: they are written into run folders, and are flags of the
@@ -345,7 +346,7 @@ class World:
         raise NotImplementedError(f"{type(self).__name__} has no method run")
 
 
-class Strategy:
+class Strategy(Told):
     """How the learning is divided: a frozen dataclass, made by the user.
 
     Its fields are the hyperparameters: they are written into run folders, and are flags of the

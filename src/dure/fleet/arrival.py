@@ -26,12 +26,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dure.arguments import Told
 from dure.randomness.chance import check_share
 from dure.settings import listed, read, write
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Arrival(Told):
     """What all settings have in common: a name, a text form, and `present`.
 
     still: whether all is there always, so that nobody need ask.

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.arguments import Told
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import uniform
@@ -43,7 +44,7 @@ Nearer than that, floats do not tell the periods apart.
 
 
 @dataclass(frozen=True)
-class Availability:
+class Availability(Told):
     """What all settings have in common: a name, a text form, `next` and `until`.
 
     always: whether every client is always there, so that nobody need ask.

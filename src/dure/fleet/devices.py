@@ -33,6 +33,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from dure.arguments import Told
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import check_share, normal, uniform
@@ -61,7 +62,7 @@ class Device(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Devices:
+class Devices(Told):
     """What all settings have in common: a name, a text form, and `of`."""
 
     name: ClassVar[str]

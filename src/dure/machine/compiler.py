@@ -80,7 +80,7 @@ def untraced(function: Called) -> Called:
     # Where it is not loaded, nothing has been compiled that a hook could be put on.
     if isinstance(sys.modules.get(_NAME, _StandIn()), _StandIn):
         return function
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dure.arguments import check_path
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.checkpoint import (
     UNREADABLE,
@@ -497,6 +498,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
 
     Raises RunFolderError if there is no ended run, or its weights are not those of this model.
     """
+    check_path("path", path)
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
     # The factory draws its first weights from the caller's generators; they are replaced.

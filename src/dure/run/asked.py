@@ -6,11 +6,10 @@ a sentence that names what to write.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from dure import catalog
-from dure.contracts.arguments import check_fields, shown
+from dure.arguments import check_fields, shown
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.errors import suggestion
@@ -59,12 +58,6 @@ def check_stop(stop: Any) -> None:
         )
     # A run may be begun that only its user ends, however large the limit is.
     check_fields(stop, limited=False)
-
-
-def check_path(name: str, path: Any, optional: bool = False) -> None:
-    """Raises ValueError for what names no file or folder."""
-    if not isinstance(path, (str, os.PathLike)) and not (optional and path is None):
-        raise ValueError(f"{name} is {shown(path)}, but it has to be a path")
 
 
 def check_function(name: str, function: Any) -> None:

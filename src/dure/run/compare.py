@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from dure.contracts.arguments import shown
+from dure.arguments import check_path, shown
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
-from dure.run.asked import check_asked, check_function, check_path
+from dure.run.asked import check_asked, check_function
 from dure.run.job import Job
 from dure.run.registry import default_world
 from dure.run.train import Progress, begun_here, prepare, run_job
@@ -85,6 +85,10 @@ def compare(
         raise ValueError(
             f"systems is {shown(systems)}: give a list of strategies, or of pairs (strategy, world)"
         )
+    systems = list(systems)
+    for entry in systems:
+        if isinstance(entry, tuple) and len(entry) != 2:
+            raise ValueError(f"{shown(entry)} is no pair: give (strategy, world), or a strategy")
     pairs = [
         entry if isinstance(entry, tuple) else (entry, default_world(entry)) for entry in systems
     ]

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from dure import catalog, references
+from dure.arguments import check_fields
 from dure.collectives import compression
 from dure.collectives.compression import Compression
-from dure.contracts.arguments import check_fields
 from dure.contracts.strategy import Strategy, World
 from dure.data import partition
 from dure.data.partition import Partition

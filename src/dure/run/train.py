@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from dure import __version__, catalog
+from dure.arguments import check_path
 from dure.contracts.lr_schedule import check_schedule
-from dure.contracts.own_optimizer import check_optimizer, made_of
+from dure.contracts.own_optimizer import checked_optimizer
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
@@ -28,7 +29,7 @@ from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.history import is_spread
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
-from dure.run.asked import check_asked, check_function, check_path
+from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
@@ -37,7 +38,7 @@ from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
-from dure.tasks.parts import check_whole
+from dure.tasks.parts import check_whole, parts_of
 from dure.tensors.supported import check_supported
 from dure.worlds.launched import leads_here
 from dure.worlds.processes.fork_server import server
@@ -435,6 +436,7 @@ def prepare(
     if stop.target:
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     _check_devices(strategy, world, model)
+    _check_optimizers(task, model)
     proofs = _checked_model(task, strategy, world, model, check)
     parameters = _checked_parameters(task, model)
     if world.leads and has_data:
@@ -530,17 +532,21 @@ def _checked_model(
     return () if proof is None else (proof,)
 
 
+def _check_optimizers(task: Task, model: nn.Module) -> None:
+    """Raises ValueError for an optimizer that cannot step here, or a schedule that is none."""
+    tasks: list[Task] = [part for _, part in parts_of(task)]
+    for one in tasks or [task]:
+        # The first optimizer of a process would load the compiler, which takes seconds.
+        with left_out():
+            optimizer = checked_optimizer(one.optimizer, model.parameters())
+        if optimizer is not None and one.lr_schedule is not None:
+            check_schedule(one.lr_schedule, optimizer)
+
+
 def _checked_parameters(task: Task, model: nn.Module) -> int:
-    """How many parameters there are. Raises ValueError where none, or not so, is trained."""
+    """How many parameters there are. Raises ValueError where none is trained."""
     # A list: it is gone through more than once.
     parameters = list(model.parameters())
-    # The first optimizer of a process would load the compiler, which takes seconds.
-    with left_out():
-        optimizer = made_of(task.optimizer, parameters)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-        if task.lr_schedule is not None:
-            check_schedule(task.lr_schedule, optimizer)
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("the model has no trainable parameter")
     return sum(parameter.numel() for parameter in parameters)

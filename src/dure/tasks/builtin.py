@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dure import references
+from dure.arguments import check_value, shown
 from dure.catalog import TASKS as BUILT_IN
-from dure.contracts.arguments import shown
 from dure.contracts.task import Task
 from dure.data import heart as heart_data
 from dure.data.digits import read_digits
@@ -345,6 +345,13 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
             for name in missing
         )
         raise ValueError(f"the task {reference} needs {flags}")
+    # A function of a user's own may take more than it says, such as a text for a dtype.
+    for name, value in options.items() if ":" not in reference else ():
+        hint = hints.get(name)
+        # Of a word that there is not the function says which there are, and which is near.
+        is_word = typing.get_origin(hint) is typing.Literal and isinstance(value, str)
+        if hint is not None and not is_word and not _is_path(hint):
+            check_value(name, value, hint)
     return {
         # Absolute, since a resumed run may start in another folder. A text where the function wants
         # a path: from config.json, or from Python.

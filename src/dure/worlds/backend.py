@@ -6,9 +6,18 @@ memory.
 
 from __future__ import annotations
 
+import threading
 from typing import Literal, get_args
 
 Backend = Literal["gloo", "dure"]
+
+
+def check_deadline(seconds: float) -> None:
+    """Raises ValueError for what is no time that a rank can wait."""
+    if not 0 < seconds <= threading.TIMEOUT_MAX:  # NaN is not either
+        raise ValueError(
+            f"deadline is {seconds} s, but it is above 0 and at most {threading.TIMEOUT_MAX:.0f} s"
+        )
 
 
 def check_backend(name: str) -> None:

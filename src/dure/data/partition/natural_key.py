@@ -70,7 +70,7 @@ class NaturalKey(Partition):
             some = ", ".join(map(name_of, owners[:5])) + (", ..." if len(owners) > 5 else "")
             raise ValueError(
                 f"the data have {len(owners)} natural clients ({some}), not {clients}: "
-                f"leave the number of clients out, which is one a key, or give {len(owners)}"
+                f"give clients=None, which is one a key (--clients None), or {len(owners)}"
             )
         number = {key: client for client, key in enumerate(owners)}
         return Parts(torch.tensor([number[key] for key in keys]), clients)

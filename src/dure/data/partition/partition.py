@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dure.arguments import Told
 from dure.data.partition.parts import Parts
 from dure.settings import write
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Told):
     """What all partitions have in common: a name, a text form, and `divide`."""
 
     name: ClassVar[str]

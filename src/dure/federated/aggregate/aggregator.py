@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dure.arguments import Told
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
@@ -34,7 +35,7 @@ Groups = Callable[[int, Turn], list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Aggregator:
+class Aggregator(Told):
     """What all have in common.
 
     name: what its text begins with; one of a user's own needs none. collects: whether it needs all

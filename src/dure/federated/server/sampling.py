@@ -33,6 +33,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from dure.arguments import Told
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.settings import name_of, read, write
@@ -56,7 +57,7 @@ class Losses(Protocol):
 
 
 @dataclass(frozen=True)
-class Selection:
+class Selection(Told):
     """How a round chooses its clients.
 
     over: more clients are asked than are needed, by this factor. deadline: seconds after which a

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dure.arguments import Told
 from dure.randomness.seeds import generator
 from dure.settings import write
 
@@ -24,7 +25,7 @@ Random = Callable[[int], torch.Generator]
 
 
 @dataclass(frozen=True)
-class Attack:
+class Attack(Told):
     """What all attacks have in common: a name, a text form, `poison` and `forge`.
 
     sees: "own" where a liar knows its own update only, "honest" where it knows all honest updates

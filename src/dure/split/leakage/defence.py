@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dure.arguments import Told
 from dure.data.examples import Examples
 from dure.settings import write
 
@@ -26,7 +27,7 @@ Memory = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
-class Defence:
+class Defence(Told):
     """What all have in common: a name, a text form, and one method of three that does something.
 
     guards: what leaves a party changed.

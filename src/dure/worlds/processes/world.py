@@ -28,7 +28,7 @@ from dure.errors import DureError, PeerLostError, described
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.machine.ended import how_it_ended
 from dure.machine.global_settings import settings_here
-from dure.worlds.backend import Backend, check_backend
+from dure.worlds.backend import Backend, check_backend, check_deadline
 from dure.worlds.here import run_here
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.launched import refuse_under_torchrun
@@ -65,10 +65,7 @@ class Processes(World):
             object.__setattr__(self, "ranks", max(2, available_cores()))
         if self.workers < 1:
             raise ValueError(f"{self.ranks} processes are not a world: it takes at least one")
-        if self.deadline <= 0:
-            raise ValueError(
-                f"deadline is {self.deadline} s, but waiting takes longer than nothing"
-            )
+        check_deadline(self.deadline)
         check_backend(self.backend)
 
     @property

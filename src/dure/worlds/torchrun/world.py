@@ -36,7 +36,7 @@ from dure.machine.cores import threads_per_rank
 from dure.machine.threads import threads
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.worlds.backend import Backend, check_backend
+from dure.worlds.backend import Backend, check_backend, check_deadline
 from dure.worlds.interrupts import on_interrupt
 from dure.worlds.launched import UNSET, Launched, launched
 from dure.worlds.torchrun.session import session
@@ -73,6 +73,7 @@ class Torchrun(World):
     def __post_init__(self) -> None:
         job = launched()
         check_backend(self.backend)
+        check_deadline(self.deadline)
         if self.elastic is None:
             object.__setattr__(self, "elastic", job.restarts > 0)
 

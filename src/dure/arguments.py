@@ -8,11 +8,12 @@ words, texts, None, and classes. A field that has its default is right whatever 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Literal, Union
 
@@ -30,21 +31,57 @@ _WORDS: dict[Any, str] = {
 }
 
 
+class Told:
+    """The base of settings whose `__post_init__` may meet values of a wrong type.
+
+    What it then stumbles over is said as `check_fields` says it.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check = vars(cls).get("__post_init__")
+        if check is None:
+            return
+
+        @functools.wraps(check)
+        def told(self: Any) -> None:
+            try:
+                check(self)
+            except (TypeError, AttributeError, OverflowError):
+                check_fields(self)
+                raise
+
+        # Before `dataclass` looks whether there is one.
+        cls.__post_init__ = told  # type: ignore[attr-defined]
+
+
 def check_fields(thing: Any, limited: bool = True) -> None:
     """Raises ValueError for a field of a dataclass whose value is not what its type says.
 
     limited: whether numbers are refused that cannot be counted to, or that overflow.
     """
-    hints = _hints_of(type(thing))
+    kind: Any = type(thing)
+    hints = _hints_of(kind)
     for field in dataclasses.fields(thing):
         value = getattr(thing, field.name)
         if value is field.default or field.name not in hints:
             continue
         hint = hints[field.name]
-        if not _fits(value, hint):
-            raise ValueError(f"{field.name} is {shown(value)}, but it has to be {_in_words(hint)}")
+        check_value(field.name, value, hint)
         if limited:
             _check_size(field.name, value)
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raises ValueError for a value that is not what the type `hint` says."""
+    if not _fits(value, hint):
+        raise ValueError(f"{name} is {shown(value)}, but it has to be {_in_words(hint)}")
+
+
+def check_path(name: str, path: Any, optional: bool = False) -> None:
+    """Raises ValueError for what names no file or folder."""
+    if not isinstance(path, (str, os.PathLike)) and not (optional and path is None):
+        raise ValueError(f"{name} is {shown(path)}, but it has to be a path")
 
 
 def shown(value: Any) -> str:
@@ -56,8 +93,8 @@ def shown(value: Any) -> str:
     return text
 
 
-@lru_cache(256)
-def _hints_of(kind: type[Any]) -> dict[str, Any]:
+@functools.lru_cache(256)
+def _hints_of(kind: Any) -> dict[str, Any]:
     """The types of a class's fields; none if they cannot be evaluated, as its author may like."""
     try:
         return typing.get_type_hints(kind)
@@ -68,7 +105,7 @@ def _hints_of(kind: type[Any]) -> dict[str, Any]:
 def _check_size(name: str, value: Any) -> None:
     if isinstance(value, bool):
         return
-    if isinstance(value, Integral) and abs(value) > LARGEST_COUNT:
+    if isinstance(value, int) and abs(value) > LARGEST_COUNT:
         raise ValueError(f"{name} is {value}, and no run ever counts so far: give a smaller number")
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"{name} is {value}, which is no number")
@@ -98,7 +135,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if origin is Callable:
         return callable(value)
-    return isinstance(value, hint) if isinstance(hint, type) else True
+    try:
+        return isinstance(value, hint) if isinstance(hint, type) else True
+    except TypeError:  # Any, a protocol, a TypedDict: nothing that can be asked
+        return True
 
 
 def _in_words(hint: Any) -> str:

@@ -1,0 +1,149 @@
+"""Values of a wrong kind are said in one sentence, wherever they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure import catalog
+from dure.arguments import check_fields
+from dure.run.registry import TEXTS, strategy_class
+from small import small_task
+
+
+class HasName(Protocol):
+    name: str
+
+
+def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> Callable[[], Any]:
+    return lambda: dure.train(small_task(), strategy, world, stop, **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (trained("fed-prox"), "the strategy is the text 'fed-prox': give dure.FedProx()"),
+        (trained("fed-prix"), "there is no strategy 'fed-prix', did you mean 'fed-prox'"),
+        (trained(dure.FedAvg), "FedAvg is a class: give one of it"),
+        (trained(dure.FedAvg(), "simulated"), "the world is the text 'simulated'"),
+        (trained(dure.LocalSGD(), 3), "the world is 3: give dure.Processes"),
+        (trained(dure.LocalSGD(), dure.Processes), "Processes is a class"),
+        (trained(dure.FedAvg(), stop=7), "stop is 7: give dure.Stop"),
+        (trained(dure.FedAvg(), stop=dure.Stop(rounds="7")), "rounds is '7', but it has to be"),  # type: ignore[arg-type]
+        (trained(dure.FedAvg(), seed="7"), "seed is '7', but it has to be a whole number"),
+        (trained(dure.FedAvg(), out=7), "out is 7, but it has to be a path"),
+        (trained(dure.FedAvg(), evaluate_every=0.5), "evaluate_every is 0.5"),
+        (trained(dure.FedAvg(), on_progress=7), "on_progress is 7, but it has to be a function"),
+        (lambda: dure.train("heart", dure.FedAvg()), "give dure.load_task"),  # type: ignore[arg-type]
+        (lambda: dure.compare(small_task(), dure.FedAvg()), "give a list of strategies"),  # type: ignore[arg-type]
+        (lambda: dure.compare(small_task(), [(dure.FedAvg(),)]), "is no pair"),  # type: ignore[list-item]
+        (lambda: dure.compare(small_task(), ["diloco"]), "give dure.DiLoCo()"),  # type: ignore[list-item]
+        (lambda: dure.resume(7), "folder is 7, but it has to be a path"),  # type: ignore[arg-type]
+        (lambda: dure.load_task(7), "a task is loaded by its name"),  # type: ignore[arg-type]
+        (lambda: dure.load_task("digits", lr="0.1"), "lr is '0.1', but it has to be a number"),
+        (lambda: small_task(loss=nn.MSELoss), "Task\\(loss=MSELoss\\) is a class"),
+        (lambda: small_task(train="digits"), "a str cannot be trained on"),
+        (lambda: small_task(train={"inputs": torch.ones(3)}), "a dict cannot be trained on"),
+        (lambda: small_task(train=(torch.ones(3).numpy(),) * 2), "torch.from_numpy"),
+    ],
+)
+def test_a_slip_is_answered_by_what_to_write(call: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: dure.FedAvg(fraction="0.5"), "fraction is '0.5', but it has to be a number"),  # type: ignore[arg-type]
+        (lambda: dure.FedAvg(clients=2.5), "clients is 2.5, but it has to be a whole number or"),  # type: ignore[arg-type]
+        (lambda: dure.FedAvg(clients=True), "clients is True"),
+        (lambda: dure.FedAvg(partition=7), "partition is 7, but it has to be a Partition"),  # type: ignore[arg-type]
+        (lambda: dure.DataParallel(precision="half"), "it has to be 'full' or 'bf16'"),  # type: ignore[arg-type]
+        (lambda: dure.Parallel(mesh={"data": 2}), "it has to be a Mesh"),  # type: ignore[arg-type]
+        (lambda: dure.FedBuff(buffer=10**30), "buffer is 10+, and no run ever counts so far"),
+        (lambda: dure.LocalSGD(period=10**20), "period is 10+, and no run ever counts so far"),
+        (lambda: dure.FedAvg(server_lr=1e308), r"server_lr is 1e\+308, and .* overflows"),
+        (lambda: dure.FedProx(mu=math.nan), "mu is nan, which is no number"),
+    ],
+)
+def test_a_field_of_a_strategy_is_of_its_type(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        dure.train(small_task(), make(), stop=dure.Stop(rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: dure.Dirichlet("a"), "alpha is 'a', but it has to be a number"),  # type: ignore[arg-type]
+        (lambda: dure.TopK("a"), "ratio is 'a', but it has to be a number"),  # type: ignore[arg-type]
+        (lambda: dure.Processes("2"), "ranks is '2', but it has to be a whole number or None"),  # type: ignore[arg-type]
+        (lambda: dure.Threads("2"), "threads is '2', but it has to be a whole number or None"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_field_of_a_setting_is_of_its_type(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_a_field_of_any_type_takes_anything() -> None:
+    @dataclass(frozen=True)
+    class Own:
+        anything: Any = None
+        method: HasName | None = None
+
+    check_fields(Own(anything="seven", method=7))  # type: ignore[arg-type]
+
+
+TEXT_OF = {"partition": "label-shards:3", "compression": "top-k:0.25", "selection": "poisson"}
+
+
+@pytest.mark.parametrize("field", TEXT_OF)
+def test_python_takes_the_texts_that_the_command_line_takes(field: str) -> None:
+    having = [
+        kind
+        for kind in map(strategy_class, catalog.SYSTEMS)
+        if hasattr(kind, "__match_args__") and field in kind.__match_args__
+    ]
+    assert having
+    for kind in having:
+        value = getattr(kind(**{field: TEXT_OF[field]}), field)
+        assert isinstance(value, tuple(TEXTS))
+        assert str(value) == TEXT_OF[field]
+
+
+class NeedsLoss(torch.optim.SGD):
+    def step(self, loss: Callable[[], float]) -> None:  # type: ignore[override]
+        super().step(loss)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sentence"),
+    [
+        (torch.optim.LBFGS, "LBFGS.step needs closure"),
+        (NeedsLoss, "NeedsLoss.step needs loss"),
+        (partial(torch.optim.SGD, lr=1e300), r"the learning rate is 1e\+300"),
+        (partial(torch.optim.SGD, lr=math.inf), "the learning rate is inf"),
+        (lambda parameters: None, "returned a NoneType, which has no step"),
+    ],
+)
+@pytest.mark.parametrize(
+    "strategy",
+    [dure.SingleWorker(), dure.ZeRO(), dure.FedAvg(clients=2), dure.SplitFed(clients=2)],
+    ids=lambda one: one.name,
+)
+def test_an_optimizer_that_cannot_step_is_refused_before_any_work(
+    optimizer: Any, sentence: str, strategy: dure.Strategy
+) -> None:
+    begun: list[Any] = []
+    with pytest.raises(ValueError, match=sentence):
+        dure.train(small_task(optimizer=optimizer), strategy, on_progress=begun.append)
+    assert not begun
