@@ -92,6 +92,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("recorded", ["FedAsync"], indirect=True)
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_to_what_was_recorded_is_an_error_of_the_folder(
     what: str, recorded: tuple[Path, Plan], tmp_path: Path
