@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,30 @@ def test_a_line_that_was_cut_off_was_never_charged(tmp_path: Path) -> None:
     assert Ledger(1e-5, tmp_path).spent == [ROUND]
 
 
-def test_a_file_that_is_no_ledger_is_refused_by_its_line(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"number": 1, "rate": "half"}\n')
-    with pytest.raises(RunFolderError, match="line 1"):
+LINE = {"number": 1, "rate": 0.5, "noise": 1.0, "times": 1}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"hello",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b'{"more":' + b"[" * 100_000,
+        *(
+            json.dumps({**LINE, name: value}).encode()
+            for name, value in [
+                *[("rate", value) for value in (-1, 2.5, float("nan"), "x", None, 10**400)],
+                *[("noise", value) for value in (-1, 10**400, [])],
+                *[("times", value) for value in (-1, 10**30, 1.5)],
+                *[("number", value) for value in (-1, 10**400, "1")],
+            ]
+        ),
+    ],
+    ids=lambda line: line[:60].decode(errors="replace"),
+)
+def test_a_file_that_is_no_ledger_is_refused_by_its_line(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(json.dumps(LINE).encode() + b"\n" + line + b"\n")
+    with pytest.raises(RunFolderError, match="line 2"):
         Ledger(1e-5, tmp_path)

@@ -15,6 +15,7 @@ from typing import Any
 from dure.bench.plan import Contender, size_text
 from dure.bench.result import Result
 from dure.bench.table import FITTED, link_texts, ratio_text, seconds_text
+from dure.record.disk import write_atomically
 from dure.report.document import document, plotly_source, section, source
 from dure.report.words import escape, size
 
@@ -33,12 +34,11 @@ def write(result: Result, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "all-reduce.json").write_text(
-        json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8"
-    )
+    content = json.dumps(result.as_json(), indent=1) + "\n"
+    write_atomically(folder / "all-reduce.json", content.encode())
     # After the JSON, which does without plotly.
     path = folder / "all-reduce.html"
-    path.write_text(page(result, plotly_source("the page")), encoding="utf-8")
+    write_atomically(path, page(result, plotly_source("the page")).encode())
     return path
 
 

@@ -18,7 +18,9 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from dure.errors import RunFolderError, warn
 from dure.privacy.accountant import Releases, epsilon
@@ -124,18 +126,28 @@ class Ledger:
         self._charged.update([one.number for one in entries])
 
 
+class _Line(msgspec.Struct):
+    """What the file says of a round: nothing else could have been charged."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    noise: Annotated[float, msgspec.Meta(ge=0)]
+    times: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+    def entry(self) -> Entry:
+        return Entry(self.number, Releases(self.rate, self.noise, self.times))
+
+
 def _written(entry: Entry) -> str:
     return json.dumps({"number": entry.number, **entry.releases._asdict()})
 
 
 def _read(path: Path) -> list[Entry]:
     found = []
-    for place, line in enumerate(path.read_text().splitlines(), 1):
+    for place, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            one = json.loads(line)
-            releases = Releases(float(one["rate"]), float(one["noise"]), int(one["times"]))
-            found.append(Entry(int(one["number"]), releases))
-        except (ValueError, KeyError, TypeError) as error:
+            found.append(msgspec.json.decode(line, type=_Line).entry())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RunFolderError(
                 f"{path}, line {place}, is no line of a privacy ledger: what was spent is not "
                 f"known, and the run cannot go on; take the file from a backup"

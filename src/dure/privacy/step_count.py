@@ -17,6 +17,7 @@ kept in memory.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -27,7 +28,7 @@ FILE = "privacy-steps.json"
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
-    charged: int
+    charged: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class StepCount:
@@ -48,7 +49,7 @@ class StepCount:
             return 0
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=_Written).charged
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise RunFolderError(
                 f"{self._path} cannot be read ({error}): it counts the noised steps of the run, "
                 f"which cannot go on without; put back a copy of it"

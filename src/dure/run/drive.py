@@ -372,6 +372,7 @@ class Driver:
 
     def _finish(self, ended: str) -> Outcome:
         self.learner.ended(ended)
+        workers = self._all_counters()
         # Facts on all ranks or on none: the gathering is one of all ranks.
         facts = self.learner.facts()
         told = None if facts is None else self.group.gather_bytes(msgspec.json.encode(facts))
@@ -380,8 +381,9 @@ class Driver:
         give_back()
         weights = {name: _apart(tensor) for name, tensor in self.learner.weights().items()}
         buffers = {name: _apart(one) for name, one in self.learner.passing_buffers().items()}
-        # After the weights are gathered, which is the most that rank 0 may ever hold.
-        workers = self._all_counters()
+        # To gather the weights may take the most memory of all. What it sends is no training.
+        for one, later in zip(workers, self._all_counters(), strict=True):
+            one.peak_memory = later.peak_memory
         summary = summarise(
             self.job,
             self.learner,

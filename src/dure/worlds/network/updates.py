@@ -225,7 +225,7 @@ class Upload:
             first, *rest = self._parts.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Announced) != self.announced:
                 return None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         parts: list[_Part] = []
         # A line that was cut off ends what can be known.

@@ -192,7 +192,7 @@ def _chain(path: Path, content: bytes) -> Chain:
         number = chain.lines + 1
         try:
             previous = msgspec.json.decode(line, type=_Line).previous
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise AuditError(f"{path}: line {number} is no line of this log: {error}") from error
         if previous != chain.digest:
             # The one before may be the one that was changed.
@@ -221,5 +221,5 @@ def _read_head(path: Path) -> Chain | None:
     """What was noted of the log; None where nothing was, or a power failure has taken it."""
     try:
         return msgspec.json.decode(_head(path).read_bytes(), type=Chain)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
