@@ -131,7 +131,9 @@ def _do(
         for trained in inner.train(jobs):
             results.append(trained)
             progress.done(len(results))
-    except (Exception, SystemExit) as raised:
+    except (
+        BaseException
+    ) as raised:  # Ctrl-C is ignored here: whatever it is, the user's code raised
         # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
