@@ -131,9 +131,8 @@ def _do(
         for trained in inner.train(jobs):
             results.append(trained)
             progress.done(len(results))
-    except (
-        BaseException
-    ) as raised:  # Ctrl-C is ignored here: whatever it is, the user's code raised
+    # Ctrl-C is ignored here (`live`): a KeyboardInterrupt is the user's own code's.
+    except BaseException as raised:
         # Results come in the jobs' order, so the one that failed is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
