@@ -24,7 +24,7 @@ def test_faults_of_every_kind_end_by_the_name_of_rank_or_client_and_the_step(
     tmp_path: Path,
 ) -> None:
     into = tmp_path / "matrix.json"
-    asked = ["--only", "|".join(A_PART), "--deadline", "2", "--into", into]
+    asked = ["--only", "|".join(A_PART), "--deadline", "4", "--into", into]
     done = subprocess.run(
         [sys.executable, SCRIPT, *asked], capture_output=True, text=True, timeout=300, check=False
     )
