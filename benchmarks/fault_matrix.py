@@ -81,7 +81,7 @@ class Runner:
         try:
             found: JSON = self.connection.recv()
             return found
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return {}
 
     def end(self) -> None:
