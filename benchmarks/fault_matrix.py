@@ -51,7 +51,7 @@ BEGIN = 90.0
 """Seconds until a fault has happened, or a run that never passes its place has ended."""
 MARGIN = 15.0
 """Seconds over the deadline: what is given up after it still has to end, on a busy machine."""
-AFTER = {"loss": 20, "forward": 20, "backward": 6, "data": 40, "metric": 1, "optimizer": 4}
+AFTER = {"loss": 20, "forward": 20, "backward": 6, "data": 120, "metric": 1, "optimizer": 4}
 """Passes of a place that go well before, so that the run is in its midst: losses and models are
 tried before, and measured."""
 
@@ -81,7 +81,7 @@ class Runner:
         try:
             found: JSON = self.connection.recv()
             return found
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return {}
 
     def end(self) -> None:

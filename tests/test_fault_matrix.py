@@ -10,21 +10,19 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "fault_matrix.py"
 A_PART = (
     "^processes, dure loss hang",
-    "^parameter server data exit",
-    "^Downpour forward:1 raise",
     "^ZeRO 3 optimizer kill",
     "^one process metric raise",
     "^batched loss raise",
     "^loop-processes (backward:1 stop|data kill)",
 )
-RUNS = 8
+RUNS = 6
 
 
 def test_faults_of_every_kind_end_by_the_name_of_rank_or_client_and_the_step(
     tmp_path: Path,
 ) -> None:
     into = tmp_path / "matrix.json"
-    asked = ["--only", "|".join(A_PART), "--deadline", "2", "--into", into]
+    asked = ["--only", "|".join(A_PART), "--deadline", "4", "--into", into]
     done = subprocess.run(
         [sys.executable, SCRIPT, *asked], capture_output=True, text=True, timeout=300, check=False
     )

@@ -162,10 +162,20 @@ def simulated(engine: str, strategy: Any = None) -> Way:
         if strategy is None:
             options |= {"deadline": case.deadline, "processes": 2}
         # Many clients at once have their examples as one tensor, and losses of one kind.
+        if engine.endswith("ray"):
+            _have_ray()
         task = {"reads": kind == "loop", "pairs": kind == "batched"}
         return _trained(case, federated, dure.Simulated(**options), ROUNDS, **task)
 
     return way
+
+
+def _have_ray() -> None:
+    """A cluster that runs already is used, and left running: it takes seconds to start."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
 
 
 def network(strategy: Any) -> Way:
@@ -340,8 +350,8 @@ WHERES: dict[str, Where] = {
     "batched": Where(simulated("batched")),
     "loop-processes": Where(simulated("loop-processes")),
     "batched-processes": Where(simulated("batched-processes")),
-    "loop-ray": Where(simulated("loop-ray")),
-    "batched-ray": Where(simulated("batched-ray")),
+    "loop-ray": Where(simulated("loop-ray"), lasting=True),
+    "batched-ray": Where(simulated("batched-ray"), lasting=True),
     "split, simulated": Where(simulated("", SPLIT)),
     "network": Where(network(TWO), goes_on=True, waits=ROUNDS),
     "split, network": Where(network(SPLIT), goes_on=True, waits=ROUNDS),

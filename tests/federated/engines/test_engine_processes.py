@@ -260,6 +260,33 @@ def test_a_client_with_progress_may_take_longer_than_the_deadline(processes):
     assert results(divided, [replace(jobs[0], steps=60)])[0].failure is None
 
 
+def forks_and_is_killed(outputs):
+    if os.fork() == 0:
+        # It has the socket open, and ends soon after its parent.
+        time.sleep(3)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_child_is_found_though_a_process_that_it_forked_lives(processes):
+    task, jobs = bad_for_two(forks_and_is_killed)
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3), deadline=2)
+    with pytest.raises(WorkerFailedError, match=r"^client 2 failed .* was killed by SIGKILL"):
+        results(divided, jobs)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("by hand"), GeneratorExit("early")])
+def test_whatever_the_users_code_raises_names_client_and_error(processes, error):
+    def raises_it(outputs):
+        raise error
+
+    task, jobs = bad_for_two(raises_it)
+    divided = processes(LoopEngine(task, network(), task.train, 4, 3))
+    text = f"^client 2 failed in round 3: {type(error).__name__}: {error}$"
+    with pytest.raises(WorkerFailedError, match=text):
+        results(divided, jobs)
+
+
 def test_a_child_that_closes_its_connection_and_lives_is_an_error_that_names_its_client(
     processes, monkeypatch
 ):

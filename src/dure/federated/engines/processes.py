@@ -212,6 +212,9 @@ class ProcessesEngine(Engine):
     def _look(self, busy: Sequence[_Child]) -> None:
         """Gives up a child without progress: it would be waited for without an end."""
         for child in busy:
+            # Its socket may still be open in a process that the user's own code has forked.
+            if child.chunk is not None and _is_dead(child.pid):
+                self._lost(child, child.chunk)
             if child.patience.is_over(child.progress.now()):
                 assert child.chunk is not None
                 who, when = self._named(child, child.chunk)
@@ -264,6 +267,13 @@ class ProcessesEngine(Engine):
             theirs.close()
             patience = Patience(self.deadline)
             self._children.append(_Child(pid, ours, outputs, progress, patience))
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether a child has ended; it is waited for elsewhere."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return True
 
 
 def _ended(pid: int) -> str:

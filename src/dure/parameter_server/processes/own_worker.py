@@ -28,7 +28,7 @@ from dure.parameter_server.plan import Plan
 from dure.parameter_server.processes.meeting import rank_of
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.rooms import Outbox, Slots
-from dure.parameter_server.processes.said import Failed, Grant, Leave, Lost, Over, Waits
+from dure.parameter_server.processes.said import Failed, Grant, Leads, Leave, Lost, Over, Waits
 from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.working import Heart
 from dure.parameter_server.tables import apart
@@ -265,6 +265,8 @@ class Worker:
             elif isinstance(said, Gone):
                 check_leader(sender, said, "training", self._step)
                 self._side.cut(sender)
+            elif isinstance(said, Leads):
+                continue  # who waits for a pull too long asks (`Waits`)
             elif isinstance(said, Grant):
                 self._begun = self._begun or said.until > 0
             else:
