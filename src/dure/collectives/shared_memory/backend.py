@@ -208,6 +208,8 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def set_timeout(self, timeout: timedelta) -> None:
         self._host.timeout = timeout.total_seconds()
 
+    _set_default_timeout = set_timeout
+
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives torch has asked for, the same on ranks that have asked for all."""
         return self._sequence
