@@ -78,10 +78,6 @@ def torch_call(
     return decorate
 
 
-def _at(place: int, given: Sequence[Any]) -> Any:
-    return given[place] if place < len(given) else None
-
-
 def _taken(named: dict[str, Any], names: Sequence[str], function: str) -> list[Any]:
     """Arguments that were given by name, in their order."""
     taken = [named.pop(name) for name in names if name in named]
