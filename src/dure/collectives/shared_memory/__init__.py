@@ -17,6 +17,9 @@ nothing goes through sockets. `empty_shared` gives tensors that are reduced in p
     begun       calls that are ended later
     leaving     how a process leaves its groups
     transport   what the groups of dure ask
+    sparse      sums of sparse tensors
+    torch_calls, device_backend, torch_doors
+                forms of calls, the profiler, and what else of torch asks by the name of gloo
     backend     what torch.distributed sees
 """
 

@@ -21,9 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _profiler_enabled
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import AllreduceOptions
 
 from dure.collectives.arguments import check_rank
 from dure.collectives.shared_memory import leaving, sparse, torch_calls, torch_doors
@@ -56,7 +54,7 @@ from dure.collectives.shared_memory.mailbox import ANY, Mailbox
 from dure.collectives.shared_memory.meeting import Core, meet
 from dure.collectives.shared_memory.moves import Moves
 from dure.collectives.shared_memory.portable import folded
-from dure.collectives.shared_memory.torch_calls import limit_of, torch_call
+from dure.collectives.shared_memory.torch_calls import limit_of, profiler_enabled, torch_call
 from dure.collectives.shared_memory.transport import OverMemory
 from dure.collectives.shared_memory.two_hosts.across import Across
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
@@ -210,6 +208,8 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def set_timeout(self, timeout: timedelta) -> None:
         self._host.timeout = timeout.total_seconds()
 
+    _set_default_timeout = set_timeout
+
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives torch has asked for, the same on ranks that have asked for all."""
         return self._sequence
@@ -227,21 +227,30 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         """
         self._line.now(self._prepared_all_reduce([tensor], op))
 
-    def allreduce(self, tensors: Any = (), opts: Any = None, *rest: Any, **named: Any) -> Work:
-        # The common case, one tensor and a caller that waits, goes the short way.
+    def allreduce(
+        self,
+        tensors: Any = (),
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+        tensor: Tensor | None = None,
+    ) -> Work:
+        # The common case, one tensor and a caller that waits, goes the short way. It is torch's own
+        # function that calls so, which knows no time-out of a single call.
         if (
-            type(opts) is AllreduceOptions
+            not getattr(opts, "asyncOp", True)
             and type(tensors) is list
             and len(tensors) == 1
-            and not opts.asyncOp
-            and not _profiler_enabled()
-            and limit_of(opts) is None
+            and not profiler_enabled()
         ):
             self._sequence += 1
             self.all_reduce(tensors[0], operation_of(opts.reduceOp))
             return FINISHED  # type: ignore[return-value]
-        given = () if opts is None else (opts, *rest)
-        return self._all_reduce_of_any_form(tensors, *given, **named)  # type: ignore[no-any-return]
+        given = (tensors,) if opts is None else (tensors, opts)
+        named = {"op": op, "timeout": timeout, "tensor": tensor}
+        said = {name: value for name, value in named.items() if value is not None}
+        return self._all_reduce_of_any_form(*given, **said)  # type: ignore[no-any-return]
 
     @torch_call(
         "allreduce_", "all_reduce", "tensors opts", torch_calls.short_all_reduce, tensor_at=0
@@ -252,6 +261,10 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
 
     def _prepared_all_reduce(self, tensors: Sequence[Tensor], op: int) -> Callable[[], None]:
         """What reduces a tensor of each rank, or several tensors of each as those of more ranks."""
+        if len(tensors) == 1 and not sparse.is_sparse(tensors[0]):
+            tensor = reducible(tensors[0], op)
+            check_writable(tensor)
+            return lambda: self._moves.all_reduce(tensor, op)
         some("all_reduce", tensors)
         if any(sparse.is_sparse(tensor) for tensor in tensors):
             sparse.check_sparse(tensors, op)
@@ -259,8 +272,6 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         tensors = [reducible(tensor, op) for tensor in tensors]
         for tensor in tensors:
             check_writable(tensor)
-        if len(tensors) == 1:
-            return lambda: self._moves.all_reduce(tensors[0], op)
         check_apart(tensors)
         check_alike("all_reduce", tensors)
 
@@ -417,8 +428,9 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
             check_tensor(tensor)
             if root != self._rank or index != which:
                 check_writable(tensor)
-        check_apart(tensors)
-        check_alike("broadcast", tensors)
+        if len(tensors) > 1:
+            check_apart(tensors)
+            check_alike("broadcast", tensors)
 
         def run() -> None:
             self._moves.broadcast(tensors[which], root)

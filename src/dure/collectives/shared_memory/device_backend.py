@@ -48,12 +48,6 @@ class DeviceBackend:
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.set_timeout(timeout)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        raise NotImplementedError
-
     def _has_hooks(self) -> bool:
         return False
 

@@ -64,7 +64,9 @@ def all_reduce(tensors: Sequence[Tensor], op: int, moves: Moves, names: Sequence
         moves.all_gather(values, own.values().contiguous())
         total = _added(
             [
-                torch.sparse_coo_tensor(where, what, own.shape, is_coalesced=True)
+                torch.sparse_coo_tensor(
+                    where, what, own.shape, is_coalesced=True, check_invariants=False
+                )
                 for where, what in zip(indices, values, strict=True)
             ]
         )

@@ -9,17 +9,16 @@ lasts until its work is done.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
@@ -32,7 +31,9 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from dure.collectives.shared_memory.work import Work
 
-_record = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
+_record = torch._C._profiler._RecordFunctionFast
+profiler_enabled = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch runs on this thread."""
 
 Short = Callable[..., tuple[Any, ...]]
 """Makes the arguments of the long form from those of the short one."""
@@ -48,37 +49,41 @@ def torch_call(
     an argument that is a list in the long form and a tensor in the short one.
     """
     long = names.split()
+    all_of_them = len(long)
 
     def is_short(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        return (
-            not named.keys() <= set(long)
-            or (tensor_at is not None and isinstance(_at(tensor_at, given), Tensor))
-            or not _is_options(_at(len(long) - 1, given))
-        )
+        if named and not named.keys() <= set(long):
+            return True
+        if (
+            tensor_at is not None
+            and len(given) > tensor_at
+            and isinstance(given[tensor_at], Tensor)
+        ):
+            return True
+        return len(given) >= all_of_them and type(given[all_of_them - 1]) not in _OPTIONS
 
     def decorate(method: Callable[..., Any]) -> Any:
         @functools.wraps(method)
         def call(self: Any, *given: Any, **named: Any) -> Any:
             if short is not None and is_short(given, named):
                 given, named = short(*given, **named), {}
-            arguments = (*given, *(named.pop(name) for name in long[len(given) :] if name in named))
             if named:
-                raise TypeError(f"{method.__name__} takes no argument {next(iter(named))!r}")
-            if not _profiler_enabled():
-                return method(self, *arguments)
-            return _profiled(operation, event, lambda: method(self, *arguments), arguments)
+                given = (*given, *_taken(named, long[len(given) :], method.__name__))
+            if not profiler_enabled():
+                return method(self, *given)
+            return _profiled(operation, event, lambda: method(self, *given), given)
 
         return call
 
     return decorate
 
 
-def _at(place: int, given: Sequence[Any]) -> Any:
-    return given[place] if place < len(given) else None
-
-
-def _is_options(value: Any) -> bool:
-    return value is None or hasattr(value, "timeout")
+def _taken(named: dict[str, Any], names: Sequence[str], function: str) -> list[Any]:
+    """Arguments that were given by name, in their order."""
+    taken = [named.pop(name) for name in names if name in named]
+    if named:
+        raise TypeError(f"{function} takes no argument {next(iter(named))!r}")
+    return taken
 
 
 # The profiler.
@@ -102,13 +107,8 @@ def _profiled(operation: str, event: str, call: Callable[[], Any], arguments: Se
 
 
 def _end(record: Any) -> None:
-    """Ends an event that need not end where it began.
-
-    On a thread of its own: so the profiler knows that it is no part of what its thread does.
-    """
-    thread = threading.Thread(target=record.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join()
+    """Ends an event, on whichever thread its work has ended."""
+    record.__exit__(None, None, None)
 
 
 def _tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
@@ -130,10 +130,26 @@ def _of_tensors(values: Sequence[Any]) -> bool:
 # Options, and short forms with the names that torch gives to their arguments.
 
 
+_OPTIONS = {
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    type(None),
+}
+_NOT_SAID = AllreduceOptions().timeout
+
+
 def limit_of(opts: Any) -> float | None:
     """Seconds that a call may take, if its options say so."""
-    seconds: float = opts.timeout.total_seconds() if opts is not None else -1.0
-    return seconds if seconds >= 0 else None  # torch's own for "not said" is less than 0
+    limit = _NOT_SAID if opts is None else opts.timeout
+    return None if limit == _NOT_SAID else float(limit.total_seconds())
 
 
 def _options(kind: Callable[[], Any], timeout: timedelta | None, **values: Any) -> Any:
