@@ -348,9 +348,7 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
     # A function of a user's own may take more than it says, such as a text for a dtype.
     for name, value in options.items() if ":" not in reference else ():
         kind = hints.get(name)
-        # Of a word that there is not the function says which there are, and which is near.
-        is_word = typing.get_origin(kind) is typing.Literal and isinstance(value, str)
-        if kind is not None and not is_word and not _is_path(kind):
+        if kind is not None and not _is_path(kind):
             check_value(name, value, kind)
     return {
         # Absolute, since a resumed run may start in another folder. A text where the function wants
