@@ -120,7 +120,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in typing.get_args(hint))
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in typing.get_args(hint))
+        # Of a word that there is not, its owner says which there are, and which is near.
+        return any(type(value) is type(one) for one in typing.get_args(hint))
     if hint is None or hint is type(None):
         return value is None
     if hint is bool:

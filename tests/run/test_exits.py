@@ -107,7 +107,7 @@ def test_in_the_meta_steps_of_a_client() -> None:
         ({"model": lambda: Net(3)}, "rank 0 failed in step 3: SystemExit: 0"),
         ({"train": Data()}, "failed in step 1: SystemExit: 0"),
         ({"metrics": {"own": leave}}, "rank 0 failed in the first evaluation: SystemExit: 0"),
-        ({"optimizer": leave}, "rank 0 failed in the start: SystemExit: 0"),
+        ({"optimizer": leave}, "task failed in the checks before the first step: SystemExit: 0"),
         ({"lr_schedule": leave}, "task failed in the checks before the first step: SystemExit: 0"),
         ({"model": leave}, "task failed in the checks before the first step: SystemExit: 0"),
     ],

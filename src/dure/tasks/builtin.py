@@ -347,11 +347,9 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
         raise ValueError(f"the task {reference} needs {flags}")
     # A function of a user's own may take more than it says, such as a text for a dtype.
     for name, value in options.items() if ":" not in reference else ():
-        hint = hints.get(name)
-        # Of a word that there is not the function says which there are, and which is near.
-        is_word = typing.get_origin(hint) is typing.Literal and isinstance(value, str)
-        if hint is not None and not is_word and not _is_path(hint):
-            check_value(name, value, hint)
+        kind = hints.get(name)
+        if kind is not None and not _is_path(kind):
+            check_value(name, value, kind)
     return {
         # Absolute, since a resumed run may start in another folder. A text where the function wants
         # a path: from config.json, or from Python.
