@@ -235,7 +235,7 @@ def _check_by_index(dataset: Any) -> None:
         length = len(dataset)
     except Exception as error:
         raise ValueError(
-            f"the dataset has no length ({type(error).__name__}: {error}), and what has none "
+            f"the dataset has no length ({described(error)}), and what has none "
             f"cannot be divided by index"
         ) from error
     if length == 0:

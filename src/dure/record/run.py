@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dure.arguments import check_path
-from dure.errors import RunFolderError, RunFolderWriteError
+from dure.errors import RunFolderError, RunFolderWriteError, described
 from dure.record.checkpoint import (
     UNREADABLE,
     Contents,
@@ -423,7 +423,7 @@ def _state_of(checkpoint: Stored) -> dict[str, Any]:
         # Read whole and thrown away: damage is to show before a rank is started.
         _, state = unpack_checkpoint(checkpoint.parts)
     except UNREADABLE as error:
-        raise damaged(checkpoint.path, f"{type(error).__name__}: {error}") from error
+        raise damaged(checkpoint.path, described(error)) from error
     if not isinstance(state, dict):
         raise damaged(checkpoint.path, "its state is no mapping")
     return state

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from dure.errors import described
+
 _PAIRS = "complex128"
 """The metadata's key for the names of what is written as pairs."""
 
@@ -133,7 +135,7 @@ def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
             tensors[name] = torch.view_as_complex(tensors[name])
     except (LookupError, TypeError, RuntimeError) as error:
         # A dtype that torch lacks, or names of pairs that are none; a nest too deep.
-        raise ValueError(f"no tensors that can be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"no tensors that can be read: {described(error)}") from error
     return tensors
 
 

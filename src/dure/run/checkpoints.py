@@ -14,7 +14,7 @@ import msgspec
 from dure import __version__
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner
-from dure.errors import DureError, RunFolderError
+from dure.errors import DureError, RunFolderError, described
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import (
     VERSION,
@@ -145,7 +145,7 @@ class Checkpoints:
             # It is whole, but of another shape: made by hand, say, or for another model.
             raise RunFolderError(
                 f"the checkpoint of {self.job.folder} does not fit what is trained "
-                f"({type(error).__name__}: {error}): put back a copy of it, or remove it to train "
+                f"({described(error)}): put back a copy of it, or remove it to train "
                 f"from the start"
             ) from error
         self.doubtful = unsealed

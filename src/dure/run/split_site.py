@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
-from dure.errors import DureError, WorkerFailedError
+from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
 from dure.machine.threads import threads
@@ -105,10 +104,9 @@ def take_part(
                 # What the server has said wrongly is no error of this site's own code.
                 if isinstance(error, DureError | FrameError | WrongError):
                     raise
-                reason = f"{type(error).__name__}: {error}"
-                text = traceback.format_exc()
                 who = f"client {welcome.client}"
-                raise WorkerFailedError(who, site.at, reason, text) from error
+                reason = described(error)
+                raise WorkerFailedError(who, site.at, reason, traceback_of(error)) from error
 
 
 def _site(

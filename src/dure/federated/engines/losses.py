@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.data.examples import Examples
+from dure.errors import text_of
 from dure.federated.engines.sgd import CannotBatchError
 from dure.tasks.known_losses import CrossEntropy, cross_entropy_of, name_of, torch_loss
 from dure.tasks.loss_shares import CountedLoss
@@ -145,7 +146,7 @@ class OwnLossError(Exception):
     """
 
     def __init__(self, client: int, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__(text_of(error))
         self.client = client
 
 

@@ -339,7 +339,9 @@ class SingleLearner(Learner):
 
     def rest(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.state.clear()
+        # What only steps like an optimizer may have no such state.
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self.optimizer.state.clear()
 
     def passing_buffers(self) -> Mapping[str, Tensor]:
         buffers: Mapping[str, Tensor] = to_cpu(passing_buffers(self.model))

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, described
 from dure.parallel.zero.agreement import agreed
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
@@ -177,7 +177,7 @@ def _whole(folder: Path) -> Iterator[None]:
     try:
         yield
     except (*_DAMAGE, SafetensorError) as error:
-        said = f"{type(error).__name__}: {error}"
+        said = described(error)
         raise RunFolderError(f"{folder} holds no whole checkpoint of ZeRO: {said}") from error
 
 
