@@ -24,6 +24,14 @@ _OTHER_SHAPES = ("Adafactor", "LBFGS")
 """torch's own whose state has shapes that are not the parameters'."""
 
 
+def forget(optimizer: Any) -> None:
+    """Frees an optimizer's gradients and state, as far as it is one of torch's kind."""
+    optimizer.zero_grad(set_to_none=True)
+    # What only steps like an optimizer may keep its state anywhere.
+    if isinstance(optimizer, Optimizer):
+        optimizer.state.clear()
+
+
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """As `optimizer.load_state_dict`.
 

@@ -44,7 +44,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.optimizer_state import load_optimizer
+from dure.tensors.optimizer_state import forget, load_optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -338,10 +338,7 @@ class SingleLearner(Learner):
         }
 
     def rest(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        # What only steps like an optimizer may have no such state.
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            self.optimizer.state.clear()
+        forget(self.optimizer)
 
     def passing_buffers(self) -> Mapping[str, Tensor]:
         buffers: Mapping[str, Tensor] = to_cpu(passing_buffers(self.model))

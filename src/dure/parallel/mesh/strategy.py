@@ -90,6 +90,7 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.flat import check_apart
+from dure.tensors.optimizer_state import forget
 
 EVERY = (1 << 48) - 1
 """As many bits as a float64 keeps, and some less: values that the last stage may receive."""
@@ -585,8 +586,7 @@ class ParallelLearner(Learner):
 
     def rest(self) -> None:
         if self.held.optimizer is not None:
-            self.held.optimizer.zero_grad(set_to_none=True)
-            self.held.optimizer.state.clear()
+            forget(self.held.optimizer)
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore(self.held, weights, state)
