@@ -27,11 +27,16 @@ def run_here(script: Path, *arguments: str) -> str:
 @contextmanager
 def _modules_beside(script: Path) -> Iterator[None]:
     """What lies in the script's folder and below can be imported, and is forgotten afterwards:
-    another script may have modules of the same names."""
+    another script, and the tests, may have modules of the same names."""
+    beside = {entry.stem for entry in script.parent.rglob("*.py")}
+    away = {name: sys.modules.pop(name) for name in beside & set(sys.modules)}
     before = set(sys.modules)
-    with mock.patch.object(sys, "path", [str(script.parent), *sys.path]):
-        yield
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file is not None and Path(file).is_relative_to(script.parent):
-            del sys.modules[name]
+    try:
+        with mock.patch.object(sys, "path", [str(script.parent), *sys.path]):
+            yield
+    finally:
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).is_relative_to(script.parent):
+                del sys.modules[name]
+        sys.modules.update(away)

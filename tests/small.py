@@ -44,6 +44,11 @@ def small_task(lr: float = 0.3, n: int = EXAMPLES, **changes: Any) -> dure.Task:
     return dure.Task(**{**settings, **changes})
 
 
+def diverging_task() -> dure.Task:
+    """Its weights are not finite after a step. As a tensor a rate is the optimizer's own affair."""
+    return small_task(lr=torch.tensor(1e308, dtype=torch.float64))  # type: ignore[arg-type]
+
+
 def weights_of(run: dure.Run) -> torch.Tensor:
     """All weights of a run's model in one vector."""
     weights = [

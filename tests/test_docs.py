@@ -250,8 +250,6 @@ def test_the_command_of_a_benchmark_is_understood_and_empties_no_older_result(
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", understood)
     # A shell empties the file that > names before the program begins; a backslash goes on.
     assert not {">", "\\"} & set(command)
-    # A module of the tests, and one of a benchmark's.
-    monkeypatch.delitem(sys.modules, "two_hosts", raising=False)
     script, *words = shlex.split(command)
     with pytest.raises(Understood):
         run_here(ROOT / script, *words)

@@ -190,7 +190,7 @@ def test_the_command_line_trains_resumes_and_repeats_it(
             "--devices says where threads compute: add --world threads",
         ),
         ("train digits fed-avg --world threads", "FedAvg does not live in Threads"),
-        ("compare digits data-parallel,world=moon", "the world is threads or processes"),
+        ("compare digits data-parallel,world=moon", "there is no world 'moon'"),
     ],
 )
 def test_lines_that_make_no_sense_are_answered(

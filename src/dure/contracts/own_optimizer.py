@@ -23,7 +23,7 @@ def check_optimizer(optimizer: Any) -> None:
             f"the task's optimizer function returned a {type(optimizer).__name__}, which has no "
             f"step(): let it return an optimizer, such as torch.optim.SGD(parameters, lr=0.1)"
         )
-    wanted = _needed_by(optimizer.step)
+    wanted = _needed_by(_step_of(optimizer))
     if wanted:
         raise ValueError(
             f"{type(optimizer).__name__}.step needs {' and '.join(wanted)}: no system here "
@@ -32,6 +32,19 @@ def check_optimizer(optimizer: Any) -> None:
         )
     for group in getattr(optimizer, "param_groups", ()):
         _check_rate(group.get("lr"), group["params"])
+
+
+def _step_of(optimizer: Any) -> Any:
+    """Its `step` as its author wrote it, bound to it.
+
+    A schedule of torch's puts a wrapper of the class's function in its place, whose signature has
+    the optimizer itself as an argument.
+    """
+    own = getattr(optimizer, "__dict__", {}).get("step")
+    written = getattr(type(optimizer), "step", None)
+    if written is not None and hasattr(own, "__wrapped__"):
+        return written.__get__(optimizer)
+    return optimizer.step
 
 
 def _needed_by(step: Any) -> list[str]:

@@ -421,7 +421,8 @@ class Federated(Strategy):
             )
         _check_names([*self.measures(task, model, conditions), FAILURES])
         self.check_engine(task, conditions.engine, model)
-        if self.algorithm(start_of(task, model, clients or 1)).has_own_objective:
+        algorithm = self._tried(task, model, clients or 1)
+        if algorithm is not None and algorithm.has_own_objective:
             check_objective(conditions.engine)
 
     def _check_frozen(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
@@ -437,7 +438,16 @@ class Federated(Strategy):
 
     def _divides(self, task: Task, model: nn.Module) -> bool:
         """Whether a part of the model belongs to each client."""
-        return self.algorithm(start_of(task, model, self.count(task) or 1)).divides
+        algorithm = self._tried(task, model, self.count(task) or 1)
+        return algorithm is not None and algorithm.divides
+
+    def _tried(self, task: Task, model: nn.Module, clients: int) -> Algorithm | None:
+        """The algorithm; None where the task's optimizer fails, of which whoever uses it tells."""
+        try:
+            start = start_of(task, model, clients)
+        except Exception:
+            return None
+        return self.algorithm(start)
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """What evaluations measure, by name: on the test data, and what clients measure."""

@@ -19,7 +19,7 @@ from dure.run.join import join
 from dure.wire.certificates import issue_client, make_authority
 from dure.worlds.network.client.link import NotTrustedError, RefusedError
 from dure.worlds.network.server.register import FILE, Register
-from small import network, small_task
+from small import diverging_task, network, small_task
 
 TWO = Plan(dure.FedAvg(clients=2, batch_size=4), rounds=2)
 
@@ -302,12 +302,8 @@ def test_what_a_client_raises_is_told_without_its_message(tmp_path: Path) -> Non
         assert "Miller" in repr(deployment.clients[0].said("failed"))
 
 
-def explosive() -> dure.Task:
-    return small_task(optimizer=partial(torch.optim.SGD, lr=1e308))
-
-
 def test_a_client_whose_training_is_not_finite_is_told_and_goes_on(tmp_path: Path) -> None:
-    plan = Plan(dure.FedAvg(clients=2, batch_size=4), rounds=2, task=explosive)
+    plan = Plan(dure.FedAvg(clients=2, batch_size=4), rounds=2, task=diverging_task)
     with Deployment(tmp_path, plan) as deployment:
         deployment.serve()
         deployment.join_all(2)

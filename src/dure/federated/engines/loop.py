@@ -167,39 +167,40 @@ class LoopEngine(Engine):
         self.model.train()
         step = self.updates.begin(job)
         samples = 0
-        for loss, counted, examples in self._losses(job):
+        for batch in self._batches(job):
+            loss, counted = self._loss(batch)
             # Not as a number yet: a GPU would be waited for in every step.
             losses.append(loss.detach())
             counts.append(counted)
             loss.backward()  # type: ignore[no-untyped-call]
             step()
-            samples += examples
+            samples += len(batch)
         return samples
 
-    def _losses(self, job: Job) -> Iterator[tuple[Tensor, float, int]]:
-        """Of each step: the loss, what it has counted, and how many examples there were."""
+    def _batches(self, job: Job) -> Sequence[Tensor]:
+        """The examples of each step, by index; all is ready for the first one."""
         order, sizes = batches(job, self.batch_size, self.seed)
         # First, for a model that is made may draw.
         if self.objective is not None:
             self.objective.begin(job)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
-        look = self.look
-        for batch in torch.split(order, list(sizes)):
-            if look is not None:
-                look()
-            inputs, targets = self.examples.batch(batch)
-            if self.device.type != "cpu":
-                inputs, targets = to_device((inputs, targets), self.device)
-            # None and not 0: autograd then writes gradients without adding, and one that is missing
-            # shows.
-            for parameter in self.parameters:
-                parameter.grad = None
-            yield (*self._loss(inputs, targets, len(batch)), len(batch))
+        parts: Sequence[Tensor] = torch.split(order, list(sizes))
+        return parts
 
-    def _loss(self, inputs: Any, targets: Any, examples: int) -> Computed:
+    def _loss(self, batch: Tensor) -> Computed:
+        """The loss of a step, and what it has counted. batch: which examples it has."""
+        if self.look is not None:
+            self.look()
+        inputs, targets = self.examples.batch(batch)
+        if self.device.type != "cpu":
+            inputs, targets = to_device((inputs, targets), self.device)
+        # None and not 0: autograd then writes gradients without adding, and one that is missing
+        # shows.
+        for parameter in self.parameters:
+            parameter.grad = None
         if self.objective is not None:
-            return self.objective.of(inputs, targets, examples)
-        return self.losses.mean(self.model(inputs), targets, examples)
+            return self.objective.of(inputs, targets, len(batch))
+        return self.losses.mean(self.model(inputs), targets, len(batch))
 
     def _measured(
         self, job: Job, losses: list[Tensor], counts: list[float]
@@ -212,10 +213,11 @@ class LoopEngine(Engine):
         total = [torch.zeros_like(weights) for weights in self.flat.buffers]
         samples = 0
         with torch.set_grad_enabled(gradients):
-            for loss, counted, examples in self._losses(job):
+            for batch in self._batches(job):
+                loss, counted = self._loss(batch)
                 losses.append(loss.detach())
                 counts.append(counted)
-                samples += examples
+                samples += len(batch)
                 if gradients and counted:
                     loss.backward()  # type: ignore[no-untyped-call]
                     for sum_, own in zip(total, self._gradient(), strict=True):

@@ -296,7 +296,9 @@ class _Reader:
             raise
         except Exception as error:
             reason = first_line(error)
-            raise CannotBatchError(f"the model's forward depends on inputs: {reason}") from error
+            raise CannotBatchError(
+                f"the model's forward depends on its inputs: {reason}"
+            ) from error
         # Traced once, it would not be asked again how it computes.
         if _kept_by(model) != before:
             raise CannotBatchError("the model's forward changes what the model keeps")

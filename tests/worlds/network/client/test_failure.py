@@ -81,7 +81,7 @@ def test_a_message_has_an_end_and_may_raise_itself() -> None:
             raise ValueError
 
     failed = what_is_told(7, MuteError(), share=True)
-    assert failed.message == "its message cannot be written"
+    assert failed.message == "(its text cannot be printed: ValueError)"
     failed = what_is_told(7, ValueError("x" * 10**7), share=True)
     assert len(failed.message) == MOST_MESSAGE
     assert from_json(to_json(failed), Failed) == failed
