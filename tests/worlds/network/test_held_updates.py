@@ -24,7 +24,7 @@ from dure.protocol.messages import Answer, Say
 from dure.worlds.network.client.audit import verify
 from dure.worlds.network.server import desk
 from dure.worlds.network.trees import Trees
-from small import small_task
+from small import diverging_task, small_task
 
 STRATEGY = dure.FedAvg(clients=3, batch_size=4)
 
