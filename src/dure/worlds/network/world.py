@@ -26,6 +26,7 @@ from dure.wire.layout import Federation
 from dure.wire.requests import Machine, Trains
 from dure.worlds.here import run_here
 from dure.worlds.launched import refuse_under_torchrun
+from dure.worlds.network.extra import check_installed
 
 if TYPE_CHECKING:
     from dure.wire.owners_roster import OwnersRoster
@@ -107,6 +108,7 @@ class Network(World):
     kind: ClassVar[Kind] = "clients"
 
     def __post_init__(self) -> None:
+        check_installed()
         refuse_under_torchrun("a server")
         # Raises ValueError for a budget that is none.
         _ = self.conditions
