@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dure.machine.extras import check_extra
 from dure.settings import write
 
 NEEDS = ("cryptography", "dp_accounting")
@@ -14,12 +14,7 @@ NEEDS = ("cryptography", "dp_accounting")
 
 def check_installed() -> None:
     """Raises ValueError, before any work, where what protections need is not installed."""
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"privacy needs the extra, of which {', '.join(missing)} is missing: pip install "
-            f'"dure[privacy]"'
-        )
+    check_extra("privacy", "privacy", NEEDS)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from dure.contracts.strategy import Kind, Place, World
 from dure.errors import ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
+from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
 from dure.wire.requests import Machine, Trains
 from dure.worlds.here import run_here
 from dure.worlds.launched import refuse_under_torchrun
-from dure.worlds.network.extra import check_installed
 
 if TYPE_CHECKING:
     from dure.wire.owners_roster import OwnersRoster
@@ -55,6 +55,18 @@ FAREWELL = 3.0
 
 LAST = 60.0
 """Seconds in which those who have heard it may fetch the last model."""
+
+
+NEEDS = (
+    "cryptography",
+    "httptools",
+    "prometheus_client",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "websockets",
+)
+"""The libraries of the extra "deploy"."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class Network(World):
     kind: ClassVar[Kind] = "clients"
 
     def __post_init__(self) -> None:
-        check_installed()
+        check_extra("a network", "deploy", NEEDS)
         refuse_under_torchrun("a server")
         # Raises ValueError for a budget that is none.
         _ = self.conditions
