@@ -27,7 +27,7 @@ ROOMS = [
     {"arguments", "errors", "references", "settings", "catalog"},
     {"machine", "tensors", "randomness"},
     {"record", "data"},
-    {"collectives", "fleet", "protocol", "wire"},
+    {"collectives", "fleet", "memory", "protocol", "wire"},
     {"contracts"},
     {"tasks"},
     {"privacy"},

@@ -1,0 +1,289 @@
+"""Tensors that lie in files on a disk, mapped into memory: there may be more of them than memory.
+
+    with mapped(Disk()) as disk:       every large tensor that is made inside lies in a file
+        model = make_model()
+    ahead(model.parameters())          read them ahead, while something else is computed
+    release(model.parameters())        their pages may leave memory; the values stay
+
+What is computed is computed as ever, with the same bits: only where a tensor lies is another place.
+The system writes pages behind the computation, and reads them when they are touched. So they count
+as memory of the process while they are resident, and go as soon as memory is wanted elsewhere.
+
+Files have no names, so that nothing is left of a process that was killed. A folder in memory
+(tmpfs) would save nothing: it is refused.
+
+Cost: a page that is written travels to the disk, if it lives long enough, and back if it has left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dure.machine.compiler import left_out
+
+LEAST = 1 << 20
+"""Bytes from which on a tensor is worth a file of its own."""
+
+WINDOW = 64 << 20
+"""Bytes that may be made before what was made earlier leaves memory."""
+
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+"""Kinds of file systems whose files are memory."""
+
+_UNSET = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::empty_permuted",
+    }
+)
+"""Operations that make a tensor whose values nobody may read yet."""
+
+_ZERO = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+"""Operations that make zeros, which a new file has already."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *[ctypes.c_int] * 3,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_lock = threading.RLock()
+_segments: dict[int, int] = {}
+"""The mappings that are there: where each begins, and its bytes."""
+
+
+class DiskError(OSError):
+    """There is no disk for what should lie on one, or it is full."""
+
+
+class Disk:
+    """Where tensors lie.
+
+    folder: on a disk; by default the first of the usual ones that is. Raises DiskError where there
+    is none, or it is in memory.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = _usual() if folder is None else Path(folder)
+        kind = kind_of(self.folder)
+        if kind in _IN_MEMORY:
+            raise DiskError(
+                f"{self.folder} is a {kind}, which lies in memory: name a folder on a disk"
+            )
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Zeros of this shape, in a file of their own."""
+        size = torch.Size(shape)
+        return self._flat(size.numel() * dtype.itemsize).view(dtype)[: size.numel()].view(size)
+
+    def place(self, tensor: Tensor, values: bool = True) -> Tensor:
+        """A tensor of this shape and these strides here. values: with its values."""
+        flat = self._flat(tensor.untyped_storage().nbytes())
+        own = torch.empty(0, dtype=tensor.dtype)
+        own.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+        if values:
+            own.copy_(tensor)
+        return own
+
+    def _flat(self, nbytes: int) -> Tensor:
+        """So many bytes of zeros, whole pages."""
+        length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        address = self._map(length)
+        array = (ctypes.c_uint8 * length).from_address(address)
+        with _lock:
+            _segments[address] = length
+        # torch keeps the array for as long as some tensor lies there.
+        weakref.finalize(array, _unmap, address, length)
+        return torch.frombuffer(array, dtype=torch.uint8)[:length]
+
+    def _map(self, length: int) -> int:
+        try:
+            file = _nameless(self.folder)
+            try:
+                # All of it now: a disk that is full is an error here, and later a killed process.
+                os.posix_fallocate(file, 0, length)
+                flags = mmap.PROT_READ | mmap.PROT_WRITE
+                address = _libc.mmap(None, length, flags, mmap.MAP_SHARED, file, 0)
+                number = ctypes.get_errno()
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise DiskError(
+                f"{length / 1e9:.3g} GB do not fit into {self.folder}: {error.strerror}; name "
+                f"another folder"
+            ) from error
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise DiskError(f"{length / 1e9:.3g} GB cannot be mapped: {os.strerror(number)}")
+        return int(address)
+
+
+def _nameless(folder: Path) -> int:
+    """The descriptor of a new file without a name."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # A file system that has none of the kind, or a system.
+    except (OSError, AttributeError):
+        file, name = tempfile.mkstemp(prefix=".dure-", dir=folder)
+        os.unlink(name)
+        return file
+
+
+def _unmap(address: int, length: int) -> None:
+    with _lock:
+        del _segments[address]
+        _libc.munmap(address, length)
+
+
+def _usual() -> Path:
+    """The first of the usual folders that lies on a disk. Raises DiskError where none does."""
+    tried = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
+    for folder in tried:
+        if os.access(folder, os.W_OK) and kind_of(folder) not in _IN_MEMORY:
+            return folder
+    raise DiskError(
+        f"none of {', '.join(map(str, tried))} is a folder on a disk: set TMPDIR to one"
+    )
+
+
+def kind_of(folder: Path) -> str:
+    """The kind of file system that a folder lies in, such as ext4; "" where nobody says."""
+    try:
+        place = folder.resolve(strict=True)
+    except OSError as error:
+        raise DiskError(f"there is no folder {folder}: {error.strerror}") from error
+    best = ("", "")
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, where, kind, *_ = line.split()
+        # As the system writes a blank in a name.
+        where = where.replace("\\040", " ")
+        if place.is_relative_to(where) and len(where) >= len(best[0]):
+            best = (where, kind)
+    return best[1]
+
+
+class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves what is made to the disk. least: bytes of the smallest."""
+
+    def __init__(self, disk: Disk, least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.disk = disk
+        self.least = least
+        self._made = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        if not any(map(self._is_large, _tensors(result))):
+            return result
+        # What shares memory with an input was made before: views, and what is changed in place.
+        known = {_storage(tensor) for tensor in _tensors((args, given))}
+        name = func._schema.name
+        values = name not in _UNSET and name not in _ZERO
+        moved: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if not self._is_large(tensor) or _storage(tensor) in known:
+                return tensor
+            if id(tensor) not in moved:
+                moved[id(tensor)] = self.disk.place(tensor, values)
+                self._made += tensor.nbytes
+            return moved[id(tensor)]
+
+        placed = tree_map_only(Tensor, move, result)
+        if self._made >= WINDOW:
+            self._made = 0
+            release_all()
+        return placed
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().nbytes() >= self.least
+            and tensor.storage_offset() == 0
+            and not is_mapped(tensor)
+        )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def mapped(disk: Disk, least: int = LEAST) -> Iterator[Disk]:
+    """Inside, every tensor of `least` bytes or more that this thread makes on the CPU lies there.
+
+    Views, what is changed in place, and what other threads make stay where they are.
+    """
+    # The first mode of a process would load the compiler, which takes seconds.
+    with left_out(), _Mapping(disk, least):
+        yield disk
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a file."""
+    return _storage(tensor) in _segments
+
+
+def release(tensors: Iterable[Tensor]) -> None:
+    """The pages of those that are mapped leave this process; the system writes them down."""
+    _advise(tensors, mmap.MADV_DONTNEED)
+
+
+def ahead(tensors: Iterable[Tensor]) -> None:
+    """The system begins to read those that are mapped."""
+    _advise(tensors, mmap.MADV_WILLNEED)
+
+
+def release_all() -> None:
+    """As `release`, of all that is mapped."""
+    with _lock:
+        for address, length in list(_segments.items()):
+            # An array may have been collected since the list was made.
+            if address in _segments:
+                _libc.madvise(address, length, mmap.MADV_DONTNEED)
+
+
+def _advise(tensors: Iterable[Tensor], advice: int) -> None:
+    for tensor in tensors:
+        # The tensor keeps its mapping while the system is told.
+        address = _storage(tensor)
+        length = _segments.get(address)
+        if length is not None:
+            _libc.madvise(address, length, advice)
