@@ -39,10 +39,12 @@ SECONDS = 60.0
 _SERVER = ["dure.worlds.network.server.app", "dure.worlds.network.server.serving"]
 _CLIENT = ["dure.worlds.network.client.loop", "dure.worlds.network.client.policy"]
 _SPLIT = ["dure.split.network.served", "dure.run.split_site"]
+# What traces a model that is cut: seconds in each process that would load it by itself.
+_TRACING = ["torch._dynamo", "torch.export._trace", "torch.fx.experimental.symbolic_shapes"]
 _context = multiprocessing.get_context("forkserver")
 # Modules of the tests are not on its path.
 _context.set_forkserver_preload(
-    ["pytest", "torch", "dure.run.train", "dure.run.join", *_SERVER, *_CLIENT, *_SPLIT]
+    ["pytest", "torch", "dure.run.train", "dure.run.join", *_SERVER, *_CLIENT, *_SPLIT, *_TRACING]
 )
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
 
