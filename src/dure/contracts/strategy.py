@@ -29,6 +29,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.partition import Description
 from dure.fleet.conditions import Conditions
+from dure.memory.undivided import beside
 from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
@@ -414,6 +415,13 @@ class Strategy(Told):
         """What tables call it in a world of `kind`."""
         return self.also.get(kind, self.label)
 
+    def holds_parts(self, workers: int | None) -> bool:
+        """Whether each worker holds only a part of the model, and needs memory for no more.
+
+        Then the undivided model lies in files (`dure.memory.undivided`).
+        """
+        return False
+
     def planned(self, task: Task, stop: Stop) -> Self:
         """The strategy with what follows from how long the run is: noise for an epsilon, say.
 
@@ -502,9 +510,11 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
     """One more model like the run's, which was not used yet: a copy, where it can be copied.
 
     The task's factory, which may read its model from a disk, is called again only where it cannot.
+    Where the model lies in files, so does the copy.
     """
-    twin = copy_of(model)
-    return seeded_model(task, seed) if twin is None else twin
+    with beside(model):
+        twin = copy_of(model)
+        return seeded_model(task, seed) if twin is None else twin
 
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:

@@ -4,6 +4,8 @@
         model = make_model()
     ahead(model.parameters())          read them ahead, while something else is computed
     release(model.parameters())        their pages may leave memory; the values stay
+    with passing():                    what is computed with them leaves memory by itself
+        model(inputs)
 
 What is computed is computed as ever, with the same bits: only where a tensor lies is another place.
 The system writes pages behind the computation, and reads them when they are touched. So they count
@@ -29,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -39,7 +42,7 @@ LEAST = 1 << 20
 """Bytes from which on a tensor is worth a file of its own."""
 
 WINDOW = 64 << 20
-"""Bytes that may be made before what was made earlier leaves memory."""
+"""Bytes that may be made or used before what was made or used earlier leaves memory."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 """Kinds of file systems whose files are memory."""
@@ -109,7 +112,7 @@ class Disk:
         return own
 
     def _flat(self, nbytes: int) -> Tensor:
-        """So many bytes of zeros, whole pages."""
+        """So many bytes of zeros; at least one."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length)
         array = (ctypes.c_uint8 * length).from_address(address)
@@ -117,7 +120,7 @@ class Disk:
             _segments[address] = length
         # torch keeps the array for as long as some tensor lies there.
         weakref.finalize(array, _unmap, address, length)
-        return torch.frombuffer(array, dtype=torch.uint8)[:length]
+        return torch.frombuffer(array, dtype=torch.uint8, count=max(1, nbytes))
 
     def _map(self, length: int) -> int:
         try:
@@ -189,40 +192,65 @@ def kind_of(folder: Path) -> str:
 
 
 class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Moves what is made to the disk. least: bytes of the smallest."""
+    """Lets leave what was used, a window at a time, and moves what is made to the disk.
 
-    def __init__(self, disk: Disk, least: int) -> None:
+    disk: None moves nothing. least: bytes of the smallest that is moved.
+    """
+
+    def __init__(self, disk: Disk | None, least: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.disk = disk
         self.least = least
-        self._made = 0
+        # Where what is resident lies, and its bytes.
+        self._resident: dict[int, int] = {}
+        self._nbytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        if not any(map(self._is_large, _tensors(result))):
-            return result
-        # What shares memory with an input was made before: views, and what is changed in place.
         known = {_storage(tensor) for tensor in _tensors((args, given))}
-        name = func._schema.name
+        for address in known & _segments.keys():
+            self._note(address)
+        if self.disk is not None and any(map(self._is_large, _tensors(result))):
+            result = self._moved(func._schema.name, result, known, self.disk)
+        if self._nbytes >= WINDOW:
+            self.let_go()
+        return result
+
+    def _moved(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
+        """What an operation gave, on the disk. known: where its inputs lie."""
         values = name not in _UNSET and name not in _ZERO
         moved: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
+            # What shares memory with an input was made before: views, and what is changed in place.
             if not self._is_large(tensor) or _storage(tensor) in known:
                 return tensor
             if id(tensor) not in moved:
-                moved[id(tensor)] = self.disk.place(tensor, values)
-                self._made += tensor.nbytes
+                moved[id(tensor)] = disk.place(tensor, values)
+                self._note(_storage(moved[id(tensor)]))
             return moved[id(tensor)]
 
-        placed = tree_map_only(Tensor, move, result)
-        if self._made >= WINDOW:
-            self._made = 0
-            release_all()
-        return placed
+        return tree_map_only(Tensor, move, result)
+
+    def _note(self, address: int) -> None:
+        """What lies there is resident now."""
+        if address not in self._resident:
+            nbytes = _segments.get(address, 0)
+            self._resident[address] = nbytes
+            self._nbytes += nbytes
+
+    def let_go(self) -> None:
+        """What is resident leaves."""
+        with _lock:
+            for address in self._resident:
+                # Nobody may have it any more, and another one may lie there.
+                if address in _segments:
+                    _libc.madvise(address, _segments[address], mmap.MADV_DONTNEED)
+        self._resident.clear()
+        self._nbytes = 0
 
     def _is_large(self, tensor: Tensor) -> bool:
         return (
@@ -240,6 +268,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 where it has none that can be known."""
+    kind = type(tensor)
+    # Others, such as those of a trace, may have none, and say so by ending the process.
+    if kind is not Tensor and (nn.Parameter not in kind.__mro__ or is_lazy(tensor)):
+        return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -249,11 +282,28 @@ def _storage(tensor: Tensor) -> int:
 def mapped(disk: Disk, least: int = LEAST) -> Iterator[Disk]:
     """Inside, every tensor of `least` bytes or more that this thread makes on the CPU lies there.
 
-    Views, what is changed in place, and what other threads make stay where they are.
+    Views, what is changed in place, and what other threads make stay where they are. What is used
+    leaves memory, as in `passing`.
     """
-    # The first mode of a process would load the compiler, which takes seconds.
-    with left_out(), _Mapping(disk, least):
+    with _entered(_Mapping(disk, least)):
         yield disk
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """Inside, mapped tensors that this thread uses leave memory again, a window at a time."""
+    with _entered(_Mapping(None, 0)):
+        yield
+
+
+@contextmanager
+def _entered(mapping: _Mapping) -> Iterator[None]:
+    try:
+        # The first mode of a process would load the compiler, which takes seconds.
+        with left_out(), mapping:
+            yield
+    finally:
+        mapping.let_go()
 
 
 def is_mapped(tensor: Tensor) -> bool:

@@ -17,12 +17,13 @@ import msgspec
 
 from dure.arguments import check_path, shown
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Strategy, World, seeded_model
+from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.asked import check_asked, check_function
+from dure.run.fresh import fresh_model
 from dure.run.job import Job
 from dure.run.registry import default_world
 from dure.run.train import Progress, begun_here, prepare, run_job
@@ -95,7 +96,8 @@ def compare(
     if not pairs:
         raise ValueError("there is nothing to compare: give at least one strategy")
     with exit_is_a_failure("the task", "making the model"):
-        model = seeded_model(task, seed)  # every run in this process begins with a copy of it
+        # Every run in this process begins with a copy of it.
+        model = fresh_model(task, seed, all(_holds_parts(*pair) for pair in pairs))
     prepared = [
         _prepared(
             task,
@@ -132,6 +134,13 @@ def compare(
     if folder is None or not leads:
         return done
     return dataclasses.replace(done, report=_report(folder, asked, names, done))
+
+
+def _holds_parts(strategy: Strategy, world: World) -> bool:
+    """Whether no worker of a system needs the whole model."""
+    # What is neither is refused when it is prepared.
+    known = isinstance(strategy, Strategy) and isinstance(world, World)
+    return known and strategy.holds_parts(world.workers)
 
 
 def _make_folder(folder: Path, asked: Mapping[str, Any]) -> None:

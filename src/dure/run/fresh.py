@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from dure.contracts.strategy import another, seeded_model
 from dure.contracts.task import Task
+from dure.memory.mapped import release
+from dure.memory.undivided import beside, in_files, lies_in_files, tensors_of, through
 from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
 
@@ -21,29 +24,38 @@ class FreshModel:
     such as flat buffers and hooks. To other processes the model does not travel: they make their
     own.
 
-    keep: the model serves other runs as well, so that learners take copies of it.
+    keep: the model serves other runs as well, so that learners take copies of it. divided: learners
+    take parts of it; undivided it lies in files.
     """
 
-    def __init__(self, task: Task, seed: int, model: nn.Module | None, keep: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        model: nn.Module | None,
+        keep: bool = False,
+        divided: bool = False,
+    ) -> None:
         self.task = task
         self.seed = seed
         self.keep = keep
+        self.divided = divided
         self._model = model
         self._shell: _Shell | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled without its model, which would be the largest part of what a rank is sent.
-        return FreshModel, (self.task, self.seed, None)
+        return FreshModel, (self.task, self.seed, None, False, self.divided)
 
     def take(self) -> nn.Module:
         """The model for a learner; once."""
         model = self._model
         if model is None:
-            return seeded_model(self.task, self.seed)
+            return fresh_model(self.task, self.seed, self.divided)
         if self.keep:
             return another(model, self.task, self.seed)
         # The learner gets the model itself, since it needs its memory anyway.
-        self.rest()
+        self._put_away(model)
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -57,7 +69,15 @@ class FreshModel:
         """What the user gets in the end is from now on a copy, which takes no memory until then."""
         if self._model is None or self.keep:
             return
-        twin = copy_of(self._model)
+        # In files it takes none as it is.
+        if lies_in_files(self._model):
+            release(tensors_of(self._model))
+        else:
+            self._put_away(self._model)
+
+    def _put_away(self, model: nn.Module) -> None:
+        with beside(model):
+            twin = copy_of(model)
         self._shell = None if twin is None else _Shell(twin)
         self._model = None
 
@@ -74,8 +94,9 @@ class FreshModel:
         """
         model = self._untouched()
         if weights:
-            load_weights(model, weights, elsewhere)
-            load_passing_buffers(model, buffers)
+            with through(model):
+                load_weights(model, weights, elsewhere)
+                load_passing_buffers(model, buffers)
         else:
             model.to("meta")
         return model
@@ -88,7 +109,13 @@ class FreshModel:
             return self._model
         if self._shell is not None:
             return self._shell.opened()
-        return seeded_model(self.task, self.seed)
+        return fresh_model(self.task, self.seed, self.divided)
+
+
+def fresh_model(task: Task, seed: int, divided: bool) -> nn.Module:
+    """The task's model under the seed. divided: it lies in files, for ranks that hold parts."""
+    make = partial(seeded_model, task, seed)
+    return in_files(make) if divided else make()
 
 
 class _Shell:

@@ -19,12 +19,13 @@ from dure.arguments import check_path
 from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.own_optimizer import checked_optimizer
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
+from dure.contracts.strategy import Proof, Strategy, World, another
 from dure.contracts.task import Task
 from dure.data.examples import DatasetExamples
 from dure.errors import DureError, RunFolderError, exit_is_a_failure
 from dure.machine.compiler import left_out
 from dure.machine.own_code import begun_with, files_of
+from dure.memory.undivided import beside, why_not
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.history import is_spread
 from dure.record.run import Run, RunFolder
@@ -33,7 +34,7 @@ from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
-from dure.run.fresh import FreshModel
+from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
@@ -428,20 +429,13 @@ def prepare(
     check_loss(task)
     # A model that was given serves other runs too: learners take copies of it.
     keep = model is not None
+    divided = strategy.holds_parts(world.workers)
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
-        model = seeded_model(task, seed)
-    # What a single worker has, it neither adds to that of others nor sends.
-    check_supported(model, sent=not strategy.alone)
-    if stop.target:
-        _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
-    _check_devices(strategy, world, model)
-    _check_optimizers(task, model)
-    proofs = _checked_model(task, strategy, world, model, check)
+        model = fresh_model(task, seed, divided)
+    with beside(model):
+        proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
-    if world.leads and has_data:
-        # The line of the user who called `train`.
-        warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=4)
     job = Job(
         task=task,
         strategy=strategy,
@@ -453,10 +447,41 @@ def prepare(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         check=check,
-        proofs=proofs,
-        fresh=FreshModel(task, seed, model, keep),
+        proofs=(*_told_of_files(divided), *proofs),
+        fresh=FreshModel(task, seed, model, keep, divided),
     )
     return job, config_of(job, world)
+
+
+def _checked(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    model: nn.Module,
+    seed: int,
+    check: bool,
+) -> tuple[Proof, ...]:
+    """What was tried of the model. Raises ValueError where it does not fit what is asked."""
+    # What a single worker has, it neither adds to that of others nor sends.
+    check_supported(model, sent=not strategy.alone)
+    if stop.target:
+        _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
+    _check_devices(strategy, world, model)
+    _check_optimizers(task, model)
+    proofs = _checked_model(task, strategy, world, model, check)
+    if world.leads and len(task.train):
+        # The line of the user who called `train`.
+        warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=5)
+    return proofs
+
+
+def _told_of_files(divided: bool) -> tuple[Proof, ...]:
+    """Why each rank makes the whole model in memory, though it holds a part of it, if so."""
+    reason = why_not() if divided else None
+    if reason is None:
+        return ()
+    return (Proof(f"the undivided model lies in memory, on every rank: {reason}", 0.0),)
 
 
 def _check_kinds(strategy: Strategy, world: World) -> None:

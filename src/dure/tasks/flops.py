@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.data.examples import Examples
 from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
+from dure.memory.undivided import through
 from dure.tasks.modes import in_mode
 
 
@@ -25,7 +26,7 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     """
     inputs, _ = to_device(examples.batch(torch.tensor([0])), next(model.parameters()).device)
     try:
-        with in_mode(model, training=False):
+        with in_mode(model, training=False), through(model):
             # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.
             return 3 * batch * forward_flops(model, inputs)
     except Exception:

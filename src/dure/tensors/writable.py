@@ -10,6 +10,7 @@ lies, cannot have a copy in its place, and is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -28,7 +29,8 @@ def make_writable(model: nn.Module) -> None:
     Raises ValueError where one is trained, or shares elements with another tensor of the model.
     """
     found = [(name, one) for name, one in _tensors_of(model) if _is_plain(one)]
-    reasons = {id(one): _why_not(one) for _, one in found}
+    maps = _Maps()
+    reasons = {id(one): _why_not(one, maps) for _, one in found}
     copies: dict[int, Tensor] = {}
     for name, tensor in found:
         reason = reasons[id(tensor)]
@@ -65,29 +67,39 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _why_not(tensor: Tensor) -> str | None:
+def _why_not(tensor: Tensor, maps: _Maps) -> str | None:
     """Why nothing can be written into a tensor; None where it can."""
     if tensor.is_inference():
         return "it was made under torch.inference_mode"
     if overlaps_itself(tensor):
         return "it shows one element in several places, as expand() makes it"
-    if _is_read_only(tensor):
+    if maps.forbid(tensor):
         return "it lies in memory that can only be read, such as a mapped file"
     return None
 
 
-def _is_read_only(tensor: Tensor) -> bool:
-    # Memory that torch has allocated itself can be resized, and written.
-    if tensor.untyped_storage().resizable() or not _MAPS.exists():
-        return False
-    begin = tensor.data_ptr()
-    end = end_of(tensor)
-    for line in _MAPS.read_text().splitlines():
-        addresses, rights, *_ = line.split()
-        first, last = (int(address, 16) for address in addresses.split("-"))
-        if first < end and begin < last and "w" not in rights:
-            return True
-    return False
+class _Maps:
+    """What memory of the process can only be read."""
+
+    @cached_property
+    def read_only(self) -> list[tuple[int, int]]:
+        """Where it begins and ends; read once, for there may be many lines and many tensors."""
+        found = []
+        for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
+            addresses, rights, *_ = line.split()
+            if "w" not in rights:
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                found.append((first, last))
+        return found
+
+    def forbid(self, tensor: Tensor) -> bool:
+        """Whether nothing can be written where a tensor lies."""
+        # Memory that torch has allocated itself can be resized, and written.
+        if tensor.untyped_storage().resizable():
+            return False
+        begin = tensor.data_ptr()
+        end = end_of(tensor)
+        return any(first < end and begin < last for first, last in self.read_only)
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.collectives.group import Group
+from dure.memory.undivided import aside, bring, tensors_of
 from dure.parallel.mesh.mesh import Coordinates, Groups, Mesh
 from dure.parallel.pipeline.cut import CutModel, forget
 from dure.parallel.pipeline.schedule import Schedule
@@ -85,10 +86,12 @@ def hold(
     model: nn.Module,
     cut: CutModel | UncutModel,
     schedule: Schedule,
+    zero: int = 0,
 ) -> Held:
     """Keeps what this rank's stages use in training, and what none uses, and lets go of the rest.
 
-    What training does not use evaluation may, in any stage.
+    What training does not use evaluation may, in any stage. What is kept moves into memory, where
+    the undivided model lies in files. zero: the stage of ZeRO that will divide it.
     """
     known = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     keepers = keepers_of(known, cut, schedule)
@@ -96,6 +99,8 @@ def hold(
     kept = frozenset(name for name in known if mine in keepers[name])
     if mesh.pipeline > 1:
         forget(model, [name for name in known if name not in kept])
+    # What ZeRO divides moves into memory when it is divided.
+    bring(model.buffers() if zero == 3 else tensors_of(model))
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -137,7 +142,8 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
     if not held.cut.learned & held.parameters.keys():
         return None
     # It is made of all parameters, for a user's function may group them by their places.
-    optimizer = make(list(held.model.parameters()))
+    with aside(held.mesh.pipeline > 1):
+        optimizer = make(list(held.model.parameters()))
     # All groups stay, also empty ones, so that each keeps its number and its settings.
     mine = {id(parameter) for parameter in held.parameters.values()}
     for group in optimizer.param_groups:
@@ -146,6 +152,8 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
     for parameter in list(optimizer.state):
         if id(parameter) not in mine:
             del optimizer.state[parameter]
+    for state in optimizer.state.values():
+        bring(one for one in state.values() if isinstance(one, Tensor))
     return optimizer
 
 

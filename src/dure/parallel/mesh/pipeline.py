@@ -88,6 +88,9 @@ class Pipeline(Strategy):
             clip_norm=self.clip_norm,
         )
 
+    def holds_parts(self, workers: int | None) -> bool:
+        return self.on(1 if workers is None else workers).holds_parts(workers)
+
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)
 

@@ -19,6 +19,8 @@ from dure.contracts.task import Loss, Task
 from dure.data.examples import Examples
 from dure.machine.devices import to_device
 from dure.machine.memory import available_memory, give_back
+from dure.memory.mapped import WINDOW
+from dure.memory.undivided import lies_in_files
 from dure.parallel.mesh.mesh import Groups
 from dure.parallel.tensor.plan import Plan
 from dure.parallel.tensor.proof import prove_plan
@@ -93,9 +95,12 @@ def needed_bytes(model: nn.Module, degree: int) -> int:
     """What a rank may need beside the undivided model.
 
     Its parts of weights and gradients, the largest whole gradient, and another undivided model,
-    where it cannot be copied. Activations come on top; they are those of one micro-batch.
+    where it cannot be copied; of a model in files two of its largest parameters alone, for the rest
+    lies in files as well. Activations come on top; they are those of one micro-batch.
     """
     sizes = [parameter.nbytes for parameter in model.parameters()]
+    if lies_in_files(model):
+        return 2 * max(sizes) + WINDOW
     total = sum(sizes)
     return total + 2 * total // degree + max(sizes, default=0)
 

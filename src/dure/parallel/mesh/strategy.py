@@ -43,6 +43,7 @@ from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
+from dure.memory.undivided import beside, through
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
     EVALUATED,
@@ -181,6 +182,10 @@ class Parallel(Strategy):
     def ranks(self) -> int | None:
         return self.mesh.size
 
+    def holds_parts(self, workers: int | None) -> bool:
+        mesh = self.mesh
+        return mesh.tensor > 1 or mesh.pipeline > 1 or (self.zero == 3 and mesh.data > 1)
+
     @property
     def most(self) -> int:
         """Micro-batches of a batch that is large enough."""
@@ -301,7 +306,9 @@ class ParallelLearner(Learner):
         self.train_examples, self.test_examples = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
-        self._divide_layers(model, place.check)
+        # The parts of layers lie in files too until it is known which of them are kept (`hold`).
+        with beside(model):
+            self._divide_layers(model, place.check)
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
         # Before `hold`, which lets go of the parameters of other stages.
@@ -320,6 +327,7 @@ class ParallelLearner(Learner):
             model=model,
             cut=self._cut(model),
             schedule=self.schedule,
+            zero=strategy.zero,
         )
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
@@ -378,7 +386,8 @@ class ParallelLearner(Learner):
             examples=self.strategy.examples(len(self.train_examples)),
             test=self._test_sample,
         )
-        starts = cut.choose(self.strategy.cut, self.strategy.balance)
+        with through(model):
+            starts = cut.choose(self.strategy.cut, self.strategy.balance)
         packed = msgspec.msgpack.encode(starts) if self.group.rank == 0 else None
         packed = self.group.broadcast_bytes(packed)
         cut.decide(msgspec.msgpack.decode(packed, type=list[int]))

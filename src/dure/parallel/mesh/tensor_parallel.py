@@ -70,6 +70,9 @@ class TensorParallel(Strategy):
             plan=self.plan,
         )
 
+    def holds_parts(self, workers: int | None) -> bool:
+        return self.on(1 if workers is None else workers).holds_parts(workers)
+
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)
 

@@ -352,19 +352,28 @@ def forget(model: nn.Module, names: Sequence[str]) -> None:
     would differ from theirs.
     """
     own = set(names)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in own:
-            with torch.no_grad():
-                # The object stays, for the optimizer and the trace hold it.
-                tensor.data = _untouched(tensor)
+    gone = [parameter for name, parameter in model.named_parameters() if name in own]
+    # All of them are one stretch of zeros, so that they take little of what a process may address.
+    shared = _zeros(max((one.nbytes for one in gone if one.device.type == "cpu"), default=0))
+    with torch.no_grad():
+        # The objects stay, for the optimizer and the trace hold them.
+        for parameter in gone:
+            parameter.data = _untouched(parameter, shared)
+        for name, buffer in model.named_buffers():
+            # Passes may write into buffers, so that each has zeros of its own.
+            if name in own:
+                buffer.data = _untouched(buffer, _zeros(buffer.nbytes))
 
 
-def _untouched(like: Tensor) -> Tensor:
-    """Zeros of this shape that take no memory: on a GPU one zero, expanded."""
+def _zeros(nbytes: int) -> Tensor:
+    """Bytes that take no memory until somebody writes there."""
+    # numpy asks the system for zeroed pages; torch.zeros writes.
+    return torch.from_numpy(numpy.zeros(nbytes, numpy.uint8))
+
+
+def _untouched(like: Tensor, zeros: Tensor) -> Tensor:
+    """Zeros of this shape, there; on a GPU one zero, expanded."""
     if like.device.type != "cpu":
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-    # numpy asks the system for zeroed pages, which take no memory until somebody writes there;
-    # torch.zeros writes.
-    pages = numpy.zeros(like.numel() * like.itemsize, numpy.uint8)
-    zeros = torch.from_numpy(pages).view(like.dtype)
-    return zeros.as_strided(like.shape, like.stride()) if is_dense(like) else zeros.view(like.shape)
+    own = zeros[: like.nbytes].view(like.dtype)
+    return own.as_strided(like.shape, like.stride()) if is_dense(like) else own.view(like.shape)

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
+from dure.memory.mapped import release
 from dure.parallel.tensor.changes import Tensors
 from dure.parallel.tensor.divided import Divided, Parts, mark_parts, parts_of
 from dure.parallel.tensor.draws import Draws
@@ -61,6 +62,8 @@ def share_weights(model: nn.Module, group: Group) -> None:
     # One message a tensor, so that no second copy of the whole model is needed.
     for tensor in (*model.parameters(), *model.buffers()):
         group.broadcast_values([tensor.detach()], counted=False)
+        # Where the undivided model lies in files, what has travelled need not stay.
+        release([tensor])
 
 
 def divide(model: nn.Module, plan: Plan, group: Group) -> None:

@@ -85,6 +85,9 @@ class ZeRO(Strategy):
     def label(self) -> str:
         return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
 
+    def holds_parts(self, workers: int | None) -> bool:
+        return self.stage == 3 and workers != 1
+
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
         check_settings(self.stage, self.precision, self.prefetch, self.overlap_gather)
