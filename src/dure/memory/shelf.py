@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dure.memory.mapped import LEAST, Disk, DiskError, nameless
-from dure.record.on_disk import File, Form, Leaf, OnDisk
+from dure.record.on_disk import File, Form, Leaf, OnDisk, form_of, put
 
 
 class Shelf:
@@ -72,3 +73,10 @@ class Shelf:
 
 IN_MEMORY = Shelf(least=None)
 """Where tensors are put that are to lie in memory."""
+
+
+def shelved(tensor: Tensor, shelf: Shelf) -> Leaf:
+    """A copy of a tensor, on the shelf."""
+    found = shelf.place(form_of("", tensor.dtype, tensor.shape))
+    put(found, 0, tensor.reshape(-1))
+    return found

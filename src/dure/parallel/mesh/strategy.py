@@ -287,6 +287,7 @@ class ParallelLearner(Learner):
     unit = "step"
     parted = True
     resizes = True
+    by_parts = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: Parallel) -> None:
         self.task = task
@@ -321,6 +322,7 @@ class ParallelLearner(Learner):
             cut=self._cut(model),
             schedule=self.schedule,
         )
+        self.held.folder = place.folder
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
         self._without: dict[int, list[str]] = {}
@@ -575,7 +577,7 @@ class ParallelLearner(Learner):
 
     # What is kept.
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         return weights_of(self.held)
 
     def state(self) -> dict[str, Any]:

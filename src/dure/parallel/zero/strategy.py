@@ -32,6 +32,7 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
+from dure.machine.memory import give_back
 from dure.memory.shelf import Shelf
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
@@ -142,6 +143,8 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
+        # What dividing took, and left between what stays, is not to count in training.
+        give_back()
         self.speaking = speaker_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
