@@ -152,15 +152,20 @@ class Learner(ABC):
         The same on every rank: limits depend on it.
         """
 
+    by_parts: bool = False
+    """Whether `restore` takes tensors that lie in files (`dure.record.on_disk`), of which it reads
+    what this rank holds; else all of them are in memory."""
+
     @abstractmethod
-    def weights(self) -> dict[str, Tensor]:
-        """The whole model's state_dict, on rank 0."""
+    def weights(self) -> Mapping[str, Tensor]:
+        """The whole model's state_dict, on rank 0. It may lie in files."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """All else that it needs to go on: optimizer state, position, and "buffers".
 
-        Those are the ones that a state_dict leaves out (`passing_buffers`).
+        Those are the ones that a state_dict leaves out (`passing_buffers`). Tensors may lie in
+        files (`dure.record.on_disk`).
         """
 
     @abstractmethod

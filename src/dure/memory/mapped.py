@@ -124,7 +124,7 @@ class Disk:
 
     def _map(self, length: int) -> int:
         try:
-            file = _nameless(self.folder)
+            file = nameless(self.folder)
             try:
                 # All of it now: a disk that is full is an error here, and later a killed process.
                 os.posix_fallocate(file, 0, length)
@@ -143,7 +143,7 @@ class Disk:
         return int(address)
 
 
-def _nameless(folder: Path) -> int:
+def nameless(folder: Path) -> int:
     """The descriptor of a new file without a name."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

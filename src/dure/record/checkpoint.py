@@ -13,7 +13,8 @@ how far it is past the step.
 It is written next to its place and renamed into it, so a kill at any moment leaves the old
 checkpoint or the new one, never half of one. What has another name in the folder is not dure's: it
 is neither read nor removed. Nor is a checkpoint removed that another run wrote. Trees are made of
-dict, list, tuple, Tensor, str, int, float, bool and None.
+dict, list, tuple, Tensor, str, int, float, bool and None. A tensor that lies in a file
+(`dure.record.on_disk`) is one as well; as such those of a checkpoint are read.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ import numpy
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dure.errors import RunFolderError
+from dure.errors import RunFolderError, described
 from dure.record.disk import Summed, sync_folder, told, write_atomically, write_synced
-from dure.record.seal import Seal, begins_as_of, checksum, opened, sealed
-from dure.record.weights import TensorFile, weights_from_bytes, weights_to_bytes
+from dure.record.on_disk import Leaf, OnDisk
+from dure.record.seal import Seal, begins_as_of, checksum_of, opened, sealed
+from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
 
 UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
 """What is raised by reading a tree out of what is none, which may be anything that is JSON."""
@@ -46,17 +48,17 @@ VERSION = 2
 _PARTS = ("model.safetensors", "state.safetensors", "state.json")
 
 
-def pack_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+def pack_tree(tree: Any) -> tuple[Any, dict[str, Leaf]]:
     """A tree as JSON-able data and its tensors by name. Raises TypeError at what is neither."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Leaf] = {}
     return _packed(tree, tensors), tensors
 
 
-def _packed(node: Any, tensors: dict[str, Tensor]) -> Any:
+def _packed(node: Any, tensors: dict[str, Leaf]) -> Any:
     """A part of a tree, whose tensors are added to those."""
     # Not a function inside pack_tree: one that calls itself is in a circle of references with what
     # it sees, and the tensors of every checkpoint would be kept until the next collection.
-    if isinstance(node, Tensor):
+    if isinstance(node, (Tensor, OnDisk)):
         tensors[str(len(tensors))] = node
         return {"$tensor": str(len(tensors) - 1)}
     if isinstance(node, Mapping):
@@ -74,7 +76,7 @@ def _packed(node: Any, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"a {type(node).__name__} cannot be put into a checkpoint without pickle")
 
 
-def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack_tree(packed: Any, tensors: Mapping[str, Leaf]) -> Any:
     """The inverse of `pack_tree`."""
     if isinstance(packed, list):
         return [unpack_tree(item, tensors) for item in packed]
@@ -114,7 +116,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 class Contents(NamedTuple):
-    """The three files of a checkpoint, whose tensors are still the learner's.
+    """The three files of a checkpoint, whose tensors are still the learner's, or lie in files.
 
     They become bytes while they are written, piece by piece, so that no second copy of a model is
     made. Until then nobody may change the tensors.
@@ -125,17 +127,10 @@ class Contents(NamedTuple):
     state: bytes
 
 
-def pack_checkpoint(weights: Mapping[str, Tensor], state: Any) -> Contents:
+def pack_checkpoint(weights: Mapping[str, Leaf], state: Any) -> Contents:
     """What a checkpoint will hold. Raises TypeError for what cannot be in one."""
     packed, tensors = pack_tree(state)
     return Contents(TensorFile(weights), TensorFile(tensors), json.dumps(packed).encode())
-
-
-def unpack_checkpoint(parts: tuple[bytes, bytes, bytes]) -> tuple[dict[str, Tensor], Any]:
-    """(weights, state): the inverse of `pack_checkpoint`. parts: the files, as bytes."""
-    return weights_from_bytes(parts[0]), unpack_tree(
-        json.loads(parts[2]), weights_from_bytes(parts[1])
-    )
 
 
 def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
@@ -246,16 +241,27 @@ def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[s
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint as it lies in its folder. seal: None where it is older than seals."""
+    """A checkpoint as it lies in its folder.
+
+    weights, tensors: of its two files, as they lie there. state: state.json, without the seal.
+    seal: None where it is older than seals.
+    """
 
     path: Path
-    parts: tuple[bytes, bytes, bytes]
+    weights: Mapping[str, OnDisk]
+    tensors: Mapping[str, OnDisk]
+    state: bytes
     seal: Seal | None
 
     @property
     def step(self) -> int:
         """What its name says."""
         return int(self.path.name.partition(".")[0])
+
+    @property
+    def tree(self) -> Any:
+        """The state, with tensors that lie in the file. Raises what is in `UNREADABLE`."""
+        return unpack_tree(json.loads(self.state), self.tensors)
 
 
 def stored(folder: Path) -> Stored | None:
@@ -270,19 +276,24 @@ def stored(folder: Path) -> Stored | None:
         return None
     path = folder / name_of(*newest)
     try:
-        first, second, third = ((path / name).read_bytes() for name in _PARTS)
+        content = (path / _PARTS[2]).read_bytes()
+        sums = {name: checksum_of(path / name) for name in _PARTS[:2]}
     except OSError as error:
         raise RunFolderError(
             f"{path} is not a whole checkpoint: {error.strerror} ({error.filename})"
         ) from error
     try:
-        state, seal = opened(third)
+        state, seal = opened(content)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"{_PARTS[2]}: {error}") from error
-    for name, content in zip(_PARTS[:2], (first, second), strict=True):
-        if seal is not None and seal.files.get(name) != checksum(content):
+    for name, found in sums.items():
+        if seal is not None and seal.files.get(name) != found:
             raise damaged(path, f"the checksum of {name} is not that of its content")
-    return Stored(path, (first, second, state), seal)
+    try:
+        weights, tensors = (tensors_in(path / name) for name in _PARTS[:2])
+    except (OSError, *UNREADABLE) as error:
+        raise damaged(path, described(error)) from error
+    return Stored(path, weights, tensors, state, seal)
 
 
 def damaged(checkpoint: Path, reason: str) -> RunFolderError:
@@ -293,17 +304,8 @@ def damaged(checkpoint: Path, reason: str) -> RunFolderError:
     )
 
 
-def read_checkpoint(folder: Path) -> tuple[bytes, bytes, bytes] | None:
-    """The files of the newest checkpoint in `folder`, or None; state.json without its seal.
-
-    Raises RunFolderError if they cannot be read.
-    """
-    newest = stored(folder)
-    return None if newest is None else newest.parts
-
-
 def reseal(checkpoint: Stored, config: Mapping[str, Any]) -> None:
     """Writes into the checkpoint's seal what is asked of its run from now on."""
     assert checkpoint.seal is not None
     seal = msgspec.structs.replace(checkpoint.seal, config=dict(config))
-    write_atomically(checkpoint.path / _PARTS[2], sealed(checkpoint.parts[2], seal))
+    write_atomically(checkpoint.path / _PARTS[2], sealed(checkpoint.state, seal))

@@ -24,15 +24,15 @@ from dure.record.checkpoint import (
     reseal,
     save_checkpoint,
     stored,
-    unpack_checkpoint,
 )
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.lock import Lock
-from dure.record.seal import Seal, checksum, sha256
+from dure.record.on_disk import Leaf, TensorsOnDisk
+from dure.record.seal import Seal, checksum, checksum_of, sha256
 from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
-from dure.record.weights import TensorFile, weights_from_bytes
+from dure.record.weights import TensorFile, tensors_in
 from dure.tensors.buffers import load_weights
 from dure.tensors.compiled import under_own_names
 from dure.tensors.writable import make_writable
@@ -368,18 +368,17 @@ class RunFolder:
         """Whether the checkpoint that was read has no checksums, by which damage would show."""
         return self._newest is not None and self._newest.seal is None
 
-    def read_checkpoint(self) -> tuple[bytes, bytes, bytes] | None:
-        """The files of the newest checkpoint; None if there is none."""
+    def read_checkpoint(self) -> Stored | None:
+        """The newest checkpoint, whose tensors lie in its files; None if there is none."""
         newest = stored(self.path / "checkpoint")
-        if newest is None:
-            return None
-        # Without its files, which may be large.
-        self._newest = dataclasses.replace(newest, parts=(b"", b"", b""))
-        return newest.parts
+        if newest is not None:
+            # Without its tensors, which would keep the files open.
+            self._newest = dataclasses.replace(newest, weights={}, tensors={}, state=b"")
+        return newest
 
     def finish(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Leaf],
         summary: Mapping[str, Any],
         lanes: list[Lane],
         metadata: Mapping[str, str] | None = None,
@@ -420,8 +419,8 @@ class RunFolder:
 def _state_of(checkpoint: Stored) -> dict[str, Any]:
     """The state. Raises RunFolderError for a checkpoint that is none."""
     try:
-        # Read whole and thrown away: damage is to show before a rank is started.
-        _, state = unpack_checkpoint(checkpoint.parts)
+        # Taken apart and thrown away: damage is to show before a rank is started.
+        state = checkpoint.tree
     except UNREADABLE as error:
         raise damaged(checkpoint.path, described(error)) from error
     if not isinstance(state, dict):
@@ -438,7 +437,7 @@ def _check_step(checkpoint: Stored, state: Mapping[str, Any]) -> None:
 
 def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
     """Raises RunFolderError for weights of another shape or type than the model's."""
-    for name, weight in weights_from_bytes(checkpoint.parts[0]).items():
+    for name, weight in checkpoint.weights.items():
         mine = model.get(name)
         if mine is not None and (mine.shape, mine.dtype) != (weight.shape, weight.dtype):
             raise damaged(
@@ -472,21 +471,21 @@ class Run:
         return self.summary.get("lineage")
 
 
-def trained_weights(folder: Path, summary: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of an ended run. summary: what its summary.json says.
+def trained_weights(folder: Path, summary: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The weights of an ended run, each read when asked for. summary: what its summary.json says.
 
     Raises RunFolderError if there are none, or they are damaged.
     """
     path = folder / "model.safetensors"
     try:
-        content = path.read_bytes()
+        found = checksum_of(path)
         # Older runs say none.
-        if summary.get("model_checksum", checksum(content)) != checksum(content):
+        if summary.get("model_checksum", found) != found:
             raise RunFolderError(
                 f"{path} is damaged: its checksum is not the one in summary.json: put back "
                 f"a copy of it, or resume the run to write it again"
             )
-        return weights_from_bytes(content)
+        return TensorsOnDisk(tensors_in(path))
     except (OSError, *UNREADABLE) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
 

@@ -18,6 +18,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ _FIRST = len(_BEGIN) + len('1a2b3c4d",')
 
 _HEAD = b'"head":"'
 """Before the number of bytes before the state, in eight digits."""
+
+_PIECE = 4 << 20
 
 
 class Seal(msgspec.Struct):
@@ -47,6 +50,15 @@ class Seal(msgspec.Struct):
 def checksum(content: bytes | memoryview, before: str = "00000000") -> str:
     """CRC-32 of the bytes, as eight hexadecimal digits. before: that of the bytes before them."""
     return f"{zlib.crc32(content, int(before, 16)):08x}"
+
+
+def checksum_of(path: Path) -> str:
+    """That of a file, read a few million bytes at a time. Raises OSError."""
+    found = checksum(b"")
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            found = checksum(piece, found)
+    return found
 
 
 def sha256(pieces: Iterable[bytes | memoryview]) -> str:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from dure.errors import described
+from dure.record.on_disk import File, Leaf, OnDisk, leaves_of
 
 _PAIRS = "complex128"
 """The metadata's key for the names of what is written as pairs."""
@@ -40,6 +44,7 @@ DTYPES = {
 }
 """What the format calls the dtypes of torch."""
 
+_TORCH_S = {name: dtype for dtype, name in DTYPES.items()}
 
 _Form = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
@@ -49,38 +54,42 @@ class TensorFile:
     """A state_dict, say, as a file in safetensors, whose bytes are formed as they are read.
 
     Iterating gives the file in pieces: the header, then each tensor as a view of its own memory. A
-    tensor that lies elsewhere or with gaps is copied when its turn comes, and its copy is gone
-    before the next one is made. Tied tensors are written once for each of their names. Whoever
-    iterates again gets the same bytes, as long as nobody has changed the tensors.
+    tensor that lies on a GPU or with gaps is copied when its turn comes, and its copy is gone
+    before the next one is made; one that lies in a file is read a few million bytes at a time. Tied
+    tensors are written once for each of their names. Whoever iterates again gets the same bytes, as
+    long as nobody has changed the tensors.
 
     Raises TypeError for a dtype that the format lacks.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+        self, weights: Mapping[str, Leaf], metadata: Mapping[str, str] | None = None
     ) -> None:
         said = dict(metadata or {})
-        pairs = [name for name, tensor in weights.items() if tensor.dtype == torch.complex128]
+        leaves: dict[str, Leaf] = leaves_of(weights)
+        pairs = [name for name, leaf in leaves.items() if leaf.dtype == torch.complex128]
         if pairs:
             said[_PAIRS] = json.dumps(pairs)
         # The widest first, so that the elements of each lie at multiples of their size.
         self._tensors = dict(
-            sorted(weights.items(), key=lambda item: (-_form(item[1])[0].itemsize, item[0]))
+            sorted(leaves.items(), key=lambda item: (-_form(item[1])[0].itemsize, item[0]))
         )
         self._header = header_of({name: _form(one) for name, one in self._tensors.items()}, said)
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._header
-        for tensor in self._tensors.values():
-            if tensor.numel():
-                yield elements_of(tensor)
+        for leaf in self._tensors.values():
+            if isinstance(leaf, OnDisk):
+                yield from leaf.pieces()
+            elif leaf.numel():
+                yield elements_of(leaf)
 
     def __bytes__(self) -> bytes:
         """The whole file, which is the only copy."""
         return b"".join(self)
 
 
-def _form(tensor: Tensor) -> _Form:
+def _form(tensor: Leaf) -> _Form:
     """As what a tensor is written."""
     if tensor.dtype == torch.complex128:
         return torch.float64, (*tensor.shape, 2)
@@ -142,3 +151,36 @@ def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
 def pairs_in(metadata: Mapping[str, str] | None) -> Sequence[str]:
     """The names of complex numbers that a file with this metadata holds as pairs of real ones."""
     return tuple(json.loads((metadata or {}).get(_PAIRS, "[]")))
+
+
+def tensors_in(path: Path) -> dict[str, OnDisk]:
+    """The tensors of such a file as they lie; only its header is read.
+
+    Raises OSError, SafetensorError or ValueError if there is no such file, or it is something else.
+    """
+    # The library compares what the header says with itself, and with the length of the file.
+    with safe_open(str(path), framework="pt"):
+        pass
+    file = File.of(path)
+    try:
+        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+        header = json.loads(os.pread(file.descriptor, length, 8))
+        pairs = pairs_in(header.pop("__metadata__", None))
+        found = {name: _lying(file, 8 + length, said) for name, said in header.items()}
+        return {name: _of_pairs(one) if name in pairs else one for name, one in found.items()}
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no tensors that can be read: {described(error)}") from error
+
+
+def _lying(file: File, begins: int, said: Mapping[str, Any]) -> OnDisk:
+    """A tensor of which the header says this. begins: the first byte after the header."""
+    return OnDisk(
+        file, begins + said["data_offsets"][0], _TORCH_S[said["dtype"]], tuple(said["shape"])
+    )
+
+
+def _of_pairs(pairs: OnDisk) -> OnDisk:
+    """The complex numbers that are written as these pairs of real ones."""
+    if pairs.dtype != torch.float64 or tuple(pairs.shape[-1:]) != (2,):
+        raise ValueError(f"{pairs} holds no pairs")
+    return OnDisk(pairs.file, pairs.at, torch.complex128, tuple(pairs.shape[:-1]))

@@ -119,7 +119,7 @@ def _promised(path: Path) -> dict[str, float] | None:
     return {"epsilon": told["epsilon"], "delta": told["delta"]}
 
 
-def _final(path: Path) -> dict[str, Tensor] | None:
+def _final(path: Path) -> Mapping[str, Tensor] | None:
     """The run's model in the end; None for one that has not ended."""
     file = path / "model.safetensors"
     if not file.is_file():

@@ -15,17 +15,16 @@ from dure import __version__
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner
 from dure.errors import DureError, RunFolderError, described
+from dure.memory.shelf import Shelf
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import (
     VERSION,
     check_version,
     pack_checkpoint,
-    tree_from_bytes,
-    tree_to_bytes,
-    unpack_checkpoint,
 )
 from dure.record.meter import Counters, sum_of_counters
 from dure.record.run import RunFolder
+from dure.run.handing import gathered_trees, handed
 from dure.run.job import Job, Position
 
 CHECKPOINT_SECONDS = 10.0
@@ -37,10 +36,6 @@ after its checkpoint whenever it loses a rank, at the first step.
 
 CHECKPOINT_SHARE = 0.05
 """Of the time that may go into such checkpoints; where writing one takes long, they are rarer."""
-
-
-_Told = tuple[tuple[bytes, bytes, bytes] | None, bool]
-"""What rank 0 tells the others: the files of a checkpoint, and whether it has no checksums."""
 
 
 class Checkpoints:
@@ -96,8 +91,8 @@ class Checkpoints:
         learner = self.learner.state()
         # Every rank sends its part, also those that do not write.
         if self.learner.parted:
-            parts = self.group.gather_bytes(tree_to_bytes(self.learner.part()))
-            learner = {**learner, "parts": [tree_from_bytes(part) for part in parts]}
+            shelf = Shelf(self.job.folder)
+            learner = {**learner, "parts": gathered_trees(self.group, self.learner.part(), shelf)}
         state = {
             "version": VERSION,
             "dure": __version__,
@@ -118,18 +113,15 @@ class Checkpoints:
     def read(self) -> Position | None:
         """Every rank takes over the newest checkpoint; returns its position, None if there is none.
 
-        Rank 0 sends it to the others, so that only rank 0 needs the folder. Raises RunFolderError
+        Rank 0 hands it to the others, so that only rank 0 needs the folder (`dure.run.handing`). Raises RunFolderError
         if a newer dure wrote it, or another number of ranks where each rank keeps its own part.
         """
-        # None travels too: only rank 0 can know that there is no checkpoint.
-        parts = self.folder.read_checkpoint() if self.folder is not None else None
-        leads = self.group.rank == 0
-        unsealed = self.folder is not None and self.folder.unsealed
-        told = msgspec.msgpack.encode((parts, unsealed)) if leads else None
-        received, unsealed = msgspec.msgpack.decode(self.group.broadcast_bytes(told), type=_Told)
+        stored = self.folder.read_checkpoint() if self.folder is not None else None
+        shelf = Shelf(self.job.folder)
+        received = handed(self.group, stored, shelf, self.learner.by_parts)
         if received is None:
             return None
-        weights, state = unpack_checkpoint(received)
+        weights, state = received.weights, received.state
         oldest = self.job.strategy.oldest_checkpoint
         check_version(state, f"the checkpoint of {self.job.folder}", oldest)
         self._check_ranks(state.get("ranks", self.group.size))
@@ -148,7 +140,8 @@ class Checkpoints:
                 f"({described(error)}): put back a copy of it, or remove it to train "
                 f"from the start"
             ) from error
-        self.doubtful = unsealed
+        unsealed = float(self.folder is not None and self.folder.unsealed)
+        self.doubtful = bool(self.group.all_gather_values([unsealed], "reading a checkpoint")[0][0])
         return position
 
     def perhaps_damaged(self, error: BaseException) -> RunFolderError:

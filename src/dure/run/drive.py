@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.history import Evaluation, History, Step, finite
 from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_counters
+from dure.record.on_disk import TensorsOnDisk
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
 from dure.run.checkpoints import Checkpoints
@@ -379,7 +381,7 @@ class Driver:
         lanes = self._lanes()
         self.learner.rest()
         give_back()
-        weights = {name: _apart(tensor) for name, tensor in self.learner.weights().items()}
+        weights = _all_apart(self.learner.weights())
         buffers = {name: _apart(one) for name, one in self.learner.passing_buffers().items()}
         # To gather the weights may take the most memory of all. What it sends is no training.
         for one, later in zip(workers, self._all_counters(), strict=True):
@@ -418,6 +420,13 @@ class Driver:
         """The timelines of all ranks, on rank 0."""
         parts = self.group.gather_bytes(self.place.trace.packed(self.place.clock_offset))
         return [lane for part in parts for lane in Trace.unpacked(part)]
+
+
+def _all_apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights of which each is apart; those in files are, whenever they are asked for."""
+    if isinstance(weights, TensorsOnDisk):
+        return weights
+    return {name: _apart(tensor) for name, tensor in weights.items()}
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -325,7 +325,7 @@ class SingleLearner(Learner):
     def evaluate(self) -> dict[str, float]:
         return evaluate(self.task, self.model, self.test_examples, group=self.group, step=self.step)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))
         return weights
 

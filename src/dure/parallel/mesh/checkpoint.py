@@ -2,6 +2,9 @@
 
 weights     each from the first stage that holds it, its parts joined over the tensor group
 optimizer   the state of each parameter, by its name, undivided
+
+It is put together tensor by tensor, in files (`dure.memory.shelf`), and each rank reads its part
+out of it: nobody needs memory for more than its part and one tensor.
 """
 
 from __future__ import annotations
@@ -14,37 +17,64 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
+from dure.collectives.leaves import gathered
 from dure.machine.devices import to_cpu
+from dure.memory.shelf import Shelf, shelved
 from dure.parallel.mesh.held import Held
-from dure.parallel.mesh.zero import whole
 from dure.parallel.tensor.division import Division
-from dure.parallel.tensor.functions import gathered
-from dure.parallel.tensor.state import divisions, whole_state_dict
+from dure.parallel.tensor.functions import gathered as joined
+from dure.parallel.tensor.state import divisions
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
-from dure.record.weights import weights_from_bytes, weights_to_bytes
+from dure.record.on_disk import Leaf, OnDisk, TensorsOnDisk, in_memory, leaves_of
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
 from dure.tensors.optimizer_state import load_optimizer
 
 
-def weights_of(held: Held) -> dict[str, Tensor]:
+def weights_of(held: Held) -> Mapping[str, Tensor]:
     """The undivided model's state_dict, on rank 0; all ranks call it."""
-    joined: dict[str, Tensor] = {}
-    # All ranks gather, though only some write.
-    with whole(held):
-        state = whole_state_dict(held.model)
-    # One after another, so that rank 0 needs room for the model, and not for messages as large.
-    for name, value in state.items():
-        stage = _keeper(held, name)
-        if stage == 0:  # where rank 0 is
-            joined[name] = to_cpu(value)
+    shelf = Shelf(held.folder)
+    found: dict[str, Leaf] = {}
+    for part in gathered(held.group, _weights_here(held, shelf), shelf.place):
+        found |= part
+    # In the model's order, whichever stage an entry is from.
+    names = held.model.state_dict(keep_vars=True) if found else ()
+    return TensorsOnDisk({name: found[name] for name in names})
+
+
+@torch.no_grad()
+def _weights_here(held: Held, shelf: Shelf) -> dict[str, Leaf]:
+    """What this rank writes of the undivided model's state_dict."""
+    own: dict[str, Any] = held.model.state_dict(keep_vars=True)
+    if held.zero is not None and held.zero.stage > 1:
+        own = leaves_of(held.zero.weights(shelf))
+    # Elsewhere there is the same, or what was just gathered to the first of a data group.
+    if held.at.data:
+        return {}
+    divided = divisions(held.model)
+    places: dict[int, Leaf] = {}
+    found: dict[str, Leaf] = {}
+    for name, value in own.items():
+        if _keeper(held, name) != held.at.pipeline:
             continue
-        # The others send nothing, and take part all the same.
-        sends = _writes(held) and stage == held.at.pipeline
-        content = weights_to_bytes({name: to_cpu(value)}) if sends else b""
-        for part in held.group.gather_bytes(content):
-            if part:
-                joined |= weights_from_bytes(part)
-    return joined if held.group.rank == 0 else {}
+        if id(value) not in places:
+            places[id(value)] = _joined(value, divided.get(name), shelf, _writes(held))
+        found[name] = places[id(value)]
+    return found if _writes(held) else {}
+
+
+def _joined(
+    value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps: bool
+) -> Leaf:
+    """A tensor of which this rank may hold a part, undivided and on the shelf.
+
+    keeps: whether this rank needs it. All tensor neighbours call it.
+    """
+    if how is None and isinstance(value, OnDisk):
+        return value
+    whole = _whole(in_memory(value).detach(), how)
+    if not keeps:
+        return value
+    return shelved(whole, shelf)
 
 
 def _writes(held: Held) -> bool:
@@ -83,27 +113,54 @@ def _whole(tensor: Tensor, how: tuple[Division, Group] | None) -> Tensor:
     if how is None:
         return tensor
     division, group = how
-    return gathered(tensor, group.unmetered(), division)
+    return joined(tensor, group.unmetered(), division)
 
 
 def part_of(held: Held) -> dict[str, Any]:
     """The optimizer's state of what this rank holds, by name."""
     if held.optimizer is None:
         return {"groups": [], "state": {}}
-    state = held.zero.optimizer_state_dict() if held.zero else held.optimizer.state_dict()
-    written = to_cpu(state)
+    shelf = Shelf(held.folder)
+    if held.zero is not None:
+        written = held.zero.optimizer_state_dict(shelf)
+    else:
+        written = held.optimizer.state_dict()
     # torch numbers parameters through all groups; names hold on any other mesh.
     names = list(chain.from_iterable(_names_in_the_optimizer(held)))
+    groups = []
+    for group in written["param_groups"]:
+        groups.append({**group, "params": [names[index] for index in group["params"]]})
+    # Other data groups have the same.
+    if held.at.data:
+        return {"groups": to_cpu(groups), "state": {}}
     divided = divisions(held.model)
     states = {}
     for index, value in written["state"].items():
         name = names[index]
-        # Every tensor neighbour takes part in the joining, though only the first one writes.
-        states[name] = _joined(value, held.parameters[name], divided.get(name))
-    groups = []
-    for group in written["param_groups"]:
-        groups.append({**group, "params": [names[index] for index in group["params"]]})
-    return {"groups": groups, "state": states if _writes(held) else {}}
+        shape = held.parameters[name].shape
+        states[name] = _state_joined(held, value, shape, divided.get(name), shelf)
+    return to_cpu({"groups": groups, "state": states if _writes(held) else {}})  # type: ignore[no-any-return]
+
+
+def _state_joined(
+    held: Held,
+    state: Mapping[str, Any],
+    shape: torch.Size,
+    how: tuple[Division, Group] | None,
+    shelf: Shelf,
+) -> dict[str, Any]:
+    """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
+    if how is None:
+        return dict(state)
+    return {
+        key: _joined(value, how, shelf, _writes(held)) if _is_of(value, shape) else value
+        for key, value in state.items()
+    }
+
+
+def _is_of(value: Any, shape: Sequence[int]) -> bool:
+    """Whether it is a tensor of this shape, which is divided as its parameter is."""
+    return isinstance(value, (Tensor, OnDisk)) and tuple(value.shape) == tuple(shape)
 
 
 def _names_in_the_optimizer(held: Held) -> list[list[str]]:
@@ -119,33 +176,32 @@ def _names_in_the_optimizer(held: Held) -> list[list[str]]:
     return named
 
 
-def _joined(
-    state: Mapping[str, Any], parameter: Tensor, how: tuple[Division, Group] | None
+def _own_part(
+    held: Held,
+    name: str,
+    state: Mapping[str, Any],
+    how: tuple[Division, Group] | None,
+    shelf: Shelf,
 ) -> dict[str, Any]:
-    """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
-    return {
-        key: _whole(value, how)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
-
-
-def _own_part(held: Held, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_joined`."""
-    how = divisions(held.model).get(name)
-    if how is None:
-        return dict(state)
-    division, _ = how
+    """The inverse of `_state_joined`. All is in memory, unless ZeRO divides it further."""
     # the undivided shape, by which tensors that are to be cut are told from numbers
     shape = list(held.parameters[name].shape)
-    shape[division.dim] = division.length
-    return {
-        key: _part(value, how)
-        if isinstance(value, Tensor) and list(value.shape) == shape
-        else value
+    if how is not None:
+        shape[how[0].dim] = how[0].length
+    own = {
+        key: _cut(value, how, shelf) if _is_of(value, shape) else value
         for key, value in state.items()
     }
+    if held.zero is not None:
+        return own
+    return {key: in_memory(one) if isinstance(one, OnDisk) else one for key, one in own.items()}
+
+
+def _cut(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf) -> Leaf:
+    """What this rank holds of a tensor; what lies in a file stays in one."""
+    if how is None or not isinstance(value, OnDisk):
+        return _part(in_memory(value), how)
+    return shelved(_part(value.mapped(), how), shelf)
 
 
 def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
@@ -163,7 +219,7 @@ def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any])
     buffers = {}
     for name, value in state["buffers"].items():
         if name in held.names:
-            buffers[name] = _part(value, divided.get(name))
+            buffers[name] = _part(in_memory(value), divided.get(name))
     load_passing_buffers(held.model, buffers)
     _restore_optimizer(held, state["parts"])
     held.step = state["step"]
@@ -173,22 +229,28 @@ def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any])
 def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
     own = held.model.state_dict(keep_vars=True)
     divided = divisions(held.model)
-    with whole(held):
-        for name, value in weights.items():
-            module, _, entry = name.rpartition(".")
-            # What a module adds by itself is no tensor of the model, and goes through its own
-            # method.
-            if entry == "_extra_state":
-                held.model.get_submodule(module).set_extra_state(value)
-            # Other stages' parameters have no memory here (`forget`).
-            elif held.first_name[name] in held.names:
-                own[name].copy_(_part(value, divided.get(name)))
-    if held.zero is not None and held.zero.stage == 1:
-        # In stages 2 and 3 ZeRO takes what was written when `whole` ends; in stage 1, where `whole`
-        # does nothing, it is told here. It knows the parameters by their places.
+    leaves = leaves_of(weights)
+    shelf = Shelf(held.folder)
+    if held.zero is not None and held.zero.stage > 1:
+        held.zero.load_state_dict(
+            {name: _cut(leaf, divided.get(name), shelf) for name, leaf in leaves.items()}
+        )
+        return
+    # What ZeRO divides it takes itself.
+    taken = set() if held.zero is None else set(held.parameters)
+    for name in leaves:
+        module, _, entry = name.rpartition(".")
+        # What a module adds by itself is no tensor of the model, and goes through its own method.
+        if entry == "_extra_state":
+            held.model.get_submodule(module).set_extra_state(weights[name])
+        # Other stages' parameters have no memory here (`forget`).
+        elif held.first_name[name] in held.names - taken:
+            own[name].copy_(_part(weights[name], divided.get(name)))
+    if held.zero is not None:
+        # It knows the parameters by their places.
         here = {}
-        for place, parameter in enumerate(held.parameters.values()):
-            here[str(place)] = parameter.detach().clone()
+        for place, name in enumerate(held.parameters):
+            here[str(place)] = _cut(leaves[name], divided.get(name), shelf)
         held.zero.load_state_dict(here)
 
 
@@ -198,11 +260,14 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
         return
     states: dict[str, Any] = {}
     settings: dict[str, Any] = {}
+    divided = divisions(held.model)
+    shelf = Shelf(held.folder)
     for part in parts:
         # The run before may have had another mesh: a parameter's state is looked for in what all of
         # its ranks have written.
         for name in part["state"].keys() & held.parameters.keys():
-            states[name] = _own_part(held, name, part["state"][name])
+            state = part["state"][name]
+            states[name] = _own_part(held, name, state, divided.get(name), shelf)
         for group in part["groups"]:
             settings.update(dict.fromkeys(group["params"], group))
     names = _names_in_the_optimizer(held)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ class Held:
     optimizer: None where nothing is trained here. zero: None where it is whole.
     speaking: for a model that nobody has traced, which of its buffers forward passes have changed.
     step: steps of the optimizer that are done.
+    folder: of the run, on whose disk checkpoints are put together; None: on any disk.
     """
 
     mesh: Mesh
@@ -60,6 +62,7 @@ class Held:
     zero: ZeroRedundancy | None = None
     speaking: Speaker | None = None
     step: int = 0
+    folder: Path | None = None
 
     @property
     def at(self) -> Coordinates:

@@ -292,6 +292,7 @@ class ParallelLearner(Learner):
     unit = "step"
     parted = True
     resizes = True
+    by_parts = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: Parallel) -> None:
         self.task = task
@@ -329,6 +330,7 @@ class ParallelLearner(Learner):
             schedule=self.schedule,
             zero=strategy.zero,
         )
+        self.held.folder = place.folder
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
         self._without: dict[int, list[str]] = {}
@@ -584,7 +586,7 @@ class ParallelLearner(Learner):
 
     # What is kept.
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         return weights_of(self.held)
 
     def state(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
+from dure.memory.mapped import release
+from dure.parallel.zero.away import elements_of
 from dure.parallel.zero.common import Slices, common_memory
 from dure.parallel.zero.division import ALONE, Block, Stage, blocks_of
 from dure.parallel.zero.shares import Share
@@ -76,13 +78,14 @@ def divide(
     def share(block: Block) -> Share:
         parameters = [named[name] for name in block.names]
         if slices is not None:
-            return Share(
-                block, parameters, group.rank, slices.take(block.padded, block.dtype), common=True
-            )
-        elements = block.chunk if stage == 3 else block.padded
-        return Share(
-            block, parameters, group.rank, _sent_from(elements, block.dtype, group, device)
-        )
+            memory = slices.take(block.padded, block.dtype)
+        else:
+            elements = block.chunk if stage == 3 else block.padded
+            memory = _sent_from(elements, block.dtype, group, device)
+        made = Share(block, parameters, group.rank, memory, common=slices is not None)
+        # What was read of parameters that lie in files (`dure.memory.mapped`) leaves memory.
+        release(map(elements_of, parameters))
+        return made
 
     return [
         Cut(plan.modules, list(map(share, blocks)), plan.around)

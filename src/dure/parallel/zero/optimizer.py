@@ -19,8 +19,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.collectives.group import Group
+from dure.collectives.leaves import gathered
+from dure.memory.shelf import IN_MEMORY, Shelf
 from dure.parallel.zero.shares import Held, Share
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.on_disk import (
+    Form,
+    Leaf,
+    OnDisk,
+    elements,
+    form_of,
+    forms_of,
+    in_memory,
+    put,
+    run_of,
+)
 from dure.tensors.optimizer_state import load_optimizer
 
 
@@ -57,28 +70,22 @@ class Division:
         """The undivided parameters in the order of the groups."""
         return [parameter for group in self.original for parameter in group]
 
-    def state_dict(self, group: Group) -> dict[str, Any]:
+    def state_dict(self, group: Group, shelf: Shelf = IN_MEMORY) -> dict[str, Any]:
         """The whole state on rank 0, elsewhere without that of the parameters. All ranks call it.
 
-        It comes block by block, so that the others need no more memory, and rank 0 that of the
-        whole and of a block.
+        What comes from others goes into its place on the shelf, a few million bytes at a time.
         """
-        number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        state: dict[int, Any] = {}
-        for share in self.shares:
-            rows = [
-                [held.place, held.piece.start, dict(self.state_of(held.part))]
-                for held in share.held
-            ]
-            # Elsewhere than on rank 0 nothing arrives, and the loop ends at once.
-            for content in group.gather_bytes(tree_to_bytes(rows)):
-                for index, start, own in tree_from_bytes(content):
-                    number = number_of.get(id(share.parameters[index]))
-                    # A trained parameter may not be the optimizer's, and one that was never used
-                    # has no state.
-                    if number is not None and own:
-                        _join(state.setdefault(number, {}), share.block.shapes[index], start, own)
-        return {"state": dict(sorted(state.items())), "param_groups": self.groups()}
+        mine = _Rows(self)
+        told = group.gather_bytes(tree_to_bytes(mine.rows))
+        # Elsewhere than on rank 0 nothing is told, and so nothing is made room for.
+        whole = _Whole(shelf)
+        for rows in [mine.rows, *map(tree_from_bytes, told[1:])] if group.rank == 0 else []:
+            whole.make_room(rows)
+        gathered(group, mine.tensors, whole.place)
+        if group.rank == 0:
+            for form in forms_of(mine.tensors):
+                put(whole.place(form), 0, mine.tensors[form.name])
+        return {"state": dict(sorted(whole.state.items())), "param_groups": self.groups()}
 
     def state_of(self, part: nn.Parameter | None) -> Mapping[str, Any]:
         """The state of a piece, if it has any."""
@@ -160,24 +167,68 @@ def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict
     piece = held.piece
 
     def cut(value: Any) -> Any:
+        if not isinstance(value, (Tensor, OnDisk)):
+            return value
         # Without dimensions there is nothing to cut: a count of steps, or the state of a single
         # number.
-        if isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim():
-            return value.reshape(-1)[piece.start : piece.stop].clone()
-        return value.clone() if isinstance(value, Tensor) else value
+        if tuple(value.shape) == tuple(shape) and value.dim():
+            return elements(value, piece.start, piece.stop)
+        return in_memory(value).clone()
 
     return {key: cut(value) for key, value in state.items()}
 
 
-def _join(whole: dict[str, Any], shape: Sequence[int], start: int, own: Mapping[str, Any]) -> None:
-    """Puts a piece of one parameter's state into its place in the whole.
+class _Rows:
+    """What a rank has of the optimizer's state.
 
-    Single numbers are those of the first piece.
+    rows: for each piece the number of its parameter, the parameter's shape, and what there is by
+    name: either a single number, or the dtype of a tensor. tensors: these, by "number start name".
     """
-    for key, value in own.items():
-        if not (isinstance(value, Tensor) and value.dim()):
-            whole.setdefault(key, value)
-            continue
-        # made with the first piece; others fill in theirs
-        tensor = whole.setdefault(key, torch.zeros(tuple(shape), dtype=value.dtype))
-        tensor.view(-1)[start : start + value.numel()] = value
+
+    def __init__(self, division: Division) -> None:
+        self.rows: list[list[Any]] = []
+        self.tensors: dict[str, Tensor] = {}
+        number_of = {id(parameter): n for n, parameter in enumerate(division.parameters)}
+        for share in division.shares:
+            for held in share.held:
+                # A trained parameter may not be the optimizer's.
+                number = number_of.get(id(share.parameters[held.place]))
+                if number is not None:
+                    shape = share.block.shapes[held.place]
+                    self._add(number, shape, held.piece.start, division.state_of(held.part))
+
+    def _add(
+        self, number: int, shape: Sequence[int], start: int, state: Mapping[str, Any]
+    ) -> None:
+        row: list[list[Any]] = []
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                self.tensors[f"{number} {start} {key}"] = value
+                row.append([key, form_of(key, value.dtype, ()).dtype, None])
+            else:
+                row.append([key, None, value])
+        # One that was never used has no state.
+        if row:
+            self.rows.append([number, list(shape), row])
+
+
+class _Whole:
+    """The state of the undivided optimizer, as rank 0 puts it together."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self.state: dict[int, dict[str, Any]] = {}
+
+    def make_room(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Takes a rank's rows. Single numbers are those of the first piece."""
+        for number, shape, row in rows:
+            own = self.state.setdefault(number, {})
+            for key, dtype, value in row:
+                if key not in own:
+                    own[key] = value if dtype is None else self.shelf.place(Form(key, dtype, shape))
+
+    def place(self, form: Form) -> Leaf:
+        """Where a run of elements belongs."""
+        number, start, key = form.name.split(" ", 2)
+        (length,) = form.shape
+        return run_of(self.state[int(number)][key], int(start), int(start) + length)

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
+from dure.memory.mapped import release
+from dure.memory.shelf import IN_MEMORY, Shelf
 from dure.parallel.alike import Alike
 from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.divisible import check_element_wise
@@ -39,6 +41,7 @@ from dure.parallel.zero.units import Units
 from dure.parallel.zero.whole import Whole
 from dure.parallel.zero.wire import Algorithm, Wire
 from dure.record.meter import Meter
+from dure.record.on_disk import PIECE
 from dure.tensors.flat import check_apart
 
 NO_RIDER = Rider()
@@ -209,9 +212,12 @@ class ZeroRedundancy:
 
     def _begin_alike(self) -> None:
         """Gives all ranks the parameters and buffers of rank 0."""
-        # One message a tensor, so that no second copy of the whole model is needed.
+        # Each in pieces, so that no second copy is needed, of the whole model or of a tensor. One
+        # that lies in a file (`dure.memory.mapped`) leaves memory again.
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self.group.broadcast_values([tensor], counted=False)
+            for piece in _pieces(tensor.detach()):
+                self.group.broadcast_values([piece], counted=False)
+            release([tensor])
 
     def _stand_by_the_loop(self) -> None:
         """Puts this before and after what a training loop calls."""
@@ -531,6 +537,12 @@ class ZeroRedundancy:
         self._check_unchanged()
         return self._whole.state_dict(everywhere)
 
+    def weights(self, shelf: Shelf) -> Mapping[str, Tensor]:
+        """As `state_dict`, put on a shelf: no rank needs memory for more than its share."""
+        self.settle()
+        self._check_unchanged()
+        return self._whole.weights(shelf)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of a whole state_dict, which every rank gives.
 
@@ -540,13 +552,14 @@ class ZeroRedundancy:
         self._whole.load_state_dict(state)
         self._accept()
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    def optimizer_state_dict(self, shelf: Shelf = IN_MEMORY) -> dict[str, Any]:
         """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0.
 
         On other ranks it is without tensors. All ranks call it. It loads into the same optimizer of
-        one process, or of any number of ranks.
+        one process, or of any number of ranks. shelf: where rank 0 puts it; on another one than
+        memory large tensors are `dure.record.on_disk.OnDisk`.
         """
-        return self.division.state_dict(self._quiet)
+        return self.division.state_dict(self._quiet, shelf)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of a whole state, which every rank gives.
@@ -573,6 +586,13 @@ class ZeroRedundancy:
         checkpoint.load(Path(folder), self.model, self.shares, self.division, group=self._quiet)
         self._accept()
         self._whole.meet()
+
+
+def _pieces(tensor: Tensor) -> Iterable[Tensor]:
+    """A tensor in views of a few million bytes each; one with gaps is one piece."""
+    if not tensor.is_contiguous():
+        return [tensor]
+    return tensor.view(-1).split(max(1, PIECE // tensor.element_size()))
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

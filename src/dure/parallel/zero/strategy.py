@@ -10,8 +10,8 @@ path of one worker. What all ranks have to agree on travels in the tail of a ste
     arrival   of each rank    when it came to the last message; until all have come, a rank is idle
     changed   of each buffer  whether rank 0's forward pass has changed it; a broadcast follows
 
-Evaluations gather units as a forward pass does, and checkpoints gather the optimizer's state to
-whole tensors, block by block: neither is counted.
+Evaluations gather units as a forward pass does; for checkpoints rank 0 puts what the ranks hold
+together in a file, a few million bytes at a time: neither is counted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
+from dure.machine.memory import give_back
+from dure.memory.shelf import Shelf
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
@@ -112,9 +114,12 @@ class ZeROLearner(SingleLearner):
     `self.model` and `self.optimizer` are the task's own, divided in place.
     """
 
+    by_parts = True
+
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
+        self.folder = place.folder
         # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
         # gradients are summed, and not averaged, since each is multiplied with its share of the
@@ -141,6 +146,8 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
+        # What dividing took, and left between what stays, is not to count in training.
+        give_back()
         self.speaking = speaker_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
@@ -258,14 +265,13 @@ class ZeROLearner(SingleLearner):
                 idle=idle,
             )
 
-    def weights(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = to_cpu(self.zero.state_dict())
-        return weights
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.zero.weights(Shelf(self.folder))
 
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "optimizer": to_cpu(self.zero.optimizer_state_dict()),
+            "optimizer": to_cpu(self.zero.optimizer_state_dict(Shelf(self.folder))),
             "buffers": to_cpu(passing_buffers(self.model)),
             "order": self.zero.passes.orders.state(),
         }

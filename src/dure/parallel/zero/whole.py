@@ -7,17 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.collectives.leaves import gathered
+from dure.memory.shelf import Shelf
 from dure.parallel.zero.agreement import agreed
 from dure.parallel.zero.away import elements_of, set_elements
 from dure.parallel.zero.passes import Passes
 from dure.parallel.zero.shares import Share
 from dure.parallel.zero.wire import Algorithm, Wire
+from dure.record.on_disk import (
+    Form,
+    Leaf,
+    OnDisk,
+    TensorsOnDisk,
+    elements,
+    form_of,
+    forms_of,
+    in_memory,
+    leaves_of,
+    put,
+    run_of,
+)
 
 
 class Whole:
@@ -130,24 +146,89 @@ class Whole:
         return state
 
     @torch.no_grad()
+    def weights(self, shelf: Shelf) -> TensorsOnDisk:
+        """As `state_dict` on rank 0, on a shelf, so that no rank has more than its share in memory.
+
+        What comes from others is sent a few million bytes at a time.
+        """
+        leads = self.wire.group.rank == 0
+        places: dict[str, Leaf] = {}
+        own: dict[str, Tensor] = {}
+        for share in self.shares:
+            # All of it is here already, and in all digits.
+            whole = share.views(share.whole) if share.whole is not None else []
+            whole = whole if share.master is share.own else []
+            for index, name in enumerate(share.block.names):
+                if leads:
+                    form = form_of(name, share.block.master, share.block.shapes[index])
+                    places[name] = shelf.place(form)
+                if whole and leads:
+                    put(places[name], 0, whole[index].reshape(-1))
+                piece = share.block.piece(index, share.rank)
+                if not whole and piece is not None:
+                    own[f"{piece.start} {name}"] = share.of(share.master, piece)
+
+        def place(form: Form) -> Leaf:
+            start, _, name = form.name.partition(" ")
+            return run_of(places[name], int(start), int(start) + form.shape[0])
+
+        gathered(self.wire.group, own, place)
+        if not leads:
+            return TensorsOnDisk({})
+        for form in forms_of(own):
+            put(place(form), 0, own[form.name])
+        return TensorsOnDisk(self._named(places))
+
+    def _named(self, places: Mapping[str, Leaf]) -> dict[str, Leaf]:
+        """A state_dict of the model, in which these take the place of divided parameters."""
+        names = {
+            id(parameter): name
+            for share in self.shares
+            for name, parameter in zip(share.block.names, share.parameters, strict=True)
+        }
+        # As in `state_dict`.
+        state: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if id(value) in names:
+                state[name] = places[names[id(value)]]
+            elif isinstance(value, Tensor):
+                state[name] = value.detach().to("cpu", copy=True)
+        return state
+
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a whole state_dict, which every rank gives.
 
-        Raises ValueError, on all ranks and before anything is changed, if names or shapes are not
-        the model's on any of them.
+        Of one that lies in files, only this rank's share is read. Raises ValueError, on all ranks
+        and before anything is changed, if names or shapes are not the model's on any of them.
         """
         known: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        leaves = leaves_of(state)
         with agreed(self.wire.group, "comparison of a state_dict with the model"):
-            _check_fits(state, known)
+            _check_fits(leaves, known)
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
-        values = {id(own): state[name] for name, own in known.items() if id(own) in divided}
+        values = {id(own): leaves[name] for name, own in known.items() if id(own) in divided}
         self.meet()
         for share in self.shares:
-            share.take([values[id(parameter)] for parameter in share.parameters])
+            given = {
+                name: values[id(parameter)]
+                for name, parameter in zip(share.block.names, share.parameters, strict=True)
+            }
+            share.fill(partial(_elements, given))
         # buffers, and frozen parameters that are not divided
-        rest = {name: value for name, value in state.items() if id(known[name]) not in divided}
-        self.model.load_state_dict(rest, strict=False)
+        rest = {name: value for name, value in leaves.items() if id(known[name]) not in divided}
+        self.model.load_state_dict(
+            {
+                name: in_memory(value) if isinstance(value, OnDisk) else value
+                for name, value in rest.items()
+            },
+            strict=False,
+        )
         self.meet()
+
+
+def _elements(given: Mapping[str, Leaf], name: str, start: int, stop: int) -> Tensor:
+    return elements(given[name], start, stop)
 
 
 def _check_fits(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -162,7 +243,7 @@ def _check_fits(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         if not isinstance(own, Tensor):  # a module's extra state, which is its own matter
             continue
         there = state[name]
-        if not isinstance(there, Tensor):
+        if not isinstance(there, (Tensor, OnDisk)):
             raise ValueError(f"{name} is a {type(there).__name__} here, a tensor in the model")
         if tuple(there.shape) != tuple(own.shape):
             raise ValueError(

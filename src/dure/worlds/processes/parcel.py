@@ -4,7 +4,8 @@ Functions and classes of a script or a notebook travel by value (cloudpickle), l
 classes too, so such a task reaches its ranks; those of modules that can be imported are imported
 again there, and a task's file is run again (`dure.machine.own_code`). Tensors and arrays of 16 KB
 and more follow the pickle in an anonymous file, which every receiver maps copy-on-write: N ranks
-hold the training data once. This never crosses a network: what does is never unpickled.
+hold the training data once. A file that is large may lie on a disk, so that neither side needs
+memory for it. This never crosses a network: what does is never unpickled.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.machine import own_code
+from dure.memory.mapped import Disk, nameless
 
 _LARGE = 16_384
 """Bytes from which on a buffer is worth pages of its own."""
@@ -59,7 +62,11 @@ class _Pickler(own_code.Pickler):
         return super().reducer_override(obj)
 
 
-def _anonymous_file() -> int:
+def _anonymous_file(on_disk: bool) -> int:
+    if on_disk:
+        # Where there is no disk, or it is full by now, memory has to do.
+        with suppress(OSError):
+            return nameless(Disk().folder)
     if hasattr(os, "memfd_create"):
         return os.memfd_create("dure-parcel")
     with tempfile.TemporaryFile() as file:
@@ -77,8 +84,10 @@ def _whole_pages(count: int) -> int:
     return -(-count // _PAGE) * _PAGE
 
 
-def pack(obj: Any) -> int:
+def pack(obj: Any, memory: int | None = None) -> int:
     """`obj` in an anonymous file; the caller closes the descriptor.
+
+    memory: bytes from which on the file lies on a disk; None: it never does.
 
     Raises what pickle raises for things that cannot travel, such as open files.
     """
@@ -94,13 +103,20 @@ def pack(obj: Any) -> int:
     _Pickler(stream, protocol=5, buffer_callback=keep_small).dump(obj)
     body = stream.getvalue()
     lengths = [len(body), *(buffer.raw().nbytes for buffer in buffers)]
-    descriptor = _anonymous_file()
+    descriptor = _anonymous_file(memory is not None and sum(lengths) >= memory)
     _write_all(descriptor, struct.pack(f"<q{len(lengths)}q", len(lengths), *lengths))
-    for content in (body, *(buffer.raw() for buffer in buffers)):
-        # Each begins on a page, so that a tensor is aligned wherever it is mapped.
-        os.lseek(descriptor, _whole_pages(os.lseek(descriptor, 0, os.SEEK_CUR)), os.SEEK_SET)
-        _write_all(descriptor, content)
+    _write_page(descriptor, body)
+    buffers.reverse()
+    while buffers:
+        # One that was mapped from a file leaves memory before the next one is read.
+        _write_page(descriptor, buffers.pop().raw())
     return descriptor
+
+
+def _write_page(descriptor: int, content: Any) -> None:
+    """Writes it at the next page, so that a tensor is aligned wherever it is mapped."""
+    os.lseek(descriptor, _whole_pages(os.lseek(descriptor, 0, os.SEEK_CUR)), os.SEEK_SET)
+    _write_all(descriptor, content)
 
 
 def unpack(descriptor: int, loads: Callable[..., Any] = pickle.loads) -> Any:

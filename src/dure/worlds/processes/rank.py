@@ -29,6 +29,7 @@ from dure.contracts.strategy import Place
 from dure.errors import DureError, WorkerFailedError, described, text_of, traceback_of, travels
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
+from dure.memory.mapped import WINDOW
 from dure.record.meter import Meter
 from dure.record.trace import Trace
 from dure.worlds.backend import Backend
@@ -101,7 +102,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         with left_out(), memory_kept():
             result = program(place)
         if seat.rank == 0:
-            control.send("result", None, (parcel.pack(result),))
+            control.send("result", None, (parcel.pack(result, memory=WINDOW),))
         control.send("done")
     except BaseException as error:
         step = place.group.step if place is not None else "the start"

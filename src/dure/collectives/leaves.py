@@ -1,0 +1,106 @@
+"""Tensors that travel piece by piece, from wherever they lie to wherever there is room for them.
+
+A rank has a message of a few million bytes of them in memory at a time, rank 0 one of each rank,
+however large the tensors are. Small ones share a message. It is bookkeeping, as checkpoints are,
+and not counted by the meter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dure.collectives.group import Group
+from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
+
+
+Place = Callable[[Form], Leaf]
+"""Makes room for a tensor, or says where it belongs."""
+
+
+class _Run(NamedTuple):
+    """The elements [start, stop) of a tensor."""
+
+    form: Form
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.form.kind.itemsize
+
+
+def gathered(group: Group, mine: Mapping[str, Leaf], place: Place) -> list[dict[str, Leaf]]:
+    """The tensors of all ranks on rank 0, in order of rank; elsewhere an empty list.
+
+    What comes from others goes where `place` says. All ranks call it.
+    """
+    if group.size == 1:
+        return [dict(mine)]
+    forms = forms_of(mine)
+    own = _messages(forms) if group.rank else []
+    told = group.gather_bytes(json.dumps(forms).encode())
+    # All take part in as many gatherings as the one that sends the most.
+    (rounds,) = max(group.all_gather_values([float(len(own))]))
+    arriving = [[Form(*form) for form in json.loads(part)] for part in told[1:]]
+    plans = list(map(_messages, arriving))
+    found = [{form.name: place(form) for form in forms} for forms in arriving]
+    for number in range(int(rounds)):
+        content = _packed(own[number], mine) if number < len(own) else b""
+        parts = group.gather_bytes(content)
+        for part, plan, leaves in zip(parts[1:], plans, found, strict=True):
+            _unpacked(part, plan[number] if number < len(plan) else (), leaves)
+    return [dict(mine), *found] if told else []
+
+
+def broadcast(
+    group: Group, leaves: Mapping[str, Leaf], forms: Sequence[Form], place: Place
+) -> dict[str, Leaf]:
+    """Rank 0's tensors on every rank. forms: of these, which all ranks know.
+
+    Elsewhere than on rank 0 they go where `place` says. All ranks call it.
+    """
+    found = dict(leaves) if group.rank == 0 else {form.name: place(form) for form in forms}
+    for message in _messages(forms):
+        content = group.broadcast_bytes(_packed(message, found) if group.rank == 0 else None)
+        if group.rank:
+            _unpacked(content, message, found)
+    return found
+
+
+def _messages(forms: Iterable[Form]) -> list[list[_Run]]:
+    """How tensors are cut into messages of about `PIECE` bytes, on either side."""
+    messages: list[list[_Run]] = []
+    room = 0
+    for form in forms:
+        count = torch.Size(form.shape).numel()
+        start = 0
+        while start < count:
+            if room < form.kind.itemsize:
+                messages.append([])
+                room = PIECE
+            run = _Run(form, start, min(count, start + room // form.kind.itemsize))
+            messages[-1].append(run)
+            room -= run.nbytes
+            start = run.stop
+    return messages
+
+
+def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> bytes:
+    parts = []
+    for run in message:
+        piece = elements(leaves[run.form.name], run.start, run.stop).cpu()
+        parts.append(piece.resolve_conj().resolve_neg().view(torch.uint8).numpy())
+    return b"".join(parts)
+
+
+def _unpacked(content: bytes, message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> None:
+    at = 0
+    for run in message:
+        # A copy, since a dtype wants its bytes at a multiple of its size.
+        piece = bytearray(content[at : at + run.nbytes])
+        put(leaves[run.form.name], run.start, torch.frombuffer(piece, dtype=run.form.kind))
+        at += run.nbytes

@@ -1,0 +1,82 @@
+"""Where tensors are put that are too many for memory: as long as it is known, on a disk.
+
+A checkpoint of a divided model is put together here, and so are its weights at the end: what the
+ranks hold arrives a block at a time, and goes into its place in a file. Small tensors lie in memory
+all the same, and where there is no disk all of them do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dure.memory.mapped import LEAST, Disk, DiskError, nameless
+from dure.record.on_disk import File, Form, Leaf, OnDisk, form_of, put
+
+
+class Shelf:
+    """Makes room for tensors.
+
+    folder: on the disk that is asked first; one that is in memory, or that is None, is none. least:
+    bytes of the smallest tensor that lies on a disk; None: none does.
+    """
+
+    def __init__(self, folder: Path | None = None, least: int | None = LEAST) -> None:
+        self._folder = folder
+        self._least = least
+        self._file: File | None = None
+        self._length = 0
+
+    def place(self, form: Form) -> Leaf:
+        """Room for a tensor; its values are zeros until they are set (`dure.record.on_disk.put`).
+
+        Raises DiskError where the disk is full.
+        """
+        size = torch.Size(form.shape)
+        nbytes = size.numel() * form.kind.itemsize
+        file = self._opened() if self._least is not None and nbytes >= self._least else None
+        if file is None:
+            return torch.zeros(size, dtype=form.kind)
+        at = self._length
+        self._length += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            # All of it now: a disk that is full is told before anything is sent.
+            os.posix_fallocate(file.descriptor, at, self._length - at)
+        except OSError as error:
+            raise DiskError(
+                f"{nbytes / 1e9:.3g} GB more do not fit on the disk: {error.strerror}"
+            ) from error
+        return OnDisk(file, at, form.kind, size)
+
+    def _opened(self) -> File | None:
+        """The file; None where there is no disk."""
+        if self._file is None:
+            disk = self._disk()
+            if disk is None:
+                self._least = None
+            else:
+                self._file = File(nameless(disk.folder))
+        return self._file
+
+    def _disk(self) -> Disk | None:
+        for folder in (self._folder, None):
+            try:
+                return Disk(folder)
+            except DiskError:
+                continue
+        return None
+
+
+IN_MEMORY = Shelf(least=None)
+"""Where tensors are put that are to lie in memory."""
+
+
+def shelved(tensor: Tensor, shelf: Shelf) -> Leaf:
+    """A copy of a tensor, on the shelf."""
+    found = shelf.place(form_of("", tensor.dtype, tensor.shape))
+    put(found, 0, tensor.reshape(-1))
+    return found

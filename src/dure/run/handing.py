@@ -1,0 +1,145 @@
+"""How checkpoints come from all ranks to rank 0, and from rank 0 to all ranks.
+
+Only rank 0 needs the run folder. A tree of tensors travels as what is around them, at once, and the
+tensors after it, a few million bytes at a time (`dure.collectives.leaves`). Ranks on rank 0's host
+that see the very files of the checkpoint read them where they lie, and nothing travels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dure.collectives.group import Group
+from dure.collectives.leaves import broadcast, gathered
+from dure.errors import RunFolderError
+from dure.memory.mapped import LEAST
+from dure.memory.shelf import IN_MEMORY, Shelf
+from dure.record.checkpoint import UNREADABLE, Stored, pack_tree, unpack_tree
+from dure.record.on_disk import Form, Leaf, OnDisk, TensorsOnDisk, forms_of, in_memory
+from dure.record.weights import tensors_in
+
+
+def gathered_trees(group: Group, mine: Any, shelf: Shelf) -> list[Any]:
+    """The trees of all ranks on rank 0, in order of rank; elsewhere an empty list.
+
+    Large tensors of the others are put on the shelf. All ranks call it.
+    """
+    packed, tensors = pack_tree(mine)
+    told = group.gather_bytes(json.dumps(packed).encode())
+    found = gathered(group, tensors, shelf.place)
+    return [
+        unpack_tree(json.loads(around), leaves)
+        for around, leaves in zip(told, found, strict=True)
+    ]
+
+
+class _Told(msgspec.Struct):
+    """What rank 0 says of a checkpoint. files: which files it has, as `_identities`."""
+
+    path: str
+    files: list[tuple[int, int]]
+    state: bytes
+    weights: list[tuple[str, str, list[int]]]
+    tensors: list[tuple[str, str, list[int]]]
+
+
+class Handed(msgspec.Struct):
+    """A checkpoint as a rank gets it.
+
+    weights: of the model, each read when it is asked for where the rank takes parts. state: with
+    tensors that lie in files, if they are large and the rank takes parts of them.
+    """
+
+    weights: Mapping[str, Any]
+    state: Any
+
+
+def handed(group: Group, stored: Stored | None, shelf: Shelf, by_parts: bool) -> Handed | None:
+    """The checkpoint that rank 0 gives, on every rank; None where it gives none.
+
+    by_parts: whether the ranks take what they hold out of files; else all tensors are in memory.
+    All ranks call it.
+    """
+    content = None
+    if group.rank == 0:
+        # None travels too: only rank 0 can know that there is no checkpoint.
+        content = msgspec.msgpack.encode(None if stored is None else _told_of(stored))
+    told = msgspec.msgpack.decode(group.broadcast_bytes(content), type=_Told | None)
+    if told is None:
+        return None
+    shelf = shelf if by_parts else IN_MEMORY
+    parts = None if stored is None else (stored.weights, stored.tensors)
+    weights, tensors = _taken(group, told, parts, shelf)
+    if by_parts:
+        return Handed(TensorsOnDisk(weights), _state(told, _light(tensors)))
+    memory = [{name: in_memory(leaf) for name, leaf in one.items()} for one in (weights, tensors)]
+    return Handed(memory[0], _state(told, memory[1]))
+
+
+def _state(told: _Told, tensors: Mapping[str, Leaf]) -> Any:
+    return unpack_tree(json.loads(told.state), tensors)
+
+
+def _light(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """The same, with small ones in memory, as `Shelf` has them."""
+    return {
+        name: in_memory(leaf) if leaf.nbytes < LEAST else leaf for name, leaf in leaves.items()
+    }
+
+
+_FILES = ("model.safetensors", "state.safetensors")
+
+
+def _told_of(stored: Stored) -> _Told:
+    return _Told(
+        path=str(stored.path.absolute()),
+        files=_identities(stored.path),
+        state=stored.state,
+        weights=[(*form[:2], list(form.shape)) for form in forms_of(stored.weights)],
+        tensors=[(*form[:2], list(form.shape)) for form in forms_of(stored.tensors)],
+    )
+
+
+def _identities(path: Path) -> list[tuple[int, int]]:
+    """What tells the files of a checkpoint from all others of a host."""
+    return [(one.st_dev, one.st_ino) for one in (os.stat(path / name) for name in _FILES)]
+
+
+_Parts = tuple[Mapping[str, Leaf], Mapping[str, Leaf]]
+
+
+def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: Shelf) -> _Parts:
+    """(weights, tensors) on this rank. parts: those of rank 0."""
+    if group.size == 1:
+        assert parts is not None
+        return parts
+    near = next(ranks for ranks in group.hosts() if group.rank in ranks)
+    if parts is None and 0 in near:
+        parts = _where_they_lie(told)
+    everybody = group.all_gather_values([float(parts is not None)], "looking for a checkpoint")
+    if all(sees for (sees,) in everybody):
+        assert parts is not None
+        return parts
+    weights, tensors = parts if parts is not None else ({}, {})
+    return (
+        broadcast(group, weights, [Form(*form) for form in told.weights], shelf.place),
+        broadcast(group, tensors, [Form(*form) for form in told.tensors], shelf.place),
+    )
+
+
+def _where_they_lie(told: _Told) -> _Parts | None:
+    """The files of the checkpoint, where this rank sees the same ones as rank 0."""
+    path = Path(told.path)
+    try:
+        if _identities(path) != told.files:
+            return None
+        weights, tensors = (tensors_in(path / name) for name in _FILES)
+        return weights, tensors
+    except (OSError, *UNREADABLE):
+        return None
