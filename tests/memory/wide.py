@@ -62,7 +62,7 @@ def task(group: str) -> dure.Task:
 def main(system: str, group: str, result: str) -> None:
     strategy, ranks = SYSTEMS[system]
     stop = dure.Stop(steps=3)
-    run = dure.train(task(group), strategy, dure.Processes(ranks), stop, out=result)
+    run = dure.train(task(group), strategy, dure.Processes(ranks), stop)
     # A few numbers of each, so that the models need not be in memory together.
     torch.save({name: one.flatten()[::997].clone() for name, one in run.model.state_dict().items()}, f"{result}.pt")
 
