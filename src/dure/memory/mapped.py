@@ -99,7 +99,9 @@ class Disk:
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Zeros of this shape, in a file of their own."""
         size = torch.Size(shape)
-        return self._flat(size.numel() * dtype.itemsize).view(dtype)[: size.numel()].view(size)
+        if not size.numel():
+            return torch.empty(size, dtype=dtype)
+        return self._flat(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
         """A tensor of this shape and these strides here. values: with its values."""
@@ -111,16 +113,15 @@ class Disk:
         return own
 
     def _flat(self, nbytes: int) -> Tensor:
-        """So many bytes of zeros; their file has whole pages."""
+        """So many bytes of zeros; at least one."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length)
-        # No longer than asked for: what has more memory than elements would be copied elsewhere.
-        array = (ctypes.c_uint8 * (nbytes or length)).from_address(address)
+        array = (ctypes.c_uint8 * length).from_address(address)
         with _lock:
             _segments[address] = length
         # torch keeps the array for as long as some tensor lies there.
         weakref.finalize(array, _unmap, address, length)
-        return torch.frombuffer(array, dtype=torch.uint8)
+        return torch.frombuffer(array, dtype=torch.uint8, count=max(1, nbytes))
 
     def _map(self, length: int) -> int:
         try:
@@ -292,6 +293,11 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
             _libc.madvise(address, length, advice)
 
 
+def in_own_file(tensor: Tensor) -> bool:
+    """Whether it lies in a file of `Disk`, which keeps what is written."""
+    return _storage(tensor) in _segments
+
+
 def same_memory(tensor: Tensor, held: Any) -> Tensor:
     """The bytes of a mapped tensor, as a tensor whose storage holds an object for as long as it is.
 
@@ -303,11 +309,11 @@ def same_memory(tensor: Tensor, held: Any) -> Tensor:
 
 
 def pages_of(tensor: Tensor) -> tuple[int, int] | None:
-    """(address, bytes) of the whole pages in which the elements of a mapped tensor lie.
+    """(address, bytes) of the whole pages in which the elements of a tensor of `Disk` lie.
 
     None for one that lies elsewhere, or has no elements.
     """
-    if not is_mapped(tensor) or not tensor.numel():
+    if not in_own_file(tensor) or not tensor.numel():
         return None
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in spans)

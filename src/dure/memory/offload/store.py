@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dure.memory.mapped import LEAST, Disk, is_mapped
+from dure.memory.mapped import LEAST, Disk, in_own_file
 from dure.memory.offload.beside import Beside
 
 
@@ -75,7 +75,7 @@ class Files(Store):
         return self.disk.empty(shape, dtype)
 
     def holds(self, tensor: Tensor) -> bool:
-        return is_mapped(tensor)
+        return in_own_file(tensor)
 
     def fetched(self, tensor: Tensor) -> Tensor:
         return tensor

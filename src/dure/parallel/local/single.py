@@ -109,6 +109,14 @@ class SingleWorker(Strategy):
         return self.privacy is None or self.privacy.draws == "seed"
 
     @property
+    def spares_memory(self) -> bool:
+        return bool(self.offload)
+
+    def holds_parts(self, workers: int | None) -> bool:
+        """Offloaded parameters need no memory either."""
+        return "parameters" in self.offload
+
+    @property
     def _wanted(self) -> Wanted | None:
         return example_level.wanted(self.privacy, self.epsilon, self.delta)
 
