@@ -6,12 +6,12 @@ this does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.contracts.strategy import Place
@@ -25,7 +25,7 @@ from dure.memory.offload.store import Files, store_for
 from dure.memory.offload.wanted import Offload
 from dure.parallel.divisible import check_steps_apart, is_element_wise
 
-NOTHING = Offload()
+NO_OFFLOAD = Offload()
 
 
 def check_offload(
@@ -65,46 +65,62 @@ def check_optimizer(wanted: Offload, task: Task, model: nn.Module) -> None:
 
 
 class Offloaded:
-    """What one learner offloads; files and threads end with the run."""
+    """What one learner offloads; files and threads end with the run.
+
+    divided: the learner divides the parameters, and puts its shares where they belong (`memory`).
+    """
 
     def __init__(
-        self, wanted: Offload, folder: str | None, place: Place, device: torch.device
+        self,
+        wanted: Offload,
+        folder: str | None,
+        place: Place,
+        device: torch.device,
+        divided: bool = False,
     ) -> None:
         self.wanted = wanted
         self.device = device
+        self.divided = divided
         self._steps: OffloadedSteps | None = None
-        self._activations: OffloadedActivations | None = None
+        self.activations: OffloadedActivations | None = None
         self._store = store_for(device, folder) if wanted else None
         if self._store is not None:
             place.ending.callback(self._store.close)
 
+    @property
+    def _files(self) -> Files | None:
+        """Where parameters lie; None where they stay in memory."""
+        is_there = isinstance(self._store, Files) and "parameters" in self.wanted
+        return cast(Files, self._store) if is_there else None
+
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The model, made where it is to lie; its passes are watched from now on."""
-        with self.making():
+        files = None if self.divided else self._files
+        with nullcontext() if files is None else mapped(files.disk, files.least):
             model = make()
-        if isinstance(self._store, Files) and "parameters" in self.wanted:
-            settle(model, self._store)
-        self._watch(model)
+        if files is not None:
+            settle(model, files)
+            self.watch_parameters(model)
+        if isinstance(self._store, Files) and "gradients" in self.wanted:
+            OffloadedGradients(model.parameters(), self._store)
+        self.keep_activations(lambda: (*model.parameters(), *model.buffers()))
         return model
 
-    def making(self) -> AbstractContextManager[Any]:
-        """Around what makes parameters: they are made where they are to lie."""
-        if isinstance(self._store, Files) and "parameters" in self.wanted:
-            return mapped(self._store.disk, self._store.least)
-        return nullcontext()
+    def watch_parameters(self, model: nn.Module) -> None:
+        """From now on passes of the model read ahead the parameters that they need."""
+        if self._files is not None:
+            OffloadedParameters(model, self._files)
 
-    def _watch(self, model: nn.Module) -> None:
-        """From now on passes of the model find what they need, and leave what they make, there."""
-        if self._store is None:
-            return
-        if "activations" in self.wanted:
-            self._activations = OffloadedActivations(model, self._store, self.device)
-        if not isinstance(self._store, Files):
-            return
-        if "parameters" in self.wanted:
-            OffloadedParameters(model, self._store)
-        if "gradients" in self.wanted:
-            OffloadedGradients(model.parameters(), self._store)
+    def keep_activations(self, stay: Callable[[], Iterable[Tensor]]) -> None:
+        """From now on `saving` keeps activations. stay: gives what is in memory in any case."""
+        if self._store is not None and "activations" in self.wanted:
+            self.activations = OffloadedActivations(self._store, self.device, stay)
+
+    @property
+    def memory(self) -> Callable[[int, torch.dtype], Tensor] | None:
+        """What makes so many elements for parameters; None where those stay in memory."""
+        files = self._files
+        return None if files is None else lambda elements, dtype: files.empty([elements], dtype)
 
     def optimizer(self, optimizer: Any) -> Any:
         """The optimizer, stepping over state that lies elsewhere."""
@@ -120,4 +136,4 @@ class Offloaded:
 
     def saving(self, *given: Any) -> AbstractContextManager[Any]:
         """Around a forward pass of these inputs and targets."""
-        return nullcontext() if self._activations is None else self._activations.saving(*given)
+        return nullcontext() if self.activations is None else self.activations.saving(*given)

@@ -16,7 +16,7 @@ Source: Rajbhandari et al. 2021, "ZeRO-Infinity"; Rhu et al. 2016, "vDNN".
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,12 +62,17 @@ class _View:
 
 
 class OffloadedActivations:
-    """Keeps what autograd keeps of a model that is computed on `device`."""
+    """Keeps what autograd keeps of a model that is computed on `device`.
 
-    def __init__(self, model: nn.Module, store: Store, device: torch.device) -> None:
-        self.model = model
+    stay: gives the tensors that are there in any case, such as parameters.
+    """
+
+    def __init__(
+        self, store: Store, device: torch.device, stay: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self.store = store
         self.device = device
+        self.stay = stay
         self._stay: set[int] = set()
         # By storage, version and place in it: what is written in place is another tensor after it.
         self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[_Kept]]] = {}
@@ -82,8 +87,7 @@ class OffloadedActivations:
         given: inputs and targets, in any structure. Somebody has them anyway: they stay.
         """
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
-        known = (*self.model.parameters(), *self.model.buffers(), *tensors)
-        self._stay = set(map(_address, known))
+        self._stay = set(map(_address, (*self.stay(), *tensors)))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -105,8 +109,8 @@ class OffloadedActivations:
         if kept is None:
             kept = self._copy(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
             # The weak reference keeps the storage's number from becoming another one's.
-            self._known[key] = (StorageWeakRef(storage), weakref.ref(kept))
-        return _View(kept, tensor, tensor.storage_offset())
+            self._known[key] = (_weak(storage), weakref.ref(kept))
+        return _View(kept, tensor, int(tensor.storage_offset()))
 
     def unpack(self, held: Any) -> Tensor:
         """The inverse of `pack`, in backward."""
@@ -164,6 +168,10 @@ class OffloadedActivations:
             if not kept.asked:
                 kept.asked = True
                 self.store.ahead([kept.place])
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _address(tensor: Tensor) -> int:

@@ -81,11 +81,13 @@ class OffloadedSteps:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """One step, with the optimizer's hooks before and after it."""
         optimizer = self.optimizer
+        # Hooks are given the arguments of the function, whose first one is the optimizer.
+        given = (optimizer, *args)
         for before in list(optimizer._optimizer_step_pre_hooks.values()):
-            before(optimizer, args, kwargs)
+            before(optimizer, given, kwargs)
         self._update_all()
         for after in list(optimizer._optimizer_step_post_hooks.values()):
-            after(optimizer, args, kwargs)
+            after(optimizer, given, kwargs)
 
     def _update_all(self) -> None:
         groups = self.optimizer.param_groups

@@ -59,7 +59,7 @@ from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
-from dure.parallel.offloaded import NOTHING, check_offload, check_optimizer
+from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
@@ -117,7 +117,7 @@ class DataParallel(Strategy):
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
 
     name: ClassVar[str] = "data-parallel"
@@ -274,8 +274,7 @@ class DataParallelLearner(SingleLearner):
             seed,
             strategy.batch_size,
             wanted=strategy._wanted,
-            offload=strategy.offload,
-            offload_folder=strategy.offload_folder,
+            offloaded=Offloaded(strategy.offload, strategy.offload_folder, place, place.devices[0]),
         )
         self.strategy = strategy
         # for models whose first weights do not follow from the seed alone, such as those read from

@@ -33,7 +33,7 @@ from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
 from dure.memory.offload.wanted import PARTS, Offload, parse_offload
-from dure.parallel.offloaded import NOTHING, Offloaded, check_offload, check_optimizer
+from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import Budget, ExampleLevel, Wanted
@@ -88,7 +88,7 @@ class SingleWorker(Strategy):
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
 
     name: ClassVar[str] = "single-worker"
@@ -168,16 +168,16 @@ class SingleWorker(Strategy):
         return None if self.privacy is None else example_level.proven(task, model)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
+        device = device_of(self.device)
         return SingleLearner(
             task,
             place,
             seed,
             self.batch_size,
-            device=device_of(self.device),
+            device=device,
             loaders=self.loaders,
             wanted=self._wanted,
-            offload=self.offload,
-            offload_folder=self.offload_folder,
+            offloaded=Offloaded(self.offload, self.offload_folder, place, device),
         )
 
 
@@ -198,14 +198,13 @@ class SingleLearner(Learner):
         device: torch.device | None = None,
         loaders: int = 0,
         wanted: Wanted | None = None,
-        offload: Offload = NOTHING,
-        offload_folder: str | None = None,
+        offloaded: Offloaded | None = None,
     ) -> None:
         self.group = place.group
         self.seed = seed
         self.device = place.devices[0] if device is None else device
         self.task = task = task.on(self.device)
-        self.offloaded = Offloaded(offload, offload_folder, place, self.device)
+        self.offloaded = offloaded or Offloaded(NO_OFFLOAD, None, place, self.device)
         made = self.offloaded.model(lambda: place.model(task, seed).to(self.device))
         self.model = made.train()
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))

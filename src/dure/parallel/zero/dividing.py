@@ -44,13 +44,15 @@ def divide(
     units: Units,
     common: bool,
     alone: int = ALONE,
+    memory: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> list[Cut]:
     """Takes the parameters over; returns the units.
 
     In stages 1 and 2 frozen parameters stay as they are, unless they are shortened.
 
     common: whether stage 3 may keep parameters in memory that all ranks read, where they can.
-    alone: elements from which on a parameter is a block of its own. All ranks call it.
+    alone: elements from which on a parameter is a block of its own. memory: makes so many elements
+    for a share; by default memory that others are sent from. All ranks call it.
     """
     named = dict(model.named_parameters())
     short = _shortened(model) if precision == "bf16" else {}
@@ -80,6 +82,8 @@ def divide(
                 block, parameters, group.rank, slices.take(block.padded, block.dtype), common=True
             )
         elements = block.chunk if stage == 3 else block.padded
+        if memory is not None:
+            return Share(block, parameters, group.rank, memory(elements, block.dtype))
         return Share(
             block, parameters, group.rank, _sent_from(elements, block.dtype, group, device)
         )

@@ -32,7 +32,9 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
 from dure.parallel.zero.dividing import Precision
@@ -40,6 +42,7 @@ from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
@@ -65,6 +68,9 @@ class ZeRO(Strategy):
         overlap_gather: in stages 1 and 2 updated parameters arrive during the next forward pass,
             where every rank has a host of its own and the backend is dure (`ZeroRedundancy`);
             elsewhere it changes nothing.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer, parameters and activations, as far as this rank holds them.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     stage: Stage = 2
@@ -76,10 +82,20 @@ class ZeRO(Strategy):
     unit_size: int | None = None
     prefetch: int | None = None
     overlap_gather: bool = False
+    offload: Offload = NO_OFFLOAD
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "zero"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"offload": parse_offload})
+
+    @property
+    def spares_memory(self) -> bool:
+        return bool(self.offload)
 
     @property
     def label(self) -> str:
@@ -92,6 +108,13 @@ class ZeRO(Strategy):
         check_gradient(self.accumulate, self.clip_norm)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
+        check_offload(
+            self.offload,
+            self.offload_folder,
+            ("optimizer", "parameters", "activations"),
+            self.name,
+            why="whose messages lie in memory",
+        )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train, or whose tensors overlap."""
@@ -110,7 +133,19 @@ class ZeROLearner(SingleLearner):
     """
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
-        super().__init__(task, place, seed, strategy.batch_size)
+        super().__init__(
+            task,
+            place,
+            seed,
+            strategy.batch_size,
+            offloaded=Offloaded(
+                strategy.offload,
+                strategy.offload_folder,
+                place,
+                place.devices[0],
+                divided=True,
+            ),
+        )
         self.strategy = strategy
         # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
@@ -127,6 +162,7 @@ class ZeROLearner(SingleLearner):
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
             overlap_gather=strategy.overlap_gather,
+            memory=self.offloaded.memory,
             rider=Rider(
                 [
                     summed("wish"),
@@ -138,11 +174,22 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
+        self._watch_passes()
         self.speaking = speaker_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
         self._loss = 0.0
         self._counted = 0.0
+
+    def _watch_passes(self) -> None:
+        """Parameters are where they were divided to; what lies there is not kept once more."""
+        if self.strategy.stage < 3:
+            self.offloaded.watch_parameters(self.model)
+            return
+        own = [share.own for share in self.zero.shares]
+        self.offloaded.keep_activations(lambda: (*own, *self.model.buffers()))
+        if self.offloaded.activations is not None:
+            self.zero.keep_activations(self.offloaded.activations)
 
     def flops_per_step(self) -> float:
         return self._flops
@@ -194,7 +241,8 @@ class ZeROLearner(SingleLearner):
         inputs, targets = self.read(piece)
         started = time.perf_counter()
         # summed over pieces and ranks: the loss of the joint batch, and its gradient
-        loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
+        with self.offloaded.saving(inputs, targets):
+            loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
         self._loss += float(loss.item())
         self._counted += count
         forwarded = time.perf_counter()
@@ -271,6 +319,7 @@ class ZeROLearner(SingleLearner):
         self.zero.load_state_dict(weights)
         load_passing_buffers(self.model, state["buffers"])
         self.zero.load_optimizer_state_dict(state["optimizer"])
+        self.offloaded.restored()
         self.zero.passes.restore_order(state["order"])
         # Anew: what was loaded is what all ranks have now.
         self.speaking = speaker_of(self.model)
