@@ -271,6 +271,12 @@ class ZeroRedundancy:
         """The division, as data."""
         return [share.block for share in self.shares]
 
+    def resident(self) -> list[Tensor]:
+        """The tensors of the model that this rank has in any case."""
+        # In stage 3 the parameters themselves come and go.
+        own = [share.own for share in self.shares]
+        return [*(own if self.stage == 3 else self.model.parameters()), *self.model.buffers()]
+
     def keep_activations(self, keeper: Keeper) -> None:
         """What autograd keeps in stage 3 that is no parameter goes through `keeper`."""
         if self.passes.gathering is not None:

@@ -182,12 +182,10 @@ class ZeROLearner(SingleLearner):
         self._counted = 0.0
 
     def _watch_passes(self) -> None:
-        """Parameters are where they were divided to; what lies there is not kept once more."""
+        """For what is offloaded, as the model is now that it is divided."""
         if self.strategy.stage < 3:
             self.offloaded.watch_parameters(self.model)
-            return
-        own = [share.own for share in self.zero.shares]
-        self.offloaded.keep_activations(lambda: (*own, *self.model.buffers()))
+        self.offloaded.keep_activations(self.zero.resident)
         if self.offloaded.activations is not None:
             self.zero.keep_activations(self.offloaded.activations)
 
