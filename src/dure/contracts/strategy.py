@@ -401,6 +401,11 @@ class Strategy(Told):
         return True
 
     @property
+    def spares_memory(self) -> bool:
+        """Whether memory that is freed goes back at once, rather than waiting for the next step."""
+        return False
+
+    @property
     def ranks(self) -> int | None:
         """How many ranks the fields ask for; None where any number will do."""
         # As many as the default world starts.

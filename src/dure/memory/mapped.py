@@ -20,6 +20,7 @@ Cost: a page that is written travels to the disk, if it lives long enough, and b
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -72,6 +73,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
@@ -100,7 +102,9 @@ class Disk:
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Zeros of this shape, in a file of their own."""
         size = torch.Size(shape)
-        return self._flat(size.numel() * dtype.itemsize).view(dtype)[: size.numel()].view(size)
+        if not size.numel():
+            return torch.empty(size, dtype=dtype)
+        return self._flat(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
         """A tensor of this shape and these strides here. values: with its values."""
@@ -337,3 +341,50 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
         length = _segments.get(address)
         if length is not None:
             _libc.madvise(address, length, advice)
+
+
+def in_own_file(tensor: Tensor) -> bool:
+    """Whether it lies in a file of `Disk`, which keeps what is written."""
+    return _storage(tensor) in _segments
+
+
+def same_memory(tensor: Tensor, held: Any) -> Tensor:
+    """The bytes of a mapped tensor, as a tensor whose storage holds an object for as long as it is.
+
+    So it tells when nothing that was made from it lies there any more.
+    """
+    array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    array.held = held
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def pages_of(tensor: Tensor) -> tuple[int, int] | None:
+    """(address, bytes) of the whole pages in which the elements of a tensor of `Disk` lie.
+
+    None for one that lies elsewhere, or has no elements.
+    """
+    if not in_own_file(tensor) or not tensor.numel():
+        return None
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in spans)
+    first = tensor.data_ptr()
+    start = first - first % mmap.PAGESIZE
+    end = first + elements * tensor.element_size()
+    return start, -(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def advise(address: int, length: int, advice: int) -> bool:
+    """Tells the system what becomes of pages; whether it has taken the advice."""
+    return bool(_libc.madvise(address, length, advice) == 0)
+
+
+def write_down(address: int, length: int) -> None:
+    """Returns once the pages are on the disk. Raises DiskError if they cannot be written."""
+    if _libc.msync(address, length, _MS_SYNC) != 0:
+        number = ctypes.get_errno()
+        # A mapping that has just been taken away needs no writing.
+        if number != errno.ENOMEM:
+            raise DiskError(f"what was offloaded cannot be written: {os.strerror(number)}")
+
+
+_MS_SYNC = 4

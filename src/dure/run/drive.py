@@ -46,7 +46,8 @@ from dure.run.summary import summarise
 def drive(job: Job, place: Place) -> Outcome:
     """Does the job at this place."""
     trains = place.network is None or job.strategy.trains_at_server
-    memory = memory_kept() if trains else memory_returned()
+    keeps = trains and not job.strategy.spares_memory
+    memory = memory_kept() if keeps else memory_returned()
     with left_out(), memory:
         return _drive(job, place)
 

@@ -24,10 +24,13 @@ from torch import nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
+from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.schedule import Schedule, is_own
+from dure.settings import parse_fields
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Pipeline(Strategy):
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
         clip_norm: the largest norm that a step's gradient may have; by default any.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer and activations.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     batch_size: int | None = 64
@@ -55,19 +61,29 @@ class Pipeline(Strategy):
     balance: Balance = "estimated"
     recompute: bool = False
     clip_norm: float | None = None
+    offload: Offload = NO_OFFLOAD
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "pipeline"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     moves: ClassVar[frozenset[str]] = frozenset(
         {"schedule", "stages_per_rank", "cut", "balance", "recompute"}
+        | {"offload", "offload_folder"}
     )
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"offload": parse_offload})
 
     @property
     def label(self) -> str:
         strategy = self.on(1)
         own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
+
+    @property
+    def spares_memory(self) -> bool:
+        return bool(self.offload)
 
     @property
     def deterministic(self) -> bool:
@@ -86,6 +102,8 @@ class Pipeline(Strategy):
             balance=self.balance,
             recompute=self.recompute,
             clip_norm=self.clip_norm,
+            offload=self.offload,
+            offload_folder=self.offload_folder,
         )
 
     def holds_parts(self, workers: int | None) -> bool:

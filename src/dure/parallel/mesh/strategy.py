@@ -43,6 +43,7 @@ from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.undivided import beside, through
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
@@ -68,6 +69,8 @@ from dure.parallel.mesh.proof import prove_layers
 from dure.parallel.mesh.reading import Reading
 from dure.parallel.mesh.zero import account, zero_of
 from dure.parallel.mesh.zero import check as check_zero
+from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
+from dure.parallel.offloaded import check_optimizer as check_steps_of
 from dure.parallel.pipeline import validate
 from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.balance import Balance
@@ -87,6 +90,7 @@ from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
@@ -119,6 +123,9 @@ class Parallel(Strategy):
         clip_norm: the largest norm that a step's gradient may have; by default any.
         plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's
             ready plan.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer and activations.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     mesh: Mesh = Mesh()  # noqa: RUF009
@@ -133,22 +140,29 @@ class Parallel(Strategy):
     zero: Literal[0, 1, 2, 3] = 0
     clip_norm: float | None = None
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
+    offload: Offload = NO_OFFLOAD
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "zero"}
-        | {"sequence", "plan"}
+        | {"sequence", "plan", "offload", "offload_folder"}
     )
 
     def __post_init__(self) -> None:
         # A frozen dataclass: settings may give the plan as text, and from here on it is a value.
         object.__setattr__(self, "plan", TensorPlan(self.plan))
+        parse_fields(self, {"offload": parse_offload})
 
     @property
     def label(self) -> str:
         return f"parallel {'x'.join(map(str, self.mesh.degrees))}" + self.plan.label
+
+    @property
+    def spares_memory(self) -> bool:
+        return bool(self.offload)
 
     @property
     def deterministic(self) -> bool:
@@ -207,6 +221,13 @@ class Parallel(Strategy):
                 f"there is no balance {self.balance!r}: choose {', '.join(get_args(Balance))}"
             )
         validate.check(self.list_for(self.most))
+        check_offload(
+            self.offload,
+            self.offload_folder,
+            ("optimizer", "activations"),
+            self.name,
+            why="for a rank computes with all that it holds, and sends gradients from memory",
+        )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
@@ -218,6 +239,7 @@ class Parallel(Strategy):
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)
+        check_steps_of(self.offload, task, model)
         train, test = examples_for(model, task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
         check_optimizer(task.optimizer(list(model.parameters())), self.mesh, self.zero)
@@ -307,6 +329,9 @@ class ParallelLearner(Learner):
         self.train_examples, self.test_examples = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
+        self.offloaded = Offloaded(
+            strategy.offload, strategy.offload_folder, place, self.device, divided=True
+        )
         # The parts of layers lie in files too until it is known which of them are kept (`hold`).
         with beside(model):
             self._divide_layers(model, place.check)
@@ -425,7 +450,19 @@ class ParallelLearner(Learner):
         held.optimizer = optimizer_of(held, self.task.optimizer)
         if held.optimizer is not None:
             self.rates = Rates(held.optimizer, self.task.lr_schedule)
+            self.offloaded.optimizer(held.optimizer)
             held.zero = zero_of(held, self.strategy.zero)
+        self._watch_passes()
+
+    def _watch_passes(self) -> None:
+        """For activations that are offloaded: what is here in any case is not kept once more."""
+        zero, model = self.held.zero, self.held.model
+        if zero is None or zero.stage == 1:
+            self.offloaded.keep_activations(lambda: (*model.parameters(), *model.buffers()))
+            return
+        self.offloaded.keep_activations(zero.resident)
+        if self.offloaded.activations is not None:
+            zero.keep_activations(self.offloaded.activations)
 
     def _share(self) -> int:
         """Examples of a step in this pipeline."""
@@ -514,7 +551,8 @@ class ParallelLearner(Learner):
         """
         batches = self.reading.microbatches(indices, self.held.step)
         if batches:
-            self._engine(len(batches)).run(self.held.step, batches)
+            with self.offloaded.saving():
+                self._engine(len(batches)).run(self.held.step, batches)
         account(self.held, computing=True)
         # First over stages, then over replicas: each replica then adds whole gradients.
         sum_tied(self.held)
@@ -601,6 +639,7 @@ class ParallelLearner(Learner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore(self.held, weights, state)
+        self.offloaded.restored()
         if self.strategy.uncut:
             self.held.speaking = Speaker(self.held.model)
 

@@ -23,9 +23,12 @@ from torch import nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
+from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.tensor.written_plan import TensorPlan
+from dure.settings import parse_fields
 
 
 @dataclass(frozen=True)
@@ -39,24 +42,34 @@ class TensorParallel(Strategy):
         clip_norm: the largest norm that a step's gradient may have; by default any.
         plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's
             ready plan.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer and activations.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     batch_size: int | None = 64
     sequence: bool = False
     clip_norm: float | None = None
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
+    offload: Offload = NO_OFFLOAD
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    moves: ClassVar[frozenset[str]] = frozenset({"sequence", "plan"})
+    moves: ClassVar[frozenset[str]] = frozenset({"sequence", "plan", "offload", "offload_folder"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", TensorPlan(self.plan))
+        parse_fields(self, {"offload": parse_offload})
 
     @property
     def label(self) -> str:
         return "tensor parallel" + (", sequence" if self.sequence else "") + self.plan.label
+
+    @property
+    def spares_memory(self) -> bool:
+        return bool(self.offload)
 
     def on(self, workers: int) -> Parallel:
         """The same on a mesh."""
@@ -67,6 +80,8 @@ class TensorParallel(Strategy):
             schedule="naive",
             sequence=self.sequence,
             clip_norm=self.clip_norm,
+            offload=self.offload,
+            offload_folder=self.offload_folder,
             plan=self.plan,
         )
 

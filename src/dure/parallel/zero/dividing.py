@@ -46,13 +46,15 @@ def divide(
     units: Units,
     common: bool,
     alone: int = ALONE,
+    memory: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> list[Cut]:
     """Takes the parameters over; returns the units.
 
     In stages 1 and 2 frozen parameters stay as they are, unless they are shortened.
 
     common: whether stage 3 may keep parameters in memory that all ranks read, where they can.
-    alone: elements from which on a parameter is a block of its own. All ranks call it.
+    alone: elements from which on a parameter is a block of its own. memory: makes so many elements
+    for a share; by default memory that others are sent from. All ranks call it.
     """
     named = dict(model.named_parameters())
     short = _shortened(model) if precision == "bf16" else {}
@@ -78,11 +80,14 @@ def divide(
     def share(block: Block) -> Share:
         parameters = [named[name] for name in block.names]
         if slices is not None:
-            memory = slices.take(block.padded, block.dtype)
+            room = slices.take(block.padded, block.dtype)
         else:
             elements = block.chunk if stage == 3 else block.padded
-            memory = _sent_from(elements, block.dtype, group, device)
-        made = Share(block, parameters, group.rank, memory, common=slices is not None)
+            if memory is not None:
+                room = memory(elements, block.dtype)
+            else:
+                room = _sent_from(elements, block.dtype, group, device)
+        made = Share(block, parameters, group.rank, room, common=slices is not None)
         # What was read of parameters that lie in files (`dure.memory.mapped`) leaves memory.
         release(map(elements_of, parameters))
         return made

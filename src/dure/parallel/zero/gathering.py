@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.collectives.handle import Handle
+from dure.memory.mapped import release
 from dure.parallel.zero.away import bring_back, send_away
 from dure.parallel.zero.changes import Changes
 from dure.parallel.zero.shares import Pool, Share
@@ -108,6 +109,16 @@ class _Saved:
             self.gathering.unneeded(self.unit)
 
 
+class Keeper(Protocol):
+    """Keeps what autograd keeps of activations."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd is to hold in place of a tensor."""
+
+    def unpack(self, held: Any) -> Tensor:
+        """The inverse of `pack`."""
+
+
 class Gathering:
     """All units of a model on one rank, gathered and freed.
 
@@ -130,6 +141,8 @@ class Gathering:
         # by address of a buffer's storage: the unit and share that lie in it
         self._where: dict[int, tuple[Unit, int]] = {}
         self.need: Any = None
+        self.keeper: Keeper | None = None
+        """Of what is no parameter; None leaves it to autograd."""
         for unit in units:
             self.send_away(unit)
 
@@ -154,6 +167,8 @@ class Gathering:
         for handle in unit.handles:
             self.wire.wait(handle, "parameters")
         unit.handles = None
+        # This rank's own chunks may lie in files (`ZeroRedundancy`), and were read to be sent.
+        release(share.own for share in unit.shares)
         assert unit.whole is not None
         # Views that are made in inference mode could not be used for training afterwards.
         with torch.inference_mode(False), torch.no_grad():
@@ -239,10 +254,10 @@ class Gathering:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Any:
         found = self.lies_in(tensor)
         if found is None:
-            return tensor
+            return tensor if self.keeper is None else self.keeper.pack(tensor)
         unit, share = found
         assert unit.whole is not None
         if tensor.dtype != unit.whole[share].dtype or tensor.is_conj() or tensor.is_neg():
@@ -250,9 +265,10 @@ class Gathering:
             return tensor.clone()
         return _Saved(self, unit, share, tensor)
 
-    def _unpack(self, kept: Tensor | _Saved) -> Tensor:
+    def _unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, _Saved):
-            return kept
+            tensor: Tensor = kept if self.keeper is None else self.keeper.unpack(kept)
+            return tensor
         # in backward: it may have to be gathered now
         self.need(kept.unit)
         assert kept.unit.whole is not None

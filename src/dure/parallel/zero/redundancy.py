@@ -30,7 +30,7 @@ from dure.parallel.zero.changes import Changes
 from dure.parallel.zero.checks import check_model, check_settings, prefetch_of
 from dure.parallel.zero.dividing import Cut, Precision, divide, shorten_numbers
 from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
-from dure.parallel.zero.gathering import Gathering, Unit
+from dure.parallel.zero.gathering import Gathering, Keeper, Unit
 from dure.parallel.zero.in_place import InPlace
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.passes import Orders, Passes
@@ -85,6 +85,8 @@ class ZeroRedundancy:
         in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share
             a host and the backend is dure, so that no unit is copied; False gathers copies there
             too.
+        memory: makes so many elements of a dtype, for the parameters that this rank keeps, such as
+            in a file; None keeps them in memory.
         rider: further numbers that travel with a step.
 
     All ranks run the same loop. One that has no examples in a step calls `take_part` instead of
@@ -105,6 +107,7 @@ class ZeroRedundancy:
         algorithm: Algorithm = "native",
         in_place: bool = True,
         overlap_gather: bool = False,
+        memory: Callable[[int, torch.dtype], Tensor] | None = None,
         rider: Rider = NO_RIDER,
     ) -> None:
         check_settings(stage, precision, prefetch, overlap_gather, reduce=reduce)
@@ -140,7 +143,8 @@ class ZeroRedundancy:
             self.group,
             precision=precision,
             units=units,
-            common=in_place and algorithm == "native",
+            common=in_place and algorithm == "native" and memory is None,
+            memory=memory,
             # in split-phase shorter gradients are copied into a message either way
             alone=WORTH_IT // 4 if self.wire.split_phase else ALONE,
         )
@@ -272,6 +276,17 @@ class ZeroRedundancy:
     def blocks(self) -> list[Block]:
         """The division, as data."""
         return [share.block for share in self.shares]
+
+    def resident(self) -> list[Tensor]:
+        """The tensors of the model that this rank has in any case."""
+        # In stage 3 the parameters themselves come and go.
+        own = [share.own for share in self.shares]
+        return [*(own if self.stage == 3 else self.model.parameters()), *self.model.buffers()]
+
+    def keep_activations(self, keeper: Keeper) -> None:
+        """What autograd keeps in stage 3 that is no parameter goes through `keeper`."""
+        if self.passes.gathering is not None:
+            self.passes.gathering.keeper = keeper
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step of forward, backward and update.

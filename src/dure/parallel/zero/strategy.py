@@ -33,8 +33,10 @@ from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.machine.memory import give_back
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.shelf import Shelf
 from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
 from dure.parallel.zero.dividing import Precision
@@ -42,6 +44,7 @@ from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
+from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
@@ -67,6 +70,9 @@ class ZeRO(Strategy):
         overlap_gather: in stages 1 and 2 updated parameters arrive during the next forward pass,
             where every rank has a host of its own and the backend is dure (`ZeroRedundancy`);
             elsewhere it changes nothing.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer, parameters and activations, as far as this rank holds them.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     stage: Stage = 2
@@ -78,10 +84,20 @@ class ZeRO(Strategy):
     unit_size: int | None = None
     prefetch: int | None = None
     overlap_gather: bool = False
+    offload: Offload = NO_OFFLOAD
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "zero"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
+
+    def __post_init__(self) -> None:
+        parse_fields(self, {"offload": parse_offload})
+
+    @property
+    def spares_memory(self) -> bool:
+        return bool(self.offload)
 
     @property
     def label(self) -> str:
@@ -97,6 +113,13 @@ class ZeRO(Strategy):
         check_gradient(self.accumulate, self.clip_norm)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
+        check_offload(
+            self.offload,
+            self.offload_folder,
+            ("optimizer", "parameters", "activations"),
+            self.name,
+            why="whose messages lie in memory",
+        )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train, or whose tensors overlap."""
@@ -117,7 +140,19 @@ class ZeROLearner(SingleLearner):
     by_parts = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
-        super().__init__(task, place, seed, strategy.batch_size)
+        super().__init__(
+            task,
+            place,
+            seed,
+            strategy.batch_size,
+            offloaded=Offloaded(
+                strategy.offload,
+                strategy.offload_folder,
+                place,
+                place.devices[0],
+                divided=True,
+            ),
+        )
         self.strategy = strategy
         self.folder = place.folder
         # Computed before the model is divided: afterwards its parameters are away.
@@ -135,6 +170,7 @@ class ZeROLearner(SingleLearner):
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
             overlap_gather=strategy.overlap_gather,
+            memory=self.offloaded.memory,
             rider=Rider(
                 [
                     summed("wish"),
@@ -148,11 +184,20 @@ class ZeROLearner(SingleLearner):
         )
         # What dividing took, and left between what stays, is not to count in training.
         give_back()
+        self._watch_passes()
         self.speaking = speaker_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
         self._loss = 0.0
         self._counted = 0.0
+
+    def _watch_passes(self) -> None:
+        """For what is offloaded, as the model is now that it is divided."""
+        if self.strategy.stage < 3:
+            self.offloaded.watch_parameters(self.model)
+        self.offloaded.keep_activations(self.zero.resident)
+        if self.offloaded.activations is not None:
+            self.zero.keep_activations(self.offloaded.activations)
 
     def flops_per_step(self) -> float:
         return self._flops
@@ -204,7 +249,8 @@ class ZeROLearner(SingleLearner):
         inputs, targets = self.read(piece)
         started = time.perf_counter()
         # summed over pieces and ranks: the loss of the joint batch, and its gradient
-        loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
+        with self.offloaded.saving(inputs, targets):
+            loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
         self._loss += float(loss.item())
         self._counted += count
         forwarded = time.perf_counter()
@@ -280,6 +326,7 @@ class ZeROLearner(SingleLearner):
         self.zero.load_state_dict(weights)
         load_passing_buffers(self.model, state["buffers"])
         self.zero.load_optimizer_state_dict(state["optimizer"])
+        self.offloaded.restored()
         self.zero.passes.restore_order(state["order"])
         # Anew: what was loaded is what all ranks have now.
         self.speaking = speaker_of(self.model)
