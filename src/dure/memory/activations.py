@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.machine.compiler import left_out, settings_alone
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tensors.copies import copy_of
+
+Result = TypeVar("Result")
 
 Storages = dict[int, int]
 """Storages by number, each with its bytes."""
@@ -77,12 +79,39 @@ def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
     Raises ValueError where there is no copy, and the model is not spare; and whatever the model
     raises.
     """
+
+    def on_fakes() -> Call:
+        with faked(model, inputs) as (twin, given):
+            return _watched(twin, given)
+
+    def on_data() -> Call:
+        with spare_copy(model, spare) as twin:
+            return _watched(twin, inputs)
+
+    return where_possible(model, on_fakes, on_data)
+
+
+def where_possible(
+    model: nn.Module, on_fakes: Callable[[], Result], on_data: Callable[[], Result]
+) -> Result:
+    """What the first function gives, or the second where tensors without data cannot do it."""
+    # The kernels of recurrent layers keep a workspace that only they know the size of.
     if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        # Not an answer: the model may do what tensors without data cannot.
         try:
-            return _on_fakes(model, inputs)
+            return on_fakes()
+        # Not an answer: the model may do what such tensors cannot.
         except Exception:
             pass
+    return on_data()
+
+
+@contextmanager
+def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
+    """A copy of the model in the same memory, to be run; or itself, where there is none.
+
+    After it torch's generators go on as if nothing had been computed. Raises ValueError where there
+    is no copy, and the model is not `spare`.
+    """
     twin = copy_of(model, same_parameters=True)
     if twin is None and not spare:
         raise ValueError(
@@ -90,15 +119,9 @@ def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
         )
     before = generators_state()
     try:
-        return _watched(model if twin is None else twin, inputs)
+        yield model if twin is None else twin
     finally:
         restore_generators(before)
-
-
-def _on_fakes(model: nn.Module, inputs: Any) -> Call:
-    """The call on tensors without data. Raises whatever such tensors cannot do."""
-    with faked(model, inputs) as (twin, given):
-        return _watched(twin, given)
 
 
 @contextmanager
