@@ -20,6 +20,7 @@ Cost: a page that is written travels to the disk, if it lives long enough, and b
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -72,6 +73,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
@@ -119,15 +121,16 @@ class Disk:
         return own
 
     def _flat(self, nbytes: int) -> Tensor:
-        """So many bytes of zeros, whole pages."""
+        """So many bytes of zeros; their file has whole pages."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length)
-        array = (ctypes.c_uint8 * length).from_address(address)
+        # No longer than asked for: what has more memory than elements would be copied elsewhere.
+        array = (ctypes.c_uint8 * (nbytes or length)).from_address(address)
         with _lock:
             _segments[address] = length
         # torch keeps the array for as long as some tensor lies there.
         weakref.finalize(array, _unmap, address, length)
-        return torch.frombuffer(array, dtype=torch.uint8)[:length]
+        return torch.frombuffer(array, dtype=torch.uint8)
 
     def _map(self, length: int) -> int:
         try:
@@ -335,3 +338,45 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
             # Of a view, pages that were written are memory: they must not be forgotten.
             own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
             _libc.madvise(*_views[address], own)
+
+
+def same_memory(tensor: Tensor, held: Any) -> Tensor:
+    """The bytes of a mapped tensor, as a tensor whose storage holds an object for as long as it is.
+
+    So it tells when nothing that was made from it lies there any more.
+    """
+    array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    array.held = held
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def pages_of(tensor: Tensor) -> tuple[int, int] | None:
+    """(address, bytes) of the whole pages in which the elements of a mapped tensor lie.
+
+    None for one that lies elsewhere, in a file of somebody's too, or has no elements.
+    """
+    if _storage(tensor) not in _segments or not tensor.numel():
+        return None
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in spans)
+    first = tensor.data_ptr()
+    start = first - first % mmap.PAGESIZE
+    end = first + elements * tensor.element_size()
+    return start, -(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def advise(address: int, length: int, advice: int) -> bool:
+    """Tells the system what becomes of pages; whether it has taken the advice."""
+    return bool(_libc.madvise(address, length, advice) == 0)
+
+
+def write_down(address: int, length: int) -> None:
+    """Returns once the pages are on the disk. Raises DiskError if they cannot be written."""
+    if _libc.msync(address, length, _MS_SYNC) != 0:
+        number = ctypes.get_errno()
+        # A mapping that has just been taken away needs no writing.
+        if number != errno.ENOMEM:
+            raise DiskError(f"what was offloaded cannot be written: {os.strerror(number)}")
+
+
+_MS_SYNC = 4
