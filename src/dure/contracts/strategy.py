@@ -26,6 +26,7 @@ from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
+from dure.contracts.weights_from import begin_with
 from dure.data.examples import Examples
 from dure.data.partition import Description
 from dure.fleet.conditions import Conditions
@@ -495,6 +496,8 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         )
     model = under_own_names(model)
     make_writable(model)
+    if task.weights is not None:
+        begin_with(model, task.weights)
     return model
 
 

@@ -4,6 +4,8 @@
         model = make_model()
     ahead(model.parameters())          read them ahead, while something else is computed
     release(model.parameters())        their pages may leave memory; the values stay
+    view(file, offset, shape, dtype)   a tensor that lies in a file of somebody's, such as a
+                                       checkpoint: what is written into it stays in memory
 
 What is computed is computed as ever, with the same bits: only where a tensor lies is another place.
 The system writes pages behind the computation, and reads them when they are touched. So they count
@@ -18,8 +20,10 @@ Cost: a page that is written travels to the disk, if it lives long enough, and b
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import weakref
@@ -69,10 +73,18 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
 """The mappings that are there: where each begins, and its bytes."""
+
+_views: dict[int, tuple[int, int]] = {}
+"""Those of files of others: where each tensor begins, and (where its mapping begins, its bytes)."""
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_PAGE_OUT = 21
+"""MADV_PAGEOUT of Linux: what was written into pages is kept, unlike by MADV_DONTNEED."""
 
 
 class DiskError(OSError):
@@ -109,15 +121,16 @@ class Disk:
         return own
 
     def _flat(self, nbytes: int) -> Tensor:
-        """So many bytes of zeros, whole pages."""
+        """So many bytes of zeros; their file has whole pages."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length)
-        array = (ctypes.c_uint8 * length).from_address(address)
+        # No longer than asked for: what has more memory than elements would be copied elsewhere.
+        array = (ctypes.c_uint8 * (nbytes or length)).from_address(address)
         with _lock:
             _segments[address] = length
         # torch keeps the array for as long as some tensor lies there.
         weakref.finalize(array, _unmap, address, length)
-        return torch.frombuffer(array, dtype=torch.uint8)[:length]
+        return torch.frombuffer(array, dtype=torch.uint8)
 
     def _map(self, length: int) -> int:
         try:
@@ -138,6 +151,38 @@ class Disk:
         if address in (None, ctypes.c_void_p(-1).value):
             raise DiskError(f"{length / 1e9:.3g} GB cannot be mapped: {os.strerror(number)}")
         return int(address)
+
+
+def view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """A tensor whose values lie in an open file, from this byte on.
+
+    They are read when they are touched. What is written stays in this process's memory, and the
+    file as it is. offset: a multiple of the dtype's size. Raises DiskError where it cannot be
+    mapped.
+    """
+    size = torch.Size(shape)
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    before = offset % mmap.PAGESIZE
+    length = before + size.numel() * dtype.itemsize
+    # Nobody is to keep memory ready for all that could be written.
+    flags = mmap.MAP_PRIVATE | _NORESERVE
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, length, rights, flags, file, offset - before)
+    if address in (None, ctypes.c_void_p(-1).value):
+        reason = os.strerror(ctypes.get_errno())
+        raise DiskError(f"{length / 1e9:.3g} GB of a file cannot be mapped: {reason}")
+    array = (ctypes.c_uint8 * length).from_address(address)
+    with _lock:
+        _views[address + before] = (address, length)
+    weakref.finalize(array, _close_view, address + before).atexit = False
+    flat = torch.frombuffer(array, dtype=dtype, offset=before, count=size.numel())
+    return flat.view(size)
+
+
+def _close_view(begin: int) -> None:
+    with _lock:
+        _libc.munmap(*_views.pop(begin))
 
 
 def _nameless(folder: Path) -> int:
@@ -258,7 +303,7 @@ def mapped(disk: Disk, least: int = LEAST) -> Iterator[Disk]:
 
 def is_mapped(tensor: Tensor) -> bool:
     """Whether a tensor lies in a file."""
-    return _storage(tensor) in _segments
+    return _storage(tensor) in _segments or _storage(tensor) in _views
 
 
 def release(tensors: Iterable[Tensor]) -> None:
@@ -278,6 +323,8 @@ def release_all() -> None:
             # An array may have been collected since the list was made.
             if address in _segments:
                 _libc.madvise(address, length, mmap.MADV_DONTNEED)
+        for address, length in list(_views.values()):
+            _libc.madvise(address, length, _PAGE_OUT)
 
 
 def _advise(tensors: Iterable[Tensor], advice: int) -> None:
@@ -287,3 +334,49 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
         length = _segments.get(address)
         if length is not None:
             _libc.madvise(address, length, advice)
+        elif address in _views:
+            # Of a view, pages that were written are memory: they must not be forgotten.
+            own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
+            _libc.madvise(*_views[address], own)
+
+
+def same_memory(tensor: Tensor, held: Any) -> Tensor:
+    """The bytes of a mapped tensor, as a tensor whose storage holds an object for as long as it is.
+
+    So it tells when nothing that was made from it lies there any more.
+    """
+    array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    array.held = held
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def pages_of(tensor: Tensor) -> tuple[int, int] | None:
+    """(address, bytes) of the whole pages in which the elements of a mapped tensor lie.
+
+    None for one that lies elsewhere, in a file of somebody's too, or has no elements.
+    """
+    if _storage(tensor) not in _segments or not tensor.numel():
+        return None
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in spans)
+    first = tensor.data_ptr()
+    start = first - first % mmap.PAGESIZE
+    end = first + elements * tensor.element_size()
+    return start, -(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def advise(address: int, length: int, advice: int) -> bool:
+    """Tells the system what becomes of pages; whether it has taken the advice."""
+    return bool(_libc.madvise(address, length, advice) == 0)
+
+
+def write_down(address: int, length: int) -> None:
+    """Returns once the pages are on the disk. Raises DiskError if they cannot be written."""
+    if _libc.msync(address, length, _MS_SYNC) != 0:
+        number = ctypes.get_errno()
+        # A mapping that has just been taken away needs no writing.
+        if number != errno.ENOMEM:
+            raise DiskError(f"what was offloaded cannot be written: {os.strerror(number)}")
+
+
+_MS_SYNC = 4

@@ -74,6 +74,31 @@ def check_parameter_wise(optimizer: Optimizer) -> None:
         )
 
 
+def is_element_wise(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own that treat every element of a tensor alone."""
+    return type(optimizer) in _ELEMENT_WISE
+
+
+def check_steps_apart(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer whose state cannot be offloaded.
+
+    Each parameter is then updated while the state of the others is elsewhere.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"the state of {name} cannot be offloaded: it is no torch.optim.Optimizer, so that "
+            f"nobody knows where its state lies"
+        )
+    try:
+        check_parameter_wise(optimizer)
+    except ValueError as error:
+        raise ValueError(
+            f"the state of {name} cannot be offloaded, because parameters are then updated one "
+            f"after another: {error}"
+        ) from error
+
+
 def _problem(
     optimizer: Optimizer,
     cut: Callable[[Tensor], Sequence[Tensor]],

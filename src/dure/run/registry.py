@@ -38,6 +38,7 @@ from dure.fleet.arrival import Arrival, parse_arrival
 from dure.fleet.attacks import Attack, parse_attack
 from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
@@ -61,6 +62,7 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Defence: parse_defence,
     Privacy: parse_privacy,
     DPSGD: parse_dp_sgd,
+    Offload: parse_offload,
     TensorPlan: TensorPlan,
 }
 """Types of fields that are written as text, and what reads it."""

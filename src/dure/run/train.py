@@ -21,6 +21,7 @@ from dure.contracts.own_optimizer import checked_optimizer
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
+from dure.contracts.weights_from import warn_of_drawn
 from dure.data.examples import DatasetExamples
 from dure.errors import DureError, RunFolderError, exit_is_a_failure
 from dure.machine.compiler import left_out
@@ -155,6 +156,7 @@ def resume(
     strategy: Strategy | str | None = None,
     world: World | str | None = None,
     rules: Sequence[str] = (),
+    weights: str | Path | None = None,
     stop: Stop | None = None,
     check: bool = True,
     on_progress: Progress = _ignore,
@@ -173,6 +175,8 @@ def resume(
 
     task, strategy, world: also the object itself, which is needed for what was made in Python and
     lies in no file or module, such as a class of a notebook; a warning said so when the run began.
+    weights: where those lie by now with which the run began, which have to be the same.
+
     A strategy that is given may say that the work is done elsewhere (`Strategy.moves`), such as on
     another mesh: the path is then the same but for rounding.
 
@@ -181,6 +185,7 @@ def resume(
     damaged or not of this run, or a dure that this one does not know wrote its checkpoint.
     """
     check_path("folder", folder)
+    check_path("weights", weights, optional=True)
     check_function("on_progress", on_progress)
     path = Path(folder)
     config = RunFolder.open(path).read_json("config.json")
@@ -192,6 +197,7 @@ def resume(
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
     ask = Asks(path, config, named)
     task, strategy, world = found_again(path, asked, ask, task, strategy, world)
+    task = _with_weights(path, task, asked, weights)
     if leads_here():
         _tell_of_versions(path, asked)
     # Of what nobody gave here, config.json alone is to blame.
@@ -224,6 +230,24 @@ def resume(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
     )
     return run_job(job, world, on_progress)
+
+
+def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | None) -> Task:
+    """The task, with the weights with which the run began. Raises RunFolderError if they are gone.
+
+    given: where the user says that they are.
+    """
+    if given is not None:
+        return dataclasses.replace(task, weights=Path(given))
+    was = asked.task.weights_from
+    if task.weights is not None or was is None:
+        return task
+    if not Path(was).exists():
+        raise RunFolderError(
+            f"the run in {folder} began with the weights in {was}, which is gone: say with "
+            f"--weights where they are"
+        )
+    return dataclasses.replace(task, weights=Path(was))
 
 
 @contextmanager
@@ -431,6 +455,8 @@ def prepare(
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         model = seeded_model(task, seed)
+    if task.weights is not None and world.leads:
+        warn_of_drawn(model, task.weights)
     # What a single worker has, it neither adds to that of others nor sends.
     check_supported(model, sent=not strategy.alone)
     if stop.target:

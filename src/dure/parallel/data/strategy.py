@@ -53,11 +53,13 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strat
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
+from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.offloaded import NOTHING, check_offload, check_optimizer
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
@@ -71,6 +73,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Precision = Literal["full", "bf16"]
+
+
+OFFLOADED = ("optimizer", "parameters", "activations")
+"""What ranks that send gradients can offload: those leave from buffers in memory."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class DataParallel(Strategy):
         epsilon: the budget of differential privacy: the run ends before it tells more. Where the
             privacy names no noise, the least noise that keeps to it for all steps of the run.
         delta: the probability that the epsilon does not hold; well below 1 / examples.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer, parameters and activations.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     batch_size: int | None = 64
@@ -108,14 +117,22 @@ class DataParallel(Strategy):
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
+    offload: Offload = NOTHING
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "data-parallel"
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
 
     def __post_init__(self) -> None:
-        parse_fields(self, {"compression": parse_compression, "privacy": parse_dp_sgd})
+        readers = {
+            "compression": parse_compression,
+            "privacy": parse_dp_sgd,
+            "offload": parse_offload,
+        }
+        parse_fields(self, readers)
 
     @property
     def label(self) -> str:
@@ -156,6 +173,13 @@ class DataParallel(Strategy):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
         if self.privacy is not None:
             self._check_private()
+        check_offload(
+            self.offload,
+            self.offload_folder,
+            OFFLOADED if self.privacy is None else ("optimizer", "parameters"),
+            self.name,
+            why="whose messages lie in memory, and dp-sgd computes gradients in a way of its own",
+        )
 
     def _check_private(self) -> None:
         if self.compression.compresses:
@@ -174,6 +198,7 @@ class DataParallel(Strategy):
         check_weights_stay(model, workers)
         if self.privacy is not None:
             check_layers(model)
+        check_optimizer(self.offload, task, model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
@@ -190,7 +215,8 @@ class DataParallel(Strategy):
                 "dp-sgd: in threads the master has the loss of the whole batch, and no gradients "
                 "of single examples: choose Processes"
             )
-        for name in ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"):
+        of_ranks = ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate", "offload")
+        for name in of_ranks:
             if world.kind == "threads" and getattr(self, name) != getattr(default, name):
                 raise ValueError(
                     f"in threads DataParallel has no use for {name}, since nothing is sent: choose "
@@ -234,7 +260,15 @@ class DataParallelLearner(SingleLearner):
     announces = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
-        super().__init__(task, place, seed, strategy.batch_size, wanted=strategy._wanted)
+        super().__init__(
+            task,
+            place,
+            seed,
+            strategy.batch_size,
+            wanted=strategy._wanted,
+            offload=strategy.offload,
+            offload_folder=strategy.offload_folder,
+        )
         self.strategy = strategy
         # for models whose first weights do not follow from the seed alone, such as those read from
         # a file
@@ -307,7 +341,7 @@ class DataParallelLearner(SingleLearner):
             self._clipped_backward(self.private, inputs, targets)
             return
         share = self.losses.share(piece, batch)
-        with self.autocast():
+        with self.autocast(), self.offloaded.saving(inputs, targets):
             loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
         # on a GPU this waits for forward, so that the times of forward and backward are their own
         self._loss += float(loss.item())

@@ -7,7 +7,8 @@ It is the baseline of all systems:
 Nothing travels. The worker computes on the CPU or on one GPU. Loaders may read batches ahead, so
 that all cores feed it (`dure.data.prefetch`); they change no bit of what it computes.
 
-With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`).
+With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`). With `offload` what a step
+needs only now and then lies in files (`dure.memory.offload`), with the same bits.
 
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
@@ -31,6 +32,8 @@ from dure.data.batches import Batches, check_batch_size
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
+from dure.memory.offload.wanted import PARTS, Offload, parse_offload
+from dure.parallel.offloaded import NOTHING, Offloaded, check_offload, check_optimizer
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import Budget, ExampleLevel, Wanted
@@ -74,6 +77,9 @@ class SingleWorker(Strategy):
         epsilon: the budget of differential privacy: the run ends before it tells more. Where the
             privacy names no noise, the least noise that keeps to it for all steps of the run.
         delta: the probability that the epsilon does not hold; well below 1 / examples.
+        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            optimizer, parameters, gradients and activations.
+        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
     """
 
     batch_size: int | None = 64
@@ -82,14 +88,17 @@ class SingleWorker(Strategy):
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
+    offload: Offload = NOTHING
+    offload_folder: str | None = None
 
     name: ClassVar[str] = "single-worker"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
+    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
 
     def __post_init__(self) -> None:
-        parse_fields(self, {"privacy": parse_dp_sgd})
+        parse_fields(self, {"privacy": parse_dp_sgd, "offload": parse_offload})
 
     @property
     def computes_on(self) -> tuple[str, ...]:
@@ -128,11 +137,21 @@ class SingleWorker(Strategy):
         device_of(self.device)
         if self.loaders < 0:
             raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
+        able = PARTS if self.privacy is None else ("optimizer", "parameters")
+        check_offload(
+            self.offload,
+            self.offload_folder,
+            able,
+            self.name,
+            why="for dp-sgd computes gradients in a way of its own",
+            device=device_of(self.device),
+        )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on."""
         if self.privacy is not None:
             check_layers(model)
+        check_optimizer(self.offload, task, model)
         check_pieces(task, model, self.batch_size, workers)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
@@ -149,6 +168,8 @@ class SingleWorker(Strategy):
             device=device_of(self.device),
             loaders=self.loaders,
             wanted=self._wanted,
+            offload=self.offload,
+            offload_folder=self.offload_folder,
         )
 
 
@@ -169,13 +190,17 @@ class SingleLearner(Learner):
         device: torch.device | None = None,
         loaders: int = 0,
         wanted: Wanted | None = None,
+        offload: Offload = NOTHING,
+        offload_folder: str | None = None,
     ) -> None:
         self.group = place.group
         self.seed = seed
         self.device = place.devices[0] if device is None else device
         self.task = task = task.on(self.device)
-        self.model = place.model(task, seed).to(self.device).train()
-        self.optimizer = task.optimizer(self.model.parameters())
+        self.offloaded = Offloaded(offload, offload_folder, place, self.device)
+        made = self.offloaded.model(lambda: place.model(task, seed).to(self.device))
+        self.model = made.train()
+        self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
@@ -247,7 +272,8 @@ class SingleLearner(Learner):
         inputs, targets = self.read(indices)
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        found = self.losses.mean(self.model(inputs), targets, len(indices))
+        with self.offloaded.saving(inputs, targets):
+            found = self.losses.mean(self.model(inputs), targets, len(indices))
         # on a GPU this waits for forward, so that the times of forward and backward are their own
         loss = float(found.loss.item())
         forwarded = time.perf_counter()
@@ -348,6 +374,7 @@ class SingleLearner(Learner):
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
         load_optimizer(self.optimizer, state["optimizer"])
+        self.offloaded.restored()
         self.step = state["step"]
         if self.private is not None:
             self.private.restore(state["privacy"])

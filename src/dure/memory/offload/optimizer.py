@@ -1,0 +1,230 @@
+"""An optimizer whose state lies elsewhere: it steps parameter by parameter, and piece by piece.
+
+    for each piece of a parameter:  fetch its state, update the piece, put its state back
+
+An update of one parameter needs its state alone, so what is in memory is that of one piece, and
+that of the piece after it, which is read meanwhile. That gives the bits of the whole step for every
+optimizer that treats each parameter for itself. One that treats each element for itself, as SGD and
+Adam do, updates a long parameter in pieces of `PIECE` elements.
+
+On the CPU the state lies in mapped files. On a GPU it lies in the CPU's memory, pinned, from where
+it goes to the GPU for its update, and back.
+
+What travels: state that has left memory, to the disk and back, once a step. For Adam these are
+twice the parameters' bytes each way.
+
+Source: Rajbhandari et al. 2021, "ZeRO-Infinity"; Ren et al. 2021, "ZeRO-Offload".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.memory.offload.store import Store
+
+PIECE = 4 << 20
+"""Elements of a long parameter that are updated at once; temporaries of an update are as long.
+
+A multiple of what a processor computes at once, so that the pieces have the bits of the whole.
+"""
+
+
+class _Piece(NamedTuple):
+    """Elements of a parameter, and its group. stop: None where these are all of them."""
+
+    group: dict[str, Any]
+    parameter: nn.Parameter
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor that has the parameter's shape."""
+        own = tensor.detach()
+        return own if self.stop is None else own.view(-1)[self.start : self.stop]
+
+
+class OffloadedSteps:
+    """Takes the place of an optimizer's `step`.
+
+    element_wise: whether the optimizer treats every element for itself. piece: elements that are
+    then updated at once.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, store: Store, element_wise: bool, piece: int = PIECE
+    ) -> None:
+        self.optimizer = optimizer
+        self.store = store
+        self._length = piece if element_wise and not _is_fused(optimizer) else None
+        self._plain_step = _plain_step(optimizer)
+        self._before: dict[str, Any] = {}
+        # Loops and learners go on to call it as ever.
+        optimizer.step = self.step  # type: ignore[method-assign, assignment]
+        self.keep_all()
+
+    def keep_all(self) -> None:
+        """Puts all state where it belongs: optimizers make some early, or load it."""
+        for state in self.optimizer.state.values():
+            self._keep(state)
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if isinstance(value, Tensor) and self.store.takes(value):
+                state[name] = self.store.placed(value)
+
+    @torch.no_grad()
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """One step, with the optimizer's hooks before and after it."""
+        optimizer = self.optimizer
+        for before in list(optimizer._optimizer_step_pre_hooks.values()):
+            before(optimizer, args, kwargs)
+        self._update_all()
+        for after in list(optimizer._optimizer_step_post_hooks.values()):
+            after(optimizer, args, kwargs)
+
+    def _update_all(self) -> None:
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        pieces = list(self._pieces())
+        try:
+            for group in groups:
+                group["params"] = []
+            for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+                if following is not None:
+                    self._tell(self.store.ahead, following)
+                self._update(piece)
+                self._tell(self.store.behind, piece)
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """In the order of the optimizer: some draw random numbers."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                # Without a gradient there is no update.
+                if parameter.grad is None:
+                    continue
+                length = self._length
+                if length is None or not self._can_be_cut(parameter, length):
+                    yield _Piece(group, parameter)
+                    continue
+                for start in range(0, parameter.numel(), length):
+                    yield _Piece(group, parameter, start, min(start + length, parameter.numel()))
+
+    def _can_be_cut(self, parameter: nn.Parameter, length: int) -> bool:
+        if parameter.numel() <= length:
+            return False
+        return all(
+            one.layout is torch.strided and one.is_contiguous()
+            for one in (parameter, *self._beside(parameter))
+        )
+
+    def _beside(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The gradient of a parameter, and what else has an element for each of its elements."""
+        state = self.optimizer.state.get(parameter, {})
+        gradient = parameter.grad
+        return [*(() if gradient is None else (gradient,)), *_shaped(state, parameter).values()]
+
+    def _tell(self, what: Callable[[list[Tensor], Tensor], None], piece: _Piece) -> None:
+        for tensor in (piece.parameter, *self._beside(piece.parameter)):
+            what([piece.of(tensor)], tensor)
+
+    def _update(self, piece: _Piece) -> None:
+        if piece.stop is None:
+            self._update_whole(piece)
+        else:
+            self._update_part(piece)
+
+    def _stepped(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        """Steps over one parameter alone; returns its state."""
+        group["params"] = [parameter]
+        self._plain_step()
+        group["params"] = []
+        state: dict[str, Any] = self.optimizer.state.get(parameter, {})
+        return state
+
+    def _update_whole(self, piece: _Piece) -> None:
+        parameter = piece.parameter
+        state = self.optimizer.state.get(parameter, {})
+        kept = {name: one for name, one in state.items() if self._is_kept(one)}
+        state.update({name: self.store.fetched(one) for name, one in kept.items()})
+        state = self._stepped(piece.group, parameter)
+        for name, place in kept.items():
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.shape == place.shape:
+                state[name] = _put(value, place)
+        self._keep(state)
+
+    def _is_kept(self, value: Any) -> bool:
+        is_large = isinstance(value, Tensor) and value.nbytes >= self.store.least
+        return is_large and self.store.holds(value)
+
+    def _update_part(self, piece: _Piece) -> None:
+        """Steps over a part, as if it were a parameter of its own."""
+        parameter = piece.parameter
+        state = self.optimizer.state
+        if piece.start == 0:
+            # All parts begin with what all elements have in common, such as a count of steps; in
+            # the first step of all, with nothing.
+            self._before = dict(state.get(parameter, {}))
+        assert parameter.grad is not None
+        part = nn.Parameter(piece.of(parameter))
+        part.grad = piece.of(parameter.grad)
+        if self._before:
+            shaped = _shaped(self._before, parameter)
+            state[part] = {
+                name: self.store.fetched(piece.of(one)) if name in shaped else _copied(one)
+                for name, one in self._before.items()
+            }
+        self._stepped(piece.group, part)
+        self._join(piece, part, state.pop(part, {}))
+
+    def _join(self, piece: _Piece, part: nn.Parameter, own: Mapping[str, Any]) -> None:
+        """The state of a part goes to its place in that of its parameter."""
+        if not own:
+            return
+        state = self.optimizer.state[piece.parameter]
+        for name, value in own.items():
+            if name not in _shaped(own, part):
+                state[name] = value
+                continue
+            if name not in state:
+                state[name] = self.store.empty(piece.parameter.shape, value.dtype)
+            _put(value, piece.of(state[name]))
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The optimizer's step without hooks, which torch has wrapped around its class's function."""
+    step: Any = type(optimizer).step
+    plain = step.__wrapped__ if getattr(step, "hooked", False) else step
+    bound: Callable[[], Any] = plain.__get__(optimizer)
+    return bound
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Whether one kernel computes the step, which rounds the last elements in another way."""
+    return any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _shaped(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """What has an element for each element of a parameter."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+    }
+
+
+def _put(value: Tensor, place: Tensor) -> Tensor:
+    """The place, with the values; what was updated in place is there already."""
+    return place if place.data_ptr() == value.data_ptr() else place.copy_(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

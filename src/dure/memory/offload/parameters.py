@@ -1,0 +1,116 @@
+"""A model's parameters in mapped files: read before a module computes with them, released after it.
+
+    forward    before a module:   the parameters of the module after it are read
+               after it:          its own may leave memory
+    backward   when the gradient of a parameter is there: it may leave memory, and those that
+               backward needs next are read
+
+The order of modules is learned in the first forward pass; backward goes through it in reverse. All
+of this is advice to the system, so a model that calls its modules in another order computes the
+same, and waits.
+
+Nothing is written but what an update changes (`dure.memory.offload.optimizer`).
+
+Source: Rajbhandari et al. 2021, "ZeRO-Infinity".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure.machine.compiler import untraced
+from dure.memory.mapped import is_mapped, release
+from dure.memory.offload.store import Files
+
+
+def settle(model: nn.Module, files: Files) -> None:
+    """Moves the model's parameters that still lie in memory; the objects stay what they are.
+
+    Tensors that share memory go on to share it.
+    """
+    moved: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not _can_move(tensor, files.least):
+            continue
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in moved:
+            elements = torch.empty(0, dtype=torch.uint8).set_(storage)
+            moved[address] = files.disk.place(elements)
+        with torch.no_grad():
+            own = torch.empty(0, dtype=tensor.dtype)
+            own.set_(
+                moved[address].untyped_storage(),
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+            )
+            tensor.data = own
+
+
+def _can_move(tensor: Tensor, least: int) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage().nbytes() >= least
+        and not is_mapped(tensor)
+    )
+
+
+class OffloadedParameters:
+    """Watches the passes of a model whose parameters are mapped."""
+
+    def __init__(self, model: nn.Module, files: Files) -> None:
+        self.files = files
+        self._own = {
+            module: own
+            for module in model.modules()
+            if (own := _mapped(module.parameters(recurse=False)))
+        }
+        self._order: list[nn.Module] = []
+        """As called in the first forward pass."""
+        self._place: dict[nn.Module, int] = {}
+        self._learned = False
+        for module in self._own:
+            module.register_forward_pre_hook(untraced(self._before))
+            module.register_forward_hook(untraced(self._after), always_call=True)
+        model.register_forward_hook(untraced(self._ends))
+        self._user = {id(one): module for module, own in self._own.items() for one in own}
+        for own in self._own.values():
+            for parameter in own:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._is_done)  # type: ignore[no-untyped-call]
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        if not self._learned:
+            self._place.setdefault(module, len(self._order))
+            if self._place[module] == len(self._order):
+                self._order.append(module)
+            return
+        self._read(self._place.get(module, len(self._order)) + 1)
+
+    def _after(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        release(self._own[module])
+
+    def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._learned = True
+        # Backward begins where forward has ended.
+        if torch.is_grad_enabled():
+            self._read(len(self._order) - 1)
+
+    def _is_done(self, parameter: Tensor) -> None:
+        """The gradient of a parameter is there: backward has used it for the last time."""
+        release([parameter])
+        self._read(self._place.get(self._user[id(parameter)], 0) - 1)
+
+    def _read(self, place: int) -> None:
+        if 0 <= place < len(self._order):
+            self.files.ahead(self._own[self._order[place]])
+
+
+def _mapped(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if is_mapped(parameter)]

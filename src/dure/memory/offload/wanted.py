@@ -1,0 +1,63 @@
+"""What is to lie elsewhere, as a setting: `optimizer,activations`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PARTS = ("optimizer", "parameters", "gradients", "activations")
+"""What can lie elsewhere, in the order in which it is written."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Names of parts; none by default.
+
+    optimizer: the optimizer's state, which only an update needs. parameters: of the model, needed
+    where they are used. gradients: needed from their backward pass to the update. activations: what
+    a forward pass keeps for backward.
+    """
+
+    parts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part not in PARTS:
+                raise ValueError(f"nothing called {part!r} can be offloaded: take {_or(PARTS)}")
+        ordered = tuple(part for part in PARTS if part in self.parts)
+        object.__setattr__(self, "parts", ordered)
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    def __contains__(self, part: str) -> bool:
+        return part in self.parts
+
+    def __str__(self) -> str:
+        return "+".join(self.parts) if self.parts else "none"
+
+    def check(self, able: Iterable[str], who: str, why: str = "") -> None:
+        """Raises ValueError for a part that is not among those that somebody is able to offload.
+
+        who: a system, by name. why: the reason, as the end of a sentence.
+        """
+        able = list(able)
+        for part in self.parts:
+            if part not in able:
+                raise ValueError(
+                    f"{who} does not offload {part}{f', {why}' if why else ''}: take {_or(able)}"
+                )
+
+
+def parse_offload(text: str) -> Offload:
+    """The inverse of `str`; commas do as well: "optimizer,activations", "none".
+
+    Raises ValueError for what is no part.
+    """
+    words = [word.strip() for word in text.replace(",", "+").split("+")]
+    return Offload() if words == ["none"] else Offload(tuple(words))
+
+
+def _or(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
