@@ -124,9 +124,7 @@ class _Values:
             for path, place in module.named_modules()
             for own, tensor in place._buffers.items()
         ]
-        self.versions = [
-            None if tensor is None else tensor._version for *_, tensor in self.places
-        ]
+        self.versions = [None if tensor is None else tensor._version for *_, tensor in self.places]
         self.copies: dict[str, Tensor] = {
             name: tensor.detach().clone()
             for name, _, _, tensor in self.places

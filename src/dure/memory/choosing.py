@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from dure.memory.activations import Call, observed
 from dure.memory.peak import step_peak
+from dure.memory.recompute import outermost
 
 FLOPS_A_BYTE = 8
 """What it costs to write a byte once more: as many FLOPs as a processor does meanwhile.
@@ -85,20 +86,20 @@ class _Part(NamedTuple):
 class Chooser:
     """Chooses for one model and one batch.
 
-    loss: of the model's outputs. may: whether a module of this name may be computed again. spare:
-    as for `dure.memory.activations.observed`, whose errors it raises.
+    batch: inputs and targets. loss: of outputs and targets. may: whether a module of this name may
+    be computed again. spare: as for `dure.memory.activations.observed`, whose errors it raises.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        inputs: Any,
-        loss: Callable[[Any], Tensor],
+        batch: tuple[Any, Any],
+        loss: Callable[[Any, Any], Tensor],
         may: Callable[[str], bool] = lambda name: True,
         spare: bool = False,
     ) -> None:
-        self._try = lambda names: step_peak(model, inputs, loss, names, spare)
-        self.root = observed(model, inputs, spare)
+        self._try = lambda names: step_peak(model, batch, loss, names, spare)
+        self.root = observed(model, batch[0], spare)
         self._forward = max(self.root.flops, 1.0)
         self._tree = _Reading(self.root, may).tree
         self._peaks: dict[tuple[str, ...], int] = {}
@@ -151,18 +152,13 @@ class Chooser:
 
 
 class _Reading:
-    """Makes parts of observed calls: each byte that is kept belongs to the call that keeps it first.
-    """
+    """Makes parts of observed calls; a byte that is kept is that of the call that keeps it first."""
 
     def __init__(self, root: Call, may: Callable[[str], bool]) -> None:
         self._may = may
         self._kept: set[int] = set()
         self._seen: set[int] = set()
         self._gradients = 0
-        calls: dict[str, int] = {}
-        for call in root.walk():
-            calls[call.name] = calls.get(call.name, 0) + 1
-        # A module whose calls lie in each other has no single beginning.
         self._changing = {call.name for call in root.walk() if call.changes}
         self._total = _gradient_bytes(root.module.parameters())
         self.tree = self._part(root)
@@ -240,12 +236,9 @@ def _names(way: _Way) -> tuple[str, ...]:
     while link is not None:
         name, link = link
         found.append(name)
-    names = list(dict.fromkeys(reversed(found)))
     # A module that is called in several places may have been chosen in one, and its parent in
     # another.
-    return tuple(
-        name for name in names if not any(name.startswith(f"{other}.") for other in names)
-    )
+    return outermost(dict.fromkeys(reversed(found)))
 
 
 def _peak_of(tree: _Part, again: frozenset[str]) -> int:

@@ -69,34 +69,38 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def step_peak(
     model: nn.Module,
-    inputs: Any,
-    loss: Callable[[Any], Tensor],
+    batch: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor],
     again: Sequence[str] = (),
     spare: bool = False,
 ) -> int:
     """Bytes that forward and backward of a step take at most beside parameters and buffers.
 
-    inputs: of a batch; they are not counted either. loss: of the model's outputs. again: the
+    batch: inputs and targets; they are not counted either. loss: of outputs and targets. again: the
     modules that are computed again. spare: as for `dure.memory.activations.observed`.
     """
 
     def on_fakes() -> int:
-        with faked(model, inputs) as (twin, given):
+        with faked(model, batch) as (twin, given):
             return _peak(twin, given, loss, again)
 
     def on_data() -> int:
         with spare_copy(model, spare) as twin:
-            return _peak(twin, inputs, loss, again)
+            return _peak(twin, batch, loss, again)
 
     return where_possible(model, on_fakes, on_data)
 
 
 def _peak(
-    model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor], again: Sequence[str]
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor],
+    again: Sequence[str],
 ) -> int:
     compute_again(model, again)
-    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = Live([*model.parameters(), *model.buffers(), *given])
+    inputs, targets = batch
     with left_out(), torch.enable_grad(), live:
-        loss(model(inputs)).backward()  # type: ignore[no-untyped-call]
+        loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
     return live.peak

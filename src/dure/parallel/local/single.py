@@ -8,7 +8,9 @@ Nothing travels. The worker computes on the CPU or on one GPU. Loaders may read 
 that all cores feed it (`dure.data.prefetch`); they change no bit of what it computes.
 
 With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`). With `offload` what a step
-needs only now and then lies in files (`dure.memory.offload`), with the same bits.
+needs only now and then lies in files (`dure.memory.offload`), with the same bits. With `recompute`
+or `memory` modules are computed again for backward (`dure.parallel.recomputing`), with the same
+bits too.
 
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
@@ -32,8 +34,18 @@ from dure.data.batches import Batches, check_batch_size
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
+from dure.memory.formula import WHOLE
 from dure.memory.offload.wanted import PARTS, Offload, parse_offload
+from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.offloaded import NOTHING, Offloaded, check_offload, check_optimizer
+from dure.parallel.recomputing import (
+    NO_RECOMPUTE,
+    NOT_ASKED,
+    Asked,
+    check_recompute,
+    install,
+    prove_recompute,
+)
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import Budget, ExampleLevel, Wanted
@@ -80,6 +92,10 @@ class SingleWorker(Strategy):
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer, parameters, gradients and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        recompute: modules that are computed again for backward, and keep their inputs alone, such
+            as layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: that a step may take, such as 2GB: weights, gradients, optimizer's state and
+            activations. As few modules are computed again as that needs.
     """
 
     batch_size: int | None = 64
@@ -90,15 +106,20 @@ class SingleWorker(Strategy):
     delta: float = 1e-5
     offload: Offload = NOTHING
     offload_folder: str | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    memory: str | None = None
 
     name: ClassVar[str] = "single-worker"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
-    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"offload", "offload_folder", "recompute", "memory"}
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"privacy": parse_dp_sgd, "offload": parse_offload})
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
     def computes_on(self) -> tuple[str, ...]:
@@ -146,6 +167,12 @@ class SingleWorker(Strategy):
             why="for dp-sgd computes gradients in a way of its own",
             device=device_of(self.device),
         )
+        check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
+
+    def _again(self, task: Task) -> Asked:
+        examples = len(task.train)
+        part = examples if self.batch_size is None else min(self.batch_size, examples)
+        return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on."""
@@ -157,7 +184,9 @@ class SingleWorker(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Tries how the gradients of single examples are clipped, where that is wanted."""
         self.check_model(task, model, workers)
-        return None if self.privacy is None else example_level.proven(task, model)
+        if self.privacy is not None:
+            return example_level.proven(task, model)
+        return prove_recompute(self._again(task), task, model)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return SingleLearner(
@@ -170,6 +199,7 @@ class SingleWorker(Strategy):
             wanted=self._wanted,
             offload=self.offload,
             offload_folder=self.offload_folder,
+            again=self._again(task),
         )
 
 
@@ -192,6 +222,7 @@ class SingleLearner(Learner):
         wanted: Wanted | None = None,
         offload: Offload = NOTHING,
         offload_folder: str | None = None,
+        again: Asked = NOT_ASKED,
     ) -> None:
         self.group = place.group
         self.seed = seed
@@ -200,6 +231,7 @@ class SingleLearner(Learner):
         self.offloaded = Offloaded(offload, offload_folder, place, self.device)
         made = self.offloaded.model(lambda: place.model(task, seed).to(self.device))
         self.model = made.train()
+        self.again = install(again, task, self.model, place.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
@@ -325,6 +357,8 @@ class SingleLearner(Learner):
         return None if self.private is None else self.private.exhausted()
 
     def facts(self) -> dict[str, Any] | None:
+        if self.again is not None:
+            return self.again.facts()
         if self.private is None:
             return None
         return {"promises": [] if self.group.rank else [self.private.facts()]}
