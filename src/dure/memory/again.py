@@ -66,7 +66,7 @@ class _Again:
 
         def call(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(list(leaves), form)
-            return self.module._call_impl(*args, **kwargs)
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         with left_out():
             settings_alone()

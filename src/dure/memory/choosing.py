@@ -98,7 +98,7 @@ class Chooser:
         may: Callable[[str], bool] = lambda name: True,
         spare: bool = False,
     ) -> None:
-        self._try = lambda names: step_peak(model, batch, loss, names, spare)
+        self._model, self._batch, self._loss, self._spare = model, batch, loss, spare
         self.root = observed(model, batch[0], spare)
         self._forward = max(self.root.flops, 1.0)
         self._tree = _Reading(self.root, may).tree
@@ -145,14 +145,16 @@ class Chooser:
         """The choice of these modules, as it is when it is tried."""
         chosen = tuple(names)
         if chosen not in self._peaks:
-            self._peaks[chosen] = self._try(chosen)
+            self._peaks[chosen] = step_peak(
+                self._model, self._batch, self._loss, again=chosen, spare=self._spare
+            )
         wanted = frozenset(chosen)
         flops = sum(call.flops for call in self.root.walk() if call.name in wanted)
         return Choice(chosen, self._peaks[chosen], flops / (3 * self._forward))
 
 
 class _Reading:
-    """Makes parts of observed calls; a byte that is kept is that of the call that keeps it first."""
+    """Makes parts of observed calls; a byte that is kept is one of the call that keeps it first."""
 
     def __init__(self, root: Call, may: Callable[[str], bool]) -> None:
         self._may = may

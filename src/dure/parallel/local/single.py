@@ -30,7 +30,7 @@ from dure.contracts.lr_schedule import Rates
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, examples_for
 from dure.contracts.task import Task
-from dure.data.batches import Batches, check_batch_size
+from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
@@ -170,8 +170,7 @@ class SingleWorker(Strategy):
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
 
     def _again(self, task: Task) -> Asked:
-        examples = len(task.train)
-        part = examples if self.batch_size is None else min(self.batch_size, examples)
+        part = largest_piece(self.batch_size, len(task.train), 1, 1)
         return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:

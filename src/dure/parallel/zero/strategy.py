@@ -27,12 +27,15 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
-from dure.data.batches import check_joint_batch
+from dure.data.batches import check_joint_batch, largest_piece
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
+from dure.memory.formula import divided
+from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
 from dure.parallel.zero.dividing import Precision
@@ -65,6 +68,10 @@ class ZeRO(Strategy):
         overlap_gather: in stages 1 and 2 updated parameters arrive during the next forward pass,
             where every rank has a host of its own and the backend is dure (`ZeroRedundancy`);
             elsewhere it changes nothing.
+        recompute: modules that are computed again for backward, and keep their inputs alone, such
+            as layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: that a worker's step may take, such as 2GB: its parts of weights, gradients and
+            optimizer's state, and activations. As few modules are computed again as that needs.
     """
 
     stage: Stage = 2
@@ -76,10 +83,16 @@ class ZeRO(Strategy):
     unit_size: int | None = None
     prefetch: int | None = None
     overlap_gather: bool = False
+    recompute: Recompute = NO_RECOMPUTE
+    memory: str | None = None
 
     name: ClassVar[str] = "zero"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    moves: ClassVar[frozenset[str]] = frozenset({"recompute", "memory"})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
     def label(self) -> str:
@@ -92,12 +105,22 @@ class ZeRO(Strategy):
         check_gradient(self.accumulate, self.clip_norm)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
+        check_recompute(self.recompute, self.memory, self.name)
+
+    def _again(self, task: Task, workers: int | None) -> Asked:
+        part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
+        return Asked(self.recompute, self.memory, part, divided(1, self.stage, workers or 1))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train, or whose tensors overlap."""
         check_apart(model)
         check_weights_stay(model, workers)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Tries what is computed again, where that is asked for."""
+        self.check_model(task, model, workers)
+        return prove_recompute(self._again(task, workers), task, model)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ZeROLearner(task, place, seed, self)
@@ -110,7 +133,8 @@ class ZeROLearner(SingleLearner):
     """
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
-        super().__init__(task, place, seed, strategy.batch_size)
+        again = strategy._again(task, place.group.size)
+        super().__init__(task, place, seed, strategy.batch_size, again=again)
         self.strategy = strategy
         # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
