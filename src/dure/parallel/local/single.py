@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,7 @@ from dure.data.batches import Batches, check_batch_size
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
+from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import PARTS, Offload, parse_offload
 from dure.parallel.offloaded import NOTHING, Offloaded, check_offload, check_optimizer
 from dure.privacy import example_level
@@ -95,6 +96,7 @@ class SingleWorker(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
+    can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
 
     def __post_init__(self) -> None:
@@ -103,6 +105,13 @@ class SingleWorker(Strategy):
     @property
     def computes_on(self) -> tuple[str, ...]:
         return (self.device,)
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        return self.offload.parts
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     @property
     def deterministic(self) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
+from dure.memory.formula import Shares
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.tensor.written_plan import TensorPlan
@@ -69,6 +70,9 @@ class TensorParallel(Strategy):
             clip_norm=self.clip_norm,
             plan=self.plan,
         )
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return self.on(1 if workers is None else workers).shares(workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)

@@ -32,6 +32,7 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
+from dure.memory.formula import Shares, divided
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
@@ -84,6 +85,9 @@ class ZeRO(Strategy):
     @property
     def label(self) -> str:
         return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return divided(1, self.stage, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
