@@ -174,9 +174,7 @@ class _Library(NamedTuple):
             [name for name in left if name not in unknown],
         )
 
-    def _own(
-        self, name: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]
-    ) -> str:
+    def _own(self, name: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> str:
         """What the user's module calls what the files call so."""
         # Saved with the user's module around it.
         if self.at and any(one.startswith(self.at) for one in stored):

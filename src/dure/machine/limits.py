@@ -29,7 +29,8 @@ class Room(NamedTuple):
 
     nbytes: that may still be had. swap: that may be had beyond that, at the price of swapping.
     whose: the limit, for people. shared: whether all processes here have it together. addressed:
-    whether it counts what is addressed, and not what is in memory.
+    whether it counts what is addressed, and not what is in memory. kills: whether a process that
+    asks for more is killed, and hears nothing.
     """
 
     nbytes: int
@@ -37,6 +38,7 @@ class Room(NamedTuple):
     whose: str
     shared: bool
     addressed: bool = False
+    kills: bool = False
 
     @property
     def most(self) -> int:
@@ -150,7 +152,9 @@ def _of_group(group: Path, files: _Files, swap: int) -> Room | None:
         left = max(0, swap_limit - swap_used)
         # Together they leave less for swap by what memory may still have.
         swap = min(swap, max(0, left - (limit - used)) if files.both else left)
-    return Room(free, swap, f"the memory limit of the control group ({group})", shared=True)
+    return Room(
+        free, swap, f"the memory limit of the control group ({group})", shared=True, kills=True
+    )
 
 
 def _number(file: Path) -> int | None:

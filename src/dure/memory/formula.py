@@ -6,9 +6,13 @@
 
 A worker that holds a part of each of these has a / W + b / G + c / S:
 
-    single worker, data parallel             W         G       S
-    ZeRO 1, 2, 3 on N ranks                  W, W, W/N   G, G/N, G/N   S/N
-    tensor parallel, pipeline on N ranks     W/N       G/N     S/N, where all of the model is divided
+    single worker, data parallel            W             G             S
+    ZeRO 1, 2, 3 on N ranks                 W, W, W/N     G, G/N, G/N   S/N
+    tensor parallel, pipeline on N ranks    W/N           G/N           S/N
+    parameters, gradients, state offloaded  0             0             0
+
+The third line is the least: layers that a plan does not divide, and stages that are not alike, make
+a rank's part larger.
 
 Activations come on top, which `dure.memory.activations` measures, and what a process has anyway.
 
@@ -50,18 +54,17 @@ WHOLE = Shares()
 """Those of a worker that has all of it."""
 
 
-def divided(parts: int) -> Shares:
-    """Those of a worker that has one of so many parts of everything."""
-    one = Fraction(1, parts)
-    return Shares(one, one, one)
+def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
+    """Those of a worker that has one of so many parts of the model.
 
-
-def by_zero(stage: int, ranks: int) -> Shares:
-    """Those of a rank of ZeRO."""
-    one = Fraction(1, ranks)
-    whole = Fraction(1)
+    stage: of ZeRO, which divides each part over so many ranks; 0: none.
+    """
+    part = Fraction(1, parts)
+    less = part / ranks
     return Shares(
-        one if stage >= 3 else whole, one if stage >= 2 else whole, one if stage >= 1 else whole
+        weights=less if stage >= 3 else part,
+        gradients=less if stage >= 2 else part,
+        state=less if stage >= 1 else part,
     )
 
 

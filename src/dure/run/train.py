@@ -34,6 +34,7 @@ from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
+from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel
 from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
@@ -454,7 +455,8 @@ def prepare(
     keep = model is not None
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
-        model = seeded_model(task, seed)
+        with made_in_memory():
+            model = seeded_model(task, seed)
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
     # What a single worker has, it neither adds to that of others nor sends.
@@ -463,6 +465,7 @@ def prepare(
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     _check_devices(strategy, world, model)
     _check_optimizers(task, model)
+    check_fits(task, strategy, world, model)
     proofs = _checked_model(task, strategy, world, model, check)
     parameters = _checked_parameters(task, model)
     if world.leads and has_data:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,7 +53,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strat
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
 from dure.errors import LossNotFiniteError
-from dure.memory.formula import WHOLE
+from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.alike import Alike
@@ -138,6 +138,7 @@ class DataParallel(Strategy):
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
+    can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
@@ -155,6 +156,13 @@ class DataParallel(Strategy):
     def label(self) -> str:
         way = self.compression if self.compression.compresses else self.all_reduce
         return example_level.told(self._wanted, f"data parallel {way}")
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        return self.offload.parts
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     @property
     def deterministic(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +34,7 @@ from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
-from dure.memory.formula import WHOLE
+from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import PARTS, Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.offloaded import NOTHING, Offloaded, check_offload, check_optimizer
@@ -113,6 +113,7 @@ class SingleWorker(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
+    can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
@@ -124,6 +125,13 @@ class SingleWorker(Strategy):
     @property
     def computes_on(self) -> tuple[str, ...]:
         return (self.device,)
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        return self.offload.parts
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     @property
     def deterministic(self) -> bool:

@@ -24,6 +24,7 @@ from torch import nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.memory.formula import Shares
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.balance import Balance
@@ -87,6 +88,9 @@ class Pipeline(Strategy):
             recompute=self.recompute,
             clip_norm=self.clip_norm,
         )
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return self.on(1 if workers is None else workers).shares(workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)

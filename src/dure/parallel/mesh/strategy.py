@@ -44,7 +44,7 @@ from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.memory.again import compute_again
-from dure.memory.formula import divided
+from dure.memory.formula import Shares, divided
 from dure.memory.recompute import ALL, Recompute
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
@@ -169,6 +169,9 @@ class Parallel(Strategy):
     def deterministic(self) -> bool:
         # Another cut adds what stages share, and the norm of a gradient, in other groups.
         return self.balance != "measured"
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return divided(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""

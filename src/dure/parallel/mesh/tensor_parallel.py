@@ -23,6 +23,7 @@ from torch import nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.memory.formula import Shares
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
@@ -81,6 +82,9 @@ class TensorParallel(Strategy):
             recompute=bool(self.recompute),
             memory=self.memory,
         )
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return self.on(1 if workers is None else workers).shares(workers)
 
     def _again(self, task: Task, workers: int | None) -> Asked:
         return self.on(workers or 1).again(task)._replace(recompute=self.recompute)

@@ -32,7 +32,7 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
-from dure.memory.formula import divided
+from dure.memory.formula import Shares, divided
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
@@ -97,6 +97,9 @@ class ZeRO(Strategy):
     @property
     def label(self) -> str:
         return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return divided(1, self.stage, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
