@@ -60,7 +60,7 @@ class _Again:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Nobody goes backward.
         if not torch.is_grad_enabled():
-            return self.module._call_impl(*args, **kwargs)
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # As leaves, so that each tensor is kept as autograd keeps its own, and compared.
         leaves, form = tree_flatten((args, kwargs))
 

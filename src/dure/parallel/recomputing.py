@@ -254,7 +254,7 @@ def _digest(tensor: Tensor | None) -> bytes:
         return b""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     flat = dense.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).digest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
 def _lies_in(name: str, module: str) -> bool:
