@@ -34,6 +34,7 @@ from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
+from dure.memory.formula import WHOLE, Shares
 from dure.settings import parse_fields
 
 
@@ -90,6 +91,9 @@ class DiLoCo(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         self.rounds().check_model(task, model, workers)
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:
         self.rounds().check(task, workers)

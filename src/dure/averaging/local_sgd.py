@@ -34,6 +34,7 @@ from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
+from dure.memory.formula import WHOLE, Shares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
@@ -79,6 +80,9 @@ class LocalSGD(Strategy):
         parts += [f"momentum {self.momentum}"] if self.momentum != "keep" else []
         parts += [str(self.compression)] if self.compression.compresses else []
         return " ".join(parts)
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

@@ -45,6 +45,7 @@ from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.errors import LossNotFiniteError
+from dure.memory.formula import WHOLE, Shares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
@@ -97,6 +98,9 @@ class ParallelSGD(Strategy):
         """Raises ValueError for batches that the model cannot train on, or shared memory."""
         check_apart(model)
         check_own_batches(task, model, self.batch_size, workers)
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)

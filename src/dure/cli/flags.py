@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
+    from dure.contracts.task import Task
 
 WorldName = Literal["processes", "threads"]
 """The worlds that share the flags of `WorldOptions`."""
@@ -132,6 +133,8 @@ class TrainOptions:
         checkpoint_every: steps or rounds between checkpoints; by default an evaluation every 10 s
             or more.
         label: how tables call the run.
+        weights: that the model begins with: a safetensors file, the index of several, a folder of
+            Hugging Face's save_pretrained, or of a run.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
         json: print the summary as JSON on standard output, and no progress.
@@ -142,8 +145,13 @@ class TrainOptions:
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     label: str | None = None
+    weights: Path | None = None
     check: bool = True
     json: bool = False
+
+    def with_weights(self, task: Task) -> Task:
+        """The task, with these weights if any are named."""
+        return task if self.weights is None else dataclasses.replace(task, weights=self.weights)
 
     def of_train(self) -> dict[str, Any]:
         """Those that `dure.train` takes by the same names, but for the folder."""
@@ -162,6 +170,7 @@ class ResumeOptions:
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
         world: the class of the world, path/to/file.py:Name, likewise.
         rules: other classes that the run names, such as a partition of your own, likewise.
+        weights: where those lie that the run began with, if they are elsewhere by now.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
         json: print the summary as JSON on standard output, and no progress.
@@ -172,6 +181,7 @@ class ResumeOptions:
     strategy: str | None = None
     world: str | None = None
     rules: tuple[str, ...] = ()
+    weights: Path | None = None
     check: bool = True
     json: bool = False
 
@@ -186,6 +196,8 @@ class CompareOptions:
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
         out: the folder of the comparison; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
+        weights: that the model begins with: a safetensors file, the index of several, a folder of
+            Hugging Face's save_pretrained, or of a run.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
         json: print the summaries as JSON on standard output, and no progress.
@@ -195,8 +207,13 @@ class CompareOptions:
     seed: int = 0
     out: Path | None = None
     evaluate_every: int | None = None
+    weights: Path | None = None
     check: bool = True
     json: bool = False
+
+    def with_weights(self, task: Task) -> Task:
+        """The task, with these weights if any are named."""
+        return task if self.weights is None else dataclasses.replace(task, weights=self.weights)
 
 
 @dataclass(frozen=True)

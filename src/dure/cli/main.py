@@ -269,7 +269,7 @@ def _train(given: list[str]) -> int:
         f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0]
     )
     how: TrainOptions = asked["how"]
-    task = load_task(reference, **given_options(asked["task"]))
+    task = how.with_weights(load_task(reference, **given_options(asked["task"])))
     strategy: Strategy = asked["strategy"]
     world = world_of(strategy, asked["world"])
     # A new folder has the time in its name: started again, the job would not find it.
@@ -314,7 +314,7 @@ def _compare(given: list[str]) -> int:
     asked = parse_flags(f"dure compare {reference}", parts, flags, about)
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
-    task = load_task(reference, **given_options(asked["task"]))
+    task = how.with_weights(load_task(reference, **given_options(asked["task"])))
     entries = [entry(system, how.workers) for system in systems]
     for note in notes:
         print(f"dure: {note}", file=sys.stderr)

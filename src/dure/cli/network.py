@@ -108,7 +108,7 @@ def serve(given: list[str]) -> int:
     if local:
         world = replace(world, access="open")
     options = given_options(asked["task"])
-    task = load_task(reference, **options)
+    task = how.with_weights(load_task(reference, **options))
     strategy = asked["strategy"]
     stop = asked["limits"].stop()
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:

@@ -60,6 +60,7 @@ def resumed(
             strategy=how.strategy,
             world=how.world,
             rules=how.rules,
+            weights=how.weights,
             stop=stop,
             check=how.check,
         ),

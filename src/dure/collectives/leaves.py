@@ -16,7 +16,6 @@ import torch
 from dure.collectives.group import Group
 from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
 
-
 Place = Callable[[Form], Leaf]
 """Makes room for a tensor, or says where it belongs."""
 

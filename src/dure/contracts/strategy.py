@@ -12,7 +12,7 @@ no world; they meet in `dure.train`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,11 @@ from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
+from dure.contracts.weights_from import begin_with
 from dure.data.examples import Examples
 from dure.data.partition import Description
 from dure.fleet.conditions import Conditions
+from dure.memory.formula import Shares
 from dure.memory.undivided import beside
 from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -387,6 +389,9 @@ class Strategy(Told):
     trains_at_server: ClassVar[bool] = False
     """Whether the server of clients on a network trains a part of the model itself."""
 
+    can_offload: ClassVar[tuple[str, ...]] = ()
+    """What its field `offload` may name; it has none where nothing is."""
+
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
 
@@ -431,6 +436,18 @@ class Strategy(Told):
         Then the undivided model lies in files (`dure.memory.undivided`).
         """
         return False
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        """The names of what lies in files while it is not needed, as in `can_offload`."""
+        return ()
+
+    def shares(self, workers: int | None) -> Shares | None:
+        """The least of the model that each worker has in memory while it trains.
+
+        None where that is not known: then nothing is refused for it.
+        """
+        return None
 
     def planned(self, task: Task, stop: Stop) -> Self:
         """The strategy with what follows from how long the run is: noise for an epsilon, say.
@@ -513,6 +530,8 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         )
     model = under_own_names(model)
     make_writable(model)
+    if task.weights is not None:
+        begin_with(model, task.weights)
     return model
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dure.arguments import check_path
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.data.examples import Examples, NoExamples, as_examples
@@ -81,6 +83,9 @@ class Task:
         columns is refused.
     metric_memory: bytes that the outputs and targets of all test examples may have, where a metric
         needs them at once; a metric that would need more is refused.
+    weights: where the model's first weights lie, in place of those that the factory draws: a
+        safetensors file, the index of several, a folder of Hugging Face's `save_pretrained`, or of
+        a run. The factory may then make its model on the meta device.
     """
 
     model: Callable[[], nn.Module]
@@ -95,6 +100,7 @@ class Task:
     eval_batch_size: int = 1_000
     metric_memory: int = 2**30
     features: Sequence[str] | None = None
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -123,6 +129,10 @@ class Task:
                 raise ValueError(f"Task({name}={size!r}) has to be a whole number, 1 or more")
         if self.metrics is not None:
             check_metrics(self.metrics)
+        check_path("weights", self.weights, optional=True)
+        if self.weights is not None:
+            # Absolute: ranks, and runs that go on, may start in another folder.
+            object.__setattr__(self, "weights", Path(self.weights).expanduser().resolve())
         # The class is frozen for its users; here the data get the one form that all others know.
         train = NoExamples() if self.train is None else as_examples(self.train)
         object.__setattr__(self, "train", train)

@@ -74,3 +74,10 @@ def check_joint_batch(batch_size: int | None, examples: int, workers: int | None
         raise ValueError(f"{workers} workers are more than the {examples} training examples")
     if workers is not None and batch_size is not None and workers > batch_size:
         raise ValueError(f"a joint batch of {batch_size} cannot be divided over {workers} workers")
+
+
+def largest_piece(batch_size: int | None, examples: int, workers: int | None, pieces: int) -> int:
+    """Examples of the largest piece of a joint batch, which workers divide, and each in pieces."""
+    batch = examples if batch_size is None else min(batch_size, examples)
+    part = -(-batch // (workers or 1))
+    return -(-part // pieces)

@@ -9,10 +9,12 @@ whoever compiles finds the compiler.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ import torch
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 _NAME = "torch._dynamo"
+_SETTINGS = "torch._dynamo.config"
 _NOTICE = "__dynamo_disable"
 """The attribute of a function that the compiler is to stay away from: what to call instead."""
 
@@ -37,6 +40,7 @@ class _StandIn(ModuleType):
     def __init__(self) -> None:
         super().__init__(_NAME)
         self._noticed: list[Any] = []
+        self.config: ModuleType
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing is traced, so there is nothing to break off."""
@@ -65,11 +69,33 @@ class _StandIn(ModuleType):
         with _lock:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
+            # The real compiler has settings of its own.
+            if "config" in vars(self):
+                del sys.modules[_SETTINGS]
+                del self.config
             for function in self._noticed:
                 # Only what torch keeps because of us; the real compiler will be asked anew.
                 if getattr(function, _NOTICE, None) is function:
                     delattr(function, _NOTICE)
             self._noticed.clear()
+
+
+def settings_alone() -> None:
+    """Has the compiler's settings loaded without the compiler; called inside `left_out`.
+
+    Tensors without data (torch's fake ones) look two of them up, and nothing else.
+    """
+    with _lock:
+        there = sys.modules.get(_NAME)
+        if not isinstance(there, _StandIn) or "config" in vars(there):
+            return
+        file = Path(torch.__file__).parent / "_dynamo" / "config.py"
+        spec = importlib.util.spec_from_file_location(_SETTINGS, file)
+        # A torch that keeps them elsewhere: then they come with the compiler.
+        if not file.exists() or spec is None or spec.loader is None:
+            return
+        there.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(there.config)
 
 
 def untraced(function: Called) -> Called:

@@ -28,7 +28,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+
+from dure.machine.limits import rooms
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
@@ -105,22 +106,9 @@ def give_back() -> None:
 def available_memory() -> int | None:
     """Bytes that processes here can still have without swapping; None where nobody tells.
 
-    What the system says, or a container's limit leaves, whichever is less.
+    What the system says, or the least that a limit leaves (`dure.machine.limits`).
     """
-    found: list[int] = []
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    # Version 2 of control groups; a file that says "max" is no limit.
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Pages of files that nobody has looked at lately make way.
-        found.append(max(0, limit - used + int(stat.get("inactive_file", "0"))))
-    return min(found, default=None)
+    return min((room.nbytes for room in rooms()), default=None)
 
 
 def _set(trim: int, mmap: int) -> None:

@@ -6,6 +6,8 @@
     release(model.parameters())        their pages may leave memory; the values stay
     with passing():                    what is computed with them leaves memory by itself
         model(inputs)
+    view(file, offset, shape, dtype)   a tensor that lies in a file of somebody's, such as a
+                                       checkpoint: what is written into it stays in memory
 
 What is computed is computed as ever, with the same bits: only where a tensor lies is another place.
 The system writes pages behind the computation, and reads them when they are touched. So they count
@@ -23,6 +25,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import weakref
@@ -78,6 +81,13 @@ _libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
 """The mappings that are there: where each begins, and its bytes."""
+
+_views: dict[int, tuple[int, int]] = {}
+"""Those of files of others: where each tensor begins, and (where its mapping begins, its bytes)."""
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_PAGE_OUT = 21
+"""MADV_PAGEOUT of Linux: what was written into pages is kept, unlike by MADV_DONTNEED."""
 
 
 class DiskError(OSError):
@@ -145,6 +155,38 @@ class Disk:
         if address in (None, ctypes.c_void_p(-1).value):
             raise DiskError(f"{length / 1e9:.3g} GB cannot be mapped: {os.strerror(number)}")
         return int(address)
+
+
+def view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """A tensor whose values lie in an open file, from this byte on.
+
+    They are read when they are touched. What is written stays in this process's memory, and the
+    file as it is. offset: a multiple of the dtype's size. Raises DiskError where it cannot be
+    mapped.
+    """
+    size = torch.Size(shape)
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    before = offset % mmap.PAGESIZE
+    length = before + size.numel() * dtype.itemsize
+    # Nobody is to keep memory ready for all that could be written.
+    flags = mmap.MAP_PRIVATE | _NORESERVE
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, length, rights, flags, file, offset - before)
+    if address in (None, ctypes.c_void_p(-1).value):
+        reason = os.strerror(ctypes.get_errno())
+        raise DiskError(f"{length / 1e9:.3g} GB of a file cannot be mapped: {reason}")
+    array = (ctypes.c_uint8 * length).from_address(address)
+    with _lock:
+        _views[address + before] = (address, length)
+    weakref.finalize(array, _close_view, address + before).atexit = False
+    flat = torch.frombuffer(array, dtype=dtype, offset=before, count=size.numel())
+    return flat.view(size)
+
+
+def _close_view(begin: int) -> None:
+    with _lock:
+        _libc.munmap(*_views.pop(begin))
 
 
 def nameless(folder: Path) -> int:
@@ -312,7 +354,7 @@ def _entered(mapping: _Mapping) -> Iterator[None]:
 
 def is_mapped(tensor: Tensor) -> bool:
     """Whether a tensor lies in a file."""
-    return _storage(tensor) in _segments
+    return _storage(tensor) in _segments or _storage(tensor) in _views
 
 
 def release(tensors: Iterable[Tensor]) -> None:
@@ -332,6 +374,8 @@ def release_all() -> None:
             # An array may have been collected since the list was made.
             if address in _segments:
                 _libc.madvise(address, length, mmap.MADV_DONTNEED)
+        for address, length in list(_views.values()):
+            _libc.madvise(address, length, _PAGE_OUT)
 
 
 def _advise(tensors: Iterable[Tensor], advice: int) -> None:
@@ -341,6 +385,10 @@ def _advise(tensors: Iterable[Tensor], advice: int) -> None:
         length = _segments.get(address)
         if length is not None:
             _libc.madvise(address, length, advice)
+        elif address in _views:
+            # Of a view, pages that were written are memory: they must not be forgotten.
+            own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
+            _libc.madvise(*_views[address], own)
 
 
 def in_own_file(tensor: Tensor) -> bool:
@@ -361,7 +409,7 @@ def same_memory(tensor: Tensor, held: Any) -> Tensor:
 def pages_of(tensor: Tensor) -> tuple[int, int] | None:
     """(address, bytes) of the whole pages in which the elements of a tensor of `Disk` lie.
 
-    None for one that lies elsewhere, or has no elements.
+    None for one that lies elsewhere, in a file of somebody's too, or has no elements.
     """
     if not in_own_file(tensor) or not tensor.numel():
         return None

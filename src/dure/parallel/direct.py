@@ -37,7 +37,12 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         place = self.place
-        if function is torch.ops.aten.mm.default and place is not None:
+        # With gradients it is a product of a forward pass, which is computed again for this node.
+        if (
+            function is torch.ops.aten.mm.default
+            and place is not None
+            and not torch.is_grad_enabled()
+        ):
             one, other = args
             if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
                 # once: a second product of this shape is that of something else

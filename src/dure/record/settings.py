@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 _LEFT_OUT = {
-    # How tables call it.
-    "task": ("title",),
+    # How tables call it; where its first weights lie, which have a digest.
+    "task": ("title", "weights_from"),
     # Where the class is found, which may be elsewhere on another machine.
     "strategy": ("from",),
     "world": ("from", "deadline", "backend", "elastic", "ranks", "threads"),
@@ -28,6 +28,9 @@ def _without_place(part: str, value: Any) -> Any:
     is_rule = part != "task" and isinstance(value, str)
     return _PLACE.sub("", value) if is_rule else value
 
+
+_WEIGHTS = "task.weights"
+"""The digest of those that a run begins with, where they are given."""
 
 COUNTS = ("parameters", "train_examples", "test_examples")
 """What the model and the data come to; they follow from the task, wherever that was found."""
@@ -68,11 +71,13 @@ def other_run(
     now: of the task and the strategy as they were found, by a dure that may have more fields than
     the one that wrote `before`. moves: the strategy's fields that may be others (`Strategy.moves`).
     """
+    before = {_WEIGHTS: None, **before}
+    now = {_WEIGHTS: None, **now}
     free = {f"strategy.{name}" for name in moves}
     names = [
         name
         for name in before
-        if (name in ("seed", *COUNTS) or name.startswith("strategy."))
+        if (name in ("seed", _WEIGHTS, *COUNTS) or name.startswith("strategy."))
         and name in now
         and name not in free
     ]

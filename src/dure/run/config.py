@@ -14,7 +14,9 @@ import torch
 from dure import __version__
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import World
+from dure.contracts.task import Task
 from dure.errors import RunFolderError
+from dure.memory.weight_files import digest_of
 from dure.record.run import RunFolder
 from dure.run.job import Job
 from dure.run.registry import encode
@@ -25,6 +27,10 @@ class AskedTask(msgspec.Struct):
 
     name: str | None
     options: dict[str, Any]
+    weights: str | None = None
+    """The digest of the weights that the model began with, where they were given."""
+    weights_from: str | None = None
+    """Where they lay."""
 
 
 class Asked(msgspec.Struct):
@@ -40,6 +46,13 @@ class Asked(msgspec.Struct):
     checkpoint_every: int | None
     run: str = ""
     versions: dict[str, str] = {}
+
+
+def _weights_of(task: Task) -> dict[str, Any]:
+    """What config.json says of the weights that the model begins with, where they are given."""
+    if task.weights is None:
+        return {}
+    return {"weights": digest_of(task.weights), "weights_from": str(task.weights)}
 
 
 def asked_of(folder: Path) -> Asked:
@@ -80,6 +93,7 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
             "name": reference["name"],
             "options": dict(reference["options"]),
             "title": task.name,
+            **_weights_of(task),
         },
         "strategy": encode(job.strategy),
         "world": encode(world),

@@ -39,6 +39,7 @@ from dure.fleet.attacks import Attack, parse_attack
 from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
 from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
@@ -63,6 +64,7 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Privacy: parse_privacy,
     DPSGD: parse_dp_sgd,
     Offload: parse_offload,
+    Recompute: as_recompute,
     TensorPlan: TensorPlan,
 }
 """Types of fields that are written as text, and what reads it."""

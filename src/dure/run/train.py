@@ -21,6 +21,7 @@ from dure.contracts.own_optimizer import checked_optimizer
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another
 from dure.contracts.task import Task
+from dure.contracts.weights_from import warn_of_drawn
 from dure.data.examples import DatasetExamples
 from dure.errors import DureError, RunFolderError, exit_is_a_failure
 from dure.machine.compiler import left_out
@@ -34,6 +35,7 @@ from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
+from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
@@ -156,6 +158,7 @@ def resume(
     strategy: Strategy | str | None = None,
     world: World | str | None = None,
     rules: Sequence[str] = (),
+    weights: str | Path | None = None,
     stop: Stop | None = None,
     check: bool = True,
     on_progress: Progress = _ignore,
@@ -174,6 +177,8 @@ def resume(
 
     task, strategy, world: also the object itself, which is needed for what was made in Python and
     lies in no file or module, such as a class of a notebook; a warning said so when the run began.
+    weights: where those lie by now with which the run began, which have to be the same.
+
     A strategy that is given may say that the work is done elsewhere (`Strategy.moves`), such as on
     another mesh: the path is then the same but for rounding.
 
@@ -182,6 +187,7 @@ def resume(
     damaged or not of this run, or a dure that this one does not know wrote its checkpoint.
     """
     check_path("folder", folder)
+    check_path("weights", weights, optional=True)
     check_function("on_progress", on_progress)
     path = Path(folder)
     config = RunFolder.open(path).read_json("config.json")
@@ -193,6 +199,7 @@ def resume(
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
     ask = Asks(path, config, named)
     task, strategy, world = found_again(path, asked, ask, task, strategy, world)
+    task = _with_weights(path, task, asked, weights)
     if leads_here():
         _tell_of_versions(path, asked)
     # Of what nobody gave here, config.json alone is to blame.
@@ -225,6 +232,24 @@ def resume(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
     )
     return run_job(job, world, on_progress)
+
+
+def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | None) -> Task:
+    """The task, with the weights with which the run began. Raises RunFolderError if they are gone.
+
+    given: where the user says that they are.
+    """
+    if given is not None:
+        return dataclasses.replace(task, weights=Path(given))
+    was = asked.task.weights_from
+    if task.weights is not None or was is None:
+        return task
+    if not Path(was).exists():
+        raise RunFolderError(
+            f"the run in {folder} began with the weights in {was}, which is gone: say with "
+            f"--weights where they are"
+        )
+    return dataclasses.replace(task, weights=Path(was))
 
 
 @contextmanager
@@ -432,7 +457,10 @@ def prepare(
     divided = strategy.holds_parts(world.workers)
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
-        model = fresh_model(task, seed, divided)
+        with made_in_memory():
+            model = fresh_model(task, seed, divided)
+    if task.weights is not None and world.leads:
+        warn_of_drawn(model, task.weights)
     with beside(model):
         proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
@@ -469,6 +497,7 @@ def _checked(
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     _check_devices(strategy, world, model)
     _check_optimizers(task, model)
+    check_fits(task, strategy, world, model)
     proofs = _checked_model(task, strategy, world, model, check)
     if world.leads and len(task.train):
         # The line of the user who called `train`.

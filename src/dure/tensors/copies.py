@@ -40,14 +40,17 @@ _OF_LSTMS = "_flat_weight_refs"
 """Where recurrent layers of torch keep weak references to their weights; they renew them."""
 
 
-def copy_of(model: nn.Module, same_parameters: bool = False) -> nn.Module | None:
+def copy_of(
+    model: nn.Module, same_parameters: bool = False, known: Mapping[int, Tensor] | None = None
+) -> nn.Module | None:
     """A copy of a model that was not used yet; None where there can be none.
 
     same_parameters: the copy's parameters have gradients of their own, and lie in the memory of the
-    model's: it takes next to no memory, and is for whoever does not change them.
+    model's: it takes next to no memory, and is for whoever does not change them. known: what stands
+    in the copy for which tensor of the model, by the tensor's id.
     """
     look = _Look()
-    copied: dict[int, Any] = {}
+    copied: dict[int, Any] = dict(known or {})
     try:
         if not look.is_plain(model) or look.shares_memory():
             return None

@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,15 +51,23 @@ from dure.collectives.tail import Field, Numbers, common_start, each, summed, ti
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
 from dure.contracts.task import Task
-from dure.data.batches import check_joint_batch
+from dure.data.batches import check_joint_batch, largest_piece
 from dure.errors import LossNotFiniteError
+from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
+from dure.parallel.recomputing import (
+    NO_RECOMPUTE,
+    Asked,
+    check_recompute,
+    prove_recompute,
+)
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
@@ -104,6 +112,10 @@ class DataParallel(Strategy):
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer, parameters and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        recompute: modules that are computed again for backward, and keep their inputs alone, such
+            as layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: that a worker's step may take, such as 2GB: weights, gradients, optimizer's state
+            and activations. As few modules are computed again as that needs.
     """
 
     batch_size: int | None = 64
@@ -119,12 +131,17 @@ class DataParallel(Strategy):
     delta: float = 1e-5
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    memory: str | None = None
 
     name: ClassVar[str] = "data-parallel"
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
-    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
+    can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"offload", "offload_folder", "recompute", "memory"}
+    )
 
     def __post_init__(self) -> None:
         readers = {
@@ -133,11 +150,19 @@ class DataParallel(Strategy):
             "offload": parse_offload,
         }
         parse_fields(self, readers)
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
     def label(self) -> str:
         way = self.compression if self.compression.compresses else self.all_reduce
         return example_level.told(self._wanted, f"data parallel {way}")
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        return self.offload.parts
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     @property
     def deterministic(self) -> bool:
@@ -188,6 +213,11 @@ class DataParallel(Strategy):
             self.name,
             why="whose messages lie in memory, and dp-sgd computes gradients in a way of its own",
         )
+        check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
+
+    def _again(self, task: Task, workers: int | None) -> Asked:
+        part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
+        return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
 
     def _check_private(self) -> None:
         if self.compression.compresses:
@@ -212,7 +242,9 @@ class DataParallel(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Tries how the gradients of single examples are clipped, where that is wanted."""
         self.check_model(task, model, workers)
-        return None if self.privacy is None else example_level.proven(task, model)
+        if self.privacy is not None:
+            return example_level.proven(task, model)
+        return prove_recompute(self._again(task, workers), task, model)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for fields about messages in a world that has none."""
@@ -223,7 +255,10 @@ class DataParallel(Strategy):
                 "dp-sgd: in threads the master has the loss of the whole batch, and no gradients "
                 "of single examples: choose Processes"
             )
-        of_ranks = ("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate", "offload")
+        of_ranks = (
+            *("all_reduce", "bucket_bytes", "overlap", "compression", "accumulate"),
+            *("offload", "recompute", "memory"),
+        )
         for name in of_ranks:
             if world.kind == "threads" and getattr(self, name) != getattr(default, name):
                 raise ValueError(
@@ -275,6 +310,7 @@ class DataParallelLearner(SingleLearner):
             strategy.batch_size,
             wanted=strategy._wanted,
             offloaded=Offloaded(strategy.offload, strategy.offload_folder, place, place.devices[0]),
+            again=strategy._again(task, place.group.size),
         )
         self.strategy = strategy
         # for models whose first weights do not follow from the seed alone, such as those read from

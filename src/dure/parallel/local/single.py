@@ -8,7 +8,9 @@ Nothing travels. The worker computes on the CPU or on one GPU. Loaders may read 
 that all cores feed it (`dure.data.prefetch`); they change no bit of what it computes.
 
 With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`). With `offload` what a step
-needs only now and then lies in files (`dure.memory.offload`), with the same bits.
+needs only now and then lies in files (`dure.memory.offload`), with the same bits. With `recompute`
+or `memory` modules are computed again for backward (`dure.parallel.recomputing`), with the same
+bits too.
 
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,12 +30,22 @@ from dure.contracts.lr_schedule import Rates
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, examples_for
 from dure.contracts.task import Task
-from dure.data.batches import Batches, check_batch_size
+from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
+from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import PARTS, Offload, parse_offload
+from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
+from dure.parallel.recomputing import (
+    NO_RECOMPUTE,
+    NOT_ASKED,
+    Asked,
+    check_recompute,
+    install,
+    prove_recompute,
+)
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import Budget, ExampleLevel, Wanted
@@ -80,6 +92,10 @@ class SingleWorker(Strategy):
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer, parameters, gradients and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        recompute: modules that are computed again for backward, and keep their inputs alone, such
+            as layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: that a step may take, such as 2GB: weights, gradients, optimizer's state and
+            activations. As few modules are computed again as that needs.
     """
 
     batch_size: int | None = 64
@@ -90,19 +106,32 @@ class SingleWorker(Strategy):
     delta: float = 1e-5
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    memory: str | None = None
 
     name: ClassVar[str] = "single-worker"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
-    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
+    can_offload: ClassVar[tuple[str, ...]] = PARTS
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"offload", "offload_folder", "recompute", "memory"}
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"privacy": parse_dp_sgd, "offload": parse_offload})
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
     def computes_on(self) -> tuple[str, ...]:
         return (self.device,)
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        return self.offload.parts
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return WHOLE
 
     @property
     def deterministic(self) -> bool:
@@ -154,6 +183,11 @@ class SingleWorker(Strategy):
             why="for dp-sgd computes gradients in a way of its own",
             device=device_of(self.device),
         )
+        check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
+
+    def _again(self, task: Task) -> Asked:
+        part = largest_piece(self.batch_size, len(task.train), 1, 1)
+        return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on."""
@@ -165,7 +199,9 @@ class SingleWorker(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Tries how the gradients of single examples are clipped, where that is wanted."""
         self.check_model(task, model, workers)
-        return None if self.privacy is None else example_level.proven(task, model)
+        if self.privacy is not None:
+            return example_level.proven(task, model)
+        return prove_recompute(self._again(task), task, model)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         device = device_of(self.device)
@@ -178,6 +214,7 @@ class SingleWorker(Strategy):
             loaders=self.loaders,
             wanted=self._wanted,
             offloaded=Offloaded(self.offload, self.offload_folder, place, device),
+            again=self._again(task),
         )
 
 
@@ -199,6 +236,7 @@ class SingleLearner(Learner):
         loaders: int = 0,
         wanted: Wanted | None = None,
         offloaded: Offloaded | None = None,
+        again: Asked = NOT_ASKED,
     ) -> None:
         self.group = place.group
         self.seed = seed
@@ -207,6 +245,7 @@ class SingleLearner(Learner):
         self.offloaded = offloaded or Offloaded(NO_OFFLOAD, None, place, self.device)
         made = self.offloaded.model(lambda: place.model(task, seed).to(self.device))
         self.model = made.train()
+        self.again = install(again, task, self.model, place.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
@@ -332,6 +371,8 @@ class SingleLearner(Learner):
         return None if self.private is None else self.private.exhausted()
 
     def facts(self) -> dict[str, Any] | None:
+        if self.again is not None:
+            return self.again.facts()
         if self.private is None:
             return None
         return {"promises": [] if self.group.rank else [self.private.facts()]}

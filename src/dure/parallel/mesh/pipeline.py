@@ -24,6 +24,7 @@ from torch import nn
 
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
@@ -108,6 +109,9 @@ class Pipeline(Strategy):
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return self.on(1 if workers is None else workers).shares(workers)
 
     def check(self, task: Task, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check(task, workers)

@@ -43,7 +43,10 @@ from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
+from dure.memory.again import compute_again
+from dure.memory.formula import Shares, divided
 from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.recompute import ALL, Recompute
 from dure.memory.undivided import beside, through
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
@@ -82,6 +85,14 @@ from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, is_own
 from dure.parallel.pipeline.stage import Stage
 from dure.parallel.pipeline.uncut import UncutModel
+from dure.parallel.recomputing import (
+    NO_RECOMPUTE,
+    NOT_ASKED,
+    Asked,
+    check_recompute,
+    chosen,
+    prove_recompute,
+)
 from dure.parallel.speaker import Speaker
 from dure.parallel.tensor import parallelize
 from dure.parallel.tensor.divided import draws_of
@@ -116,7 +127,11 @@ class Parallel(Strategy):
         cut: names of the modules at which the stages after the first begin; by default dure cuts
             in balance.
         balance: what is balanced: estimated or measured time, or memory.
-        recompute: stages keep their inputs alone, and compute the rest again for backward.
+        recompute: stages keep their inputs alone, and compute the rest again for backward; in one
+            stage the modules do with which a step takes the least memory.
+        memory: that a worker's step may take in one stage, such as 2GB: its parts of weights,
+            gradients and optimizer's state, and activations. As few modules are computed again as
+            that needs.
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
         zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides
             the gradients too, 3 the parameters too.
@@ -136,6 +151,7 @@ class Parallel(Strategy):
     cut: tuple[str, ...] | None = None
     balance: Balance = "estimated"
     recompute: bool = False
+    memory: str | None = None
     sequence: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     clip_norm: float | None = None
@@ -147,7 +163,7 @@ class Parallel(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     moves: ClassVar[frozenset[str]] = frozenset(
-        {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "zero"}
+        {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}
     )
 
@@ -168,6 +184,9 @@ class Parallel(Strategy):
     def deterministic(self) -> bool:
         # Another cut adds what stages share, and the norm of a gradient, in other groups.
         return self.balance != "measured"
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return divided(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
@@ -228,6 +247,20 @@ class Parallel(Strategy):
             self.name,
             why="for a rank computes with all that it holds, and sends gradients from memory",
         )
+        check_recompute(NO_RECOMPUTE, self.memory, self.name)
+        if self.memory is not None and not self.uncut:
+            raise ValueError(
+                f"memory {self.memory} chooses modules, and a pipeline computes traced stages: "
+                f"take recompute, or a mesh without a pipeline and microbatches 1"
+            )
+
+    def again(self, task: Task) -> Asked:
+        """What is computed again by modules; traced stages have a way of their own."""
+        whole = Recompute((ALL,)) if self.recompute and self.memory is None else NO_RECOMPUTE
+        if not self.uncut:
+            return NOT_ASKED
+        shares = divided(self.mesh.tensor, self.zero, self.mesh.data)
+        return Asked(whole, self.memory, self.examples(len(task.train)), shares)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Divides a copy of the model, and runs it on one micro-batch."""
@@ -274,7 +307,7 @@ class Parallel(Strategy):
         # The copy that was cut for the checks: to trace a model takes longest of all.
         cut = self.checked(task, model)
         if cut is None:
-            return None
+            return prove_recompute(self.again(task), task, model)
         started = time.perf_counter()
         twin = another(model, task, 0)
         # A task may give one and the same model, of which there is no copy: then there is nothing
@@ -296,7 +329,11 @@ class Parallel(Strategy):
     @property
     def uncut(self) -> bool:
         """Whether the model is computed as it is, in one stage."""
-        return self.list_for(self.most).stages == 1 and (self.mesh.tensor > 1 or self.zero > 1)
+        # What is computed again are modules, of which a trace has none. With one micro-batch both
+        # draw the same random numbers.
+        again = self.most == 1 and (self.recompute or self.memory is not None)
+        apart = self.mesh.tensor > 1 or self.zero > 1 or again
+        return apart and self.list_for(self.most).stages == 1
 
     def examples(self, of: int) -> int:
         """In a micro-batch, at most, if so many are to be learned."""
@@ -316,7 +353,14 @@ class ParallelLearner(Learner):
     resizes = True
     by_parts = True
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: Parallel) -> None:
+    def __init__(
+        self,
+        task: Task,
+        place: Place,
+        seed: int,
+        strategy: Parallel,
+        again: Asked | None = None,
+    ) -> None:
         self.task = task
         self.group = place.group
         self.seed = seed
@@ -332,9 +376,14 @@ class ParallelLearner(Learner):
         self.offloaded = Offloaded(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True
         )
+        # Chosen of the undivided model, so that all ranks choose the same.
+        asked = strategy.again(task) if again is None else again
+        chosen_again = chosen(asked, task, model, place.check)
         # The parts of layers lie in files too until it is known which of them are kept (`hold`).
         with beside(model):
             self._divide_layers(model, place.check)
+        if chosen_again is not None:
+            compute_again(model, chosen_again.choice.names)
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
         # Before `hold`, which lets go of the parameters of other stages.

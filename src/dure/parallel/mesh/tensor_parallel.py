@@ -21,12 +21,15 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.strategy import Kind, Learner, Place, Strategy
+from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.offloaded import NO_OFFLOAD
+from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.settings import parse_fields
 
@@ -45,6 +48,11 @@ class TensorParallel(Strategy):
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        recompute: modules that are computed again for backward, and keep their inputs alone, such
+            as layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: that a worker's step may take, such as 2GB: its parts of weights, gradients and
+            optimizer's state, and the activations of the undivided model. As few modules are
+            computed again as that needs.
     """
 
     batch_size: int | None = 64
@@ -53,14 +61,19 @@ class TensorParallel(Strategy):
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    memory: str | None = None
 
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    moves: ClassVar[frozenset[str]] = frozenset({"sequence", "plan", "offload", "offload_folder"})
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", TensorPlan(self.plan))
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
         parse_fields(self, {"offload": parse_offload})
 
     @property
@@ -83,16 +96,31 @@ class TensorParallel(Strategy):
             offload=self.offload,
             offload_folder=self.offload_folder,
             plan=self.plan,
+            recompute=bool(self.recompute),
+            memory=self.memory,
         )
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)
 
+    def shares(self, workers: int | None) -> Shares | None:
+        return self.on(1 if workers is None else workers).shares(workers)
+
+    def _again(self, task: Task, workers: int | None) -> Asked:
+        return self.on(workers or 1).again(task)._replace(recompute=self.recompute)
+
     def check(self, task: Task, workers: int | None) -> None:
+        check_recompute(self.recompute, self.memory, self.name)
         self.on(1 if workers is None else workers).check(task, workers)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         self.on(1 if workers is None else workers).check_model(task, model, workers)
 
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Tries what is computed again, where that is asked for; the layers the ranks try."""
+        self.check_model(task, model, workers)
+        return prove_recompute(self._again(task, workers), task, model)
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        return ParallelLearner(task, place, seed, self.on(place.group.size))
+        workers = place.group.size
+        return ParallelLearner(task, place, seed, self.on(workers), self._again(task, workers))

@@ -23,7 +23,7 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -85,12 +85,15 @@ def kept_by(model: nn.Module, known: Collection[str]) -> Kept:
 
 def first_change(before: Kept, after: Kept) -> str | None:
     """The name of the first value that is not what it was; None where all are."""
+    return next(changes(before, after), None)
+
+
+def changes(before: Kept, after: Kept) -> Iterator[str]:
+    """The names of all values that are not what they were."""
     for name, value in after.items():
-        if name not in before:
-            return name
-        if not _alike(before[name], value):
-            return name
-    return next((name for name in before if name not in after), None)
+        if name not in before or not _alike(before[name], value):
+            yield name
+    yield from (name for name in before if name not in after)
 
 
 class _Walk:

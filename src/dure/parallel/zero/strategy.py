@@ -27,16 +27,19 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
+from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
-from dure.data.batches import check_joint_batch
+from dure.data.batches import check_joint_batch, largest_piece
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.machine.memory import give_back
+from dure.memory.formula import Shares, divided
 from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.recompute import Recompute, as_recompute
 from dure.memory.shelf import Shelf
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
+from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
 from dure.parallel.zero.dividing import Precision
@@ -73,6 +76,10 @@ class ZeRO(Strategy):
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer, parameters and activations, as far as this rank holds them.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        recompute: modules that are computed again for backward, and keep their inputs alone, such
+            as layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: that a worker's step may take, such as 2GB: its parts of weights, gradients and
+            optimizer's state, and activations. As few modules are computed again as that needs.
     """
 
     stage: Stage = 2
@@ -86,14 +93,19 @@ class ZeRO(Strategy):
     overlap_gather: bool = False
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    memory: str | None = None
 
     name: ClassVar[str] = "zero"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    moves: ClassVar[frozenset[str]] = frozenset({"offload", "offload_folder"})
+    moves: ClassVar[frozenset[str]] = frozenset(
+        {"offload", "offload_folder", "recompute", "memory"}
+    )
 
     def __post_init__(self) -> None:
         parse_fields(self, {"offload": parse_offload})
+        object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
     def spares_memory(self) -> bool:
@@ -105,6 +117,9 @@ class ZeRO(Strategy):
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.stage == 3 and workers != 1
+
+    def shares(self, workers: int | None) -> Shares | None:
+        return divided(1, self.stage, workers or 1)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
@@ -120,12 +135,22 @@ class ZeRO(Strategy):
             self.name,
             why="whose messages lie in memory",
         )
+        check_recompute(self.recompute, self.memory, self.name)
+
+    def _again(self, task: Task, workers: int | None) -> Asked:
+        part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
+        return Asked(self.recompute, self.memory, part, divided(1, self.stage, workers or 1))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train, or whose tensors overlap."""
         check_apart(model)
         check_weights_stay(model, workers)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
+
+    def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
+        """Tries what is computed again, where that is asked for."""
+        self.check_model(task, model, workers)
+        return prove_recompute(self._again(task, workers), task, model)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ZeROLearner(task, place, seed, self)
@@ -152,6 +177,7 @@ class ZeROLearner(SingleLearner):
                 place.devices[0],
                 divided=True,
             ),
+            again=strategy._again(task, place.group.size),
         )
         self.strategy = strategy
         self.folder = place.folder

@@ -1,0 +1,251 @@
+"""What autograd keeps of a forward pass until the backward pass: a model's activations.
+
+    saved_bytes(model, inputs)      all of it
+    observed(model, inputs)         by module, with what each was given and has computed
+
+Counted is each storage once, as large as it is, for views of one keep all of it alive. Parameters
+and buffers are not counted, which are there anyway; the inputs are, if something keeps them.
+
+The pass runs on a copy without data (torch's fake tensors), which takes no memory and next to no
+time, and keeps what a real one keeps: the same shapes, dtypes and kernels. Where that is not
+possible, as the model reads values, or has a recurrent layer whose kernel keeps a workspace of a
+size of its own, the pass is a real one, on a copy that shares the parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.machine.compiler import left_out, settings_alone
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.tensors.copies import copy_of
+
+Result = TypeVar("Result")
+
+Storages = dict[int, int]
+"""Storages by number, each with its bytes."""
+
+
+@dataclass
+class Call:
+    """One call of a module in a forward pass.
+
+    name: of the module; "" is the model. given: what it was called with. saved: what autograd has
+    kept in it, that of its children too. flops: of its forward pass. calls: those that it made, in
+    order. changes: whether what it was given is no longer what it was, when the pass is over.
+    """
+
+    name: str
+    module: nn.Module
+    given: Storages = field(default_factory=dict)
+    saved: Storages = field(default_factory=dict)
+    left: Storages = field(default_factory=dict)
+    flops: float = 0.0
+    calls: list[Call] = field(default_factory=list)
+    changes: bool = False
+
+    def walk(self) -> Iterator[Call]:
+        """This call and those in it, in the order in which they began."""
+        yield self
+        for call in self.calls:
+            yield from call.walk()
+
+
+def saved_bytes(model: nn.Module, inputs: Any, spare: bool = False) -> int:
+    """The bytes that autograd keeps of `model(inputs)`, in the modes in which its modules are.
+
+    spare: as for `observed`, whose errors it raises.
+    """
+    return sum(observed(model, inputs, spare).saved.values())
+
+
+def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
+    """The call `model(inputs)`, on a copy of the model, and what it keeps.
+
+    spare: whether the pass may be made on the model itself where there is no copy of it.
+
+    Raises ValueError where there is no copy, and the model is not spare; and whatever the model
+    raises.
+    """
+
+    def on_fakes() -> Call:
+        with faked(model, inputs) as (twin, given):
+            return _watched(twin, given)
+
+    def on_data() -> Call:
+        with spare_copy(model, spare) as twin:
+            return _watched(twin, inputs)
+
+    return where_possible(model, on_fakes, on_data)
+
+
+def where_possible(
+    model: nn.Module, on_fakes: Callable[[], Result], on_data: Callable[[], Result]
+) -> Result:
+    """What the first function gives, or the second where tensors without data cannot do it."""
+    # The kernels of recurrent layers keep a workspace that only they know the size of.
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        try:
+            return on_fakes()
+        # Not an answer: the model may do what such tensors cannot.
+        except Exception:
+            pass
+    return on_data()
+
+
+@contextmanager
+def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
+    """A copy of the model in the same memory, to be run; or itself, where there is none.
+
+    After it torch's generators go on as if nothing had been computed. Raises ValueError where there
+    is no copy, and the model is not `spare`.
+    """
+    twin = copy_of(model, same_parameters=True)
+    if twin is None and not spare:
+        raise ValueError(
+            "what the model keeps for its backward pass cannot be measured: there is no copy of it"
+        )
+    before = generators_state()
+    try:
+        yield model if twin is None else twin
+    finally:
+        restore_generators(before)
+
+
+@contextmanager
+def faked(model: nn.Module, inputs: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A copy of the model and the inputs without data, and inside the mode in which they compute.
+
+    Raises ValueError where there is no copy.
+    """
+    with left_out(), ExitStack() as modes:
+        settings_alone()
+        # What is no parameter and no buffer, such as a constant, takes part as it is.
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        modes.enter_context(mode)
+        known = {id(tensor): _like(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        twin = copy_of(model, known=known)
+        if twin is None:
+            raise ValueError("there is no copy of the model")
+        yield twin, tree_map_only(Tensor, _like, inputs)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor without data of this shape, made in a mode for such."""
+    own = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(own, tensor.requires_grad)
+    return own.requires_grad_(tensor.requires_grad)
+
+
+def _watched(model: nn.Module, inputs: Any) -> Call:
+    """The call of a model, each of its modules watched."""
+    watch = _Watch(model)
+    with watch.watching():
+        model(inputs)
+    watch.settle()
+    return watch.root
+
+
+class _Watch:
+    """Notes what the calls of a model's modules are given and keep."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.root = Call("", model)
+        self._under_way: list[Call] = []
+        self._numbers: dict[StorageWeakRef, int] = {}
+        # Of each call the tensors that it was given, with their versions when it began.
+        self._given: list[tuple[Call, list[tuple[Callable[[], Tensor | None], int]]]] = []
+        # What is there anyway is number 0, 1, ... and not counted.
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._number(tensor)
+        self._own = len(self._numbers)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = []
+        for name, module in self.model.named_modules():
+            hooks += [
+                module.register_forward_pre_hook(
+                    partial(self._begin, name), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(self._end),
+            ]
+        counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
+        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        try:
+            with left_out(), counter as self._counter, torch.enable_grad(), saving:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def settle(self) -> None:
+        """The pass is over: which calls no longer have what they were given."""
+        for call, tensors in self._given:
+            for find, version in tensors:
+                tensor = find()
+                # What is gone nobody has changed since: whoever computes again keeps it.
+                call.changes |= tensor is not None and tensor._version != version
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inside = bool(self._under_way)
+        call = Call(name, module) if inside else self.root
+        if inside:
+            self._under_way[-1].calls.append(call)
+        self._under_way.append(call)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        call.given = self._counted(tensors)
+        self._given.append((call, [(weakref.ref(each), each._version) for each in tensors]))
+        call.flops = -self._flops()
+
+    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        call = self._under_way.pop()
+        call.flops += self._flops()
+        call.left = self._counted(
+            [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        )
+
+    def _flops(self) -> float:
+        return float(self._counter.get_total_flops())
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        for number, size in self._counted([tensor]).items():
+            for call in self._under_way:
+                call.saved[number] = size
+        return tensor
+
+    def _counted(self, tensors: list[Tensor]) -> Storages:
+        found = {self._number(tensor): _bytes(tensor) for tensor in tensors}
+        return {number: size for number, size in found.items() if number >= self._own}
+
+    def _number(self, tensor: Tensor) -> int:
+        # A weak reference: its storage may go, but no other one gets its place.
+        try:
+            key = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        # Sparse tensors have no storage.
+        except (NotImplementedError, RuntimeError):
+            key = tensor  # type: ignore[assignment]
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _bytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.nbytes

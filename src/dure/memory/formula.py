@@ -1,0 +1,160 @@
+"""The memory that training a model takes on one worker, without what its activations take.
+
+    weights     W    every parameter and buffer, once
+    gradients   G    as many bytes as what is trained; sparse ones are less, and not counted
+    state       S    what the optimizer keeps: AdamW two numbers a weight, SGD none
+
+A worker that holds a part of each of these has a / W + b / G + c / S:
+
+    single worker, data parallel            W             G             S
+    ZeRO 1, 2, 3 on N ranks                 W, W, W/N     G, G/N, G/N   S/N
+    tensor parallel, pipeline on N ranks    W/N           G/N           S/N
+    parameters, gradients, state offloaded  0             0             0
+
+The third line is the least: layers that a plan does not divide, and stages that are not alike, make
+a rank's part larger.
+
+Activations come on top, which `dure.memory.activations` measures, and what a process has anyway.
+
+How much an optimizer keeps is seen by letting it step over a parameter of a few elements, one for
+each kind of them. What grows with the parameter is scaled; the rest is what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.machine.compiler import left_out
+from dure.randomness.seeds import generators_state, restore_generators
+
+
+class Shares(NamedTuple):
+    """The parts of the undivided model that one worker has in memory."""
+
+    weights: Fraction = Fraction(1)
+    gradients: Fraction = Fraction(1)
+    state: Fraction = Fraction(1)
+
+    def without(self, parts: Collection[str]) -> Shares:
+        """The same where these lie elsewhere, by the names of `offload`."""
+        nothing = Fraction(0)
+        return Shares(
+            nothing if "parameters" in parts else self.weights,
+            nothing if "gradients" in parts else self.gradients,
+            nothing if "optimizer" in parts else self.state,
+        )
+
+
+WHOLE = Shares()
+"""Those of a worker that has all of it."""
+
+
+def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
+    """Those of a worker that has one of so many parts of the model.
+
+    stage: of ZeRO, which divides each part over so many ranks; 0: none.
+    """
+    part = Fraction(1, parts)
+    less = part / ranks
+    return Shares(
+        weights=less if stage >= 3 else part,
+        gradients=less if stage >= 2 else part,
+        state=less if stage >= 1 else part,
+    )
+
+
+class Need(NamedTuple):
+    """Bytes that a model takes while it is trained, undivided."""
+
+    weights: int
+    gradients: int
+    state: int
+
+    def of(self, shares: Shares) -> Need:
+        """What a worker with these shares needs."""
+        parts = zip(self, shares, strict=True)
+        return Need(*(int(nbytes * share) for nbytes, share in parts))
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.state
+
+
+def need_of(
+    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> Need:
+    """What training the model with this optimizer takes."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    sparse = _sparse(model)
+    dense = [one for one in trained if one not in sparse]
+    return Need(
+        weights=bytes_of(model),
+        gradients=sum(one.nbytes for one in dense),
+        state=_state_bytes(trained, optimizer),
+    )
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Bytes of the model's parameters and buffers, each storage once."""
+    found: dict[object, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        # A shape alone has no memory; it will have its own.
+        key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        found[key] = max(found.get(key, 0), tensor.nbytes)
+    return sum(found.values())
+
+
+def _sparse(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose gradients have only the rows that a batch has used."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    found = (module for module in model.modules() if isinstance(module, tables) and module.sparse)
+    return {module.weight for module in found}
+
+
+def _state_bytes(
+    parameters: Iterable[nn.Parameter],
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+) -> int:
+    """Bytes of the optimizer's state over these; 0 where it cannot be tried."""
+    real = list(parameters)
+    small = [_small(parameter) for parameter in real]
+    before = generators_state()
+    try:
+        with left_out(), torch.enable_grad():
+            optimizer = make(small)
+            optimizer.step()
+        return sum(
+            _scaled(optimizer.state.get(tried, {}), tried, parameter)
+            for tried, parameter in zip(small, real, strict=True)
+        )
+    # It is the user's: it may want what only the real parameters have.
+    except Exception:
+        return 0
+    finally:
+        restore_generators(before)
+
+
+def _small(parameter: nn.Parameter) -> nn.Parameter:
+    """One of as many dimensions, with a gradient."""
+    # No dimension of two sizes would be taken for another.
+    shape = [min(size, 2 + place) for place, size in enumerate(parameter.shape)]
+    small = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+    small.__dict__.update(vars(parameter))
+    small.grad = torch.zeros_like(small)
+    return small
+
+
+def _scaled(state: Mapping[Any, Any], small: Tensor, parameter: Tensor) -> int:
+    """The bytes of a state over the small one, if it were over the parameter."""
+    total = 0
+    for value in state.values():
+        if isinstance(value, Tensor):
+            grows = value.shape == small.shape
+            total += value.itemsize * (parameter.numel() if grows else value.numel())
+    return total

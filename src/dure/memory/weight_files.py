@@ -1,0 +1,218 @@
+"""Tensors in safetensors files, each read where and when it is touched.
+
+    stored_in(PATH)     every tensor by its name: in which file, from which byte, dtype and shape
+    stored.read()       a view of the file (`dure.memory.mapped.view`), and not a copy
+
+PATH is a file; the index of several (`*.safetensors.index.json`); or a folder: of Hugging Face's
+`save_pretrained`, or of a run, of which it is the trained weights, or else the newest checkpoint.
+
+Headers alone are read to know names and shapes. Nothing in a file is unpickled or called. A file
+whose elements do not begin at multiples of their size is copied when it is read.
+
+Source: the format of safetensors, huggingface.co/docs/safetensors; an index has `weight_map`, the
+file of each name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dure.errors import DataError
+from dure.memory.mapped import view
+from dure.record.checkpoint import name_of, place_of
+from dure.record.weights import DTYPES, pairs_in
+
+_MODEL = "model.safetensors"
+_INDEX = ".safetensors.index.json"
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_CHUNK = 1 << 20
+"""Bytes of a file that are in memory while its digest is formed."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file. offset: its first byte. is_pair: complex numbers as pairs of real ones.
+
+    shape: as it is written, a pair's with one dimension more.
+    """
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    written: tuple[int, ...]
+    is_pair: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that is meant."""
+        return self.written[:-1] if self.is_pair else self.written
+
+    @property
+    def values(self) -> torch.dtype:
+        """The dtype of the tensor that is meant."""
+        return torch.complex128 if self.is_pair else self.dtype
+
+    def read(self) -> Tensor:
+        """Its values, mapped. Raises DataError where the file is gone."""
+        try:
+            descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(self.file, error) from error
+        try:
+            tensor = self._mapped(descriptor)
+        finally:
+            os.close(descriptor)
+        return torch.view_as_complex(tensor) if self.is_pair else tensor
+
+    def _mapped(self, descriptor: int) -> Tensor:
+        if self.offset % self.dtype.itemsize == 0:
+            return view(descriptor, self.offset, self.written, self.dtype)
+        length = torch.Size(self.written).numel() * self.dtype.itemsize
+        # Copied, so that its elements begin where those of their size may.
+        content = view(descriptor, self.offset, (length,), torch.uint8).clone()
+        return content.view(self.dtype).view(self.written)
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """The tensors that `path` has, by name.
+
+    Raises DataError if there is none, or a file is damaged or of another kind.
+    """
+    found: dict[str, Stored] = {}
+    for file, names in _files_of(path).items():
+        here = _tensors_of(file)
+        missing = [] if names is None else sorted(names - here.keys())
+        if missing:
+            raise DataError(f"the index of {path} names {missing[0]}, which {file} does not hold")
+        found |= {name: here[name] for name in (here if names is None else names)}
+    return found
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 over the files that `path` stands for, in the order of their names, as hex digits.
+
+    Where they lie, and what else lies there, is no part of it.
+    """
+    total = sha256()
+    for file in sorted(_files_of(path)):
+        try:
+            total.update(_digest(file))
+        except OSError as error:
+            raise _unreadable(file, error) from error
+    return total.hexdigest()
+
+
+def _digest(file: Path) -> bytes:
+    own = sha256()
+    with open(file, "rb") as opened:
+        while content := opened.read(_CHUNK):
+            own.update(content)
+    return own.digest()
+
+
+def _files_of(path: Path) -> dict[Path, set[str] | None]:
+    """The files, and which names each is read for; None: all that it has."""
+    if path.is_dir():
+        path = _in_folder(path)
+    if path.name.endswith(_INDEX):
+        return _indexed(path)
+    if path.suffix in _PICKLES:
+        raise DataError(
+            f"{path} is a pickle, which could run code: save the model's state_dict with "
+            f"safetensors.torch.save_file, or the model with save_pretrained"
+        )
+    return {path: None}
+
+
+def _in_folder(folder: Path) -> Path:
+    """What a folder's weights are called: a file, or an index."""
+    usual = [folder / _MODEL, folder / f"model{_INDEX}", *_newest(folder / "checkpoint")]
+    found = next((one for one in usual if one.is_file()), None)
+    if found is not None:
+        return found
+    others = sorted(folder.glob(f"*{_INDEX}")) or sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others[0]
+    if others:
+        names = ", ".join(one.name for one in others)
+        raise DataError(f"{folder} has several files of weights: name one of {names}")
+    pickles = [one.name for one in sorted(folder.iterdir()) if one.suffix in _PICKLES]
+    hint = f"; {pickles[0]} is a pickle: save it as safetensors" if pickles else ""
+    raise DataError(f"{folder} has no weights in safetensors files{hint}")
+
+
+def _newest(checkpoints: Path) -> list[Path]:
+    """The weights of the newest of a run's checkpoints, if there is one."""
+    if not checkpoints.is_dir():
+        return []
+    places = [place for one in checkpoints.iterdir() if (place := place_of(one.name)) is not None]
+    return [checkpoints / name_of(*max(places)) / _MODEL] if places else []
+
+
+def _indexed(path: Path) -> dict[Path, set[str] | None]:
+    files: dict[Path, set[str] | None] = {}
+    for name, file in _weight_map(path).items():
+        # A file that somebody sent names others next to it, and none elsewhere.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DataError(f"{path} is damaged: {name} lies in {file!r}, which is no file's name")
+        names = files.setdefault(path.parent / file, set())
+        assert names is not None
+        names.add(name)
+    return files
+
+
+def _weight_map(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())["weight_map"]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is no index of safetensors files: it has no weight_map") from error
+    if not isinstance(content, dict) or not content:
+        raise DataError(f"{path} is no index of safetensors files: its weight_map is empty")
+    return content
+
+
+def _tensors_of(file: Path) -> dict[str, Stored]:
+    """The tensors of one file, by its header."""
+    try:
+        # The library looks at the header: whether it is one, and all elements are there.
+        with safe_open(file, "pt") as opened:
+            pairs = set(pairs_in(opened.metadata()))
+        with open(file, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise DataError(f"{file} is no safetensors file, or a damaged one: {error}") from error
+    return dict(_entries(file, header, 8 + length, pairs))
+
+
+def _entries(
+    file: Path, header: Mapping[str, Any], begin: int, pairs: set[str]
+) -> Iterator[tuple[str, Stored]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise DataError(f"{name} in {file} is of {entry['dtype']}, a dtype that is not known")
+        shape = tuple(entry["shape"])
+        if name in pairs and (dtype != torch.float64 or shape[-1:] != (2,)):
+            raise DataError(f"{file} is damaged: {name} is no complex128 as pairs of numbers")
+        yield name, Stored(file, begin + entry["data_offsets"][0], dtype, shape, name in pairs)
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"cannot read the weights {file}: {error.strerror or error}")

@@ -1,0 +1,278 @@
+"""What a learner computes again for backward, by a strategy's fields `recompute` and `memory`.
+
+    recompute    the modules of these names; or `all`: those with which a step takes the least
+    memory       as few as a step needs to take at most so much:
+
+                 weights + gradients + optimizer's state + what a step has besides <= memory
+
+The first three are what a worker holds of them (`dure.memory.formula`); the last is tried on
+tensors without data (`dure.memory.choosing`), for the part of the batch that a worker computes at
+once. What Python and torch take themselves is not in it.
+
+Before the first step it is tried on a few examples: passes with recomputation have the gradients
+and buffers of passes without, bit for bit. A module whose passes leave something else in Python
+each time, such as a counter, would do so twice: it is not chosen, and refused where it is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.machine.compiler import left_out
+from dure.machine.devices import to_device
+from dure.memory.again import compute_again
+from dure.memory.choosing import Choice, Chooser
+from dure.memory.formula import WHOLE, Need, Shares, need_of
+from dure.memory.recompute import Recompute
+from dure.parallel.pipeline.kept import changes, kept_by
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.settings import read_bytes
+
+NO_RECOMPUTE = Recompute()
+
+TRIED = 4
+"""Examples of the trial, at most: more than one, for batch norm."""
+
+
+class Asked(NamedTuple):
+    """What the fields of a strategy ask for, and of whom.
+
+    examples: that a worker computes at once. shares: what it holds of the model.
+    """
+
+    recompute: Recompute
+    memory: str | None
+    examples: int
+    shares: Shares = WHOLE
+
+    def __bool__(self) -> bool:
+        return bool(self.recompute) or self.memory is not None
+
+
+NOT_ASKED = Asked(NO_RECOMPUTE, None, 0)
+
+
+def check_recompute(
+    recompute: Recompute, memory: str | None, who: str, private: bool = False
+) -> None:
+    """Raises ValueError for fields that say two things, or no size.
+
+    who: the strategy, by name. private: whether it computes gradients of single examples.
+    """
+    if not recompute and memory is None:
+        return
+    if private:
+        field = "recompute" if recompute else "memory"
+        raise ValueError(
+            f"{who} with dp-sgd does nothing with {field}, for it computes gradients in a way of "
+            f"its own: leave one of them out"
+        )
+    if recompute and memory is not None:
+        raise ValueError(
+            f"recompute {recompute} says what is computed again, and memory {memory} lets dure "
+            f"choose it: give one of them"
+        )
+    if memory is not None and read_bytes(memory) < 1:
+        raise ValueError(f"memory is {memory}, but a step takes some")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is computed again, and what a worker takes with it.
+
+    need: of weights, gradients and state. budget: None where none was given.
+    """
+
+    choice: Choice
+    need: Need
+    budget: int | None
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary and the report."""
+        return {
+            "recomputed": list(self.choice.names),
+            "recomputed_flops": self.choice.extra,
+            "predicted_bytes": self.need.weights + self.need.state + self.choice.peak,
+        }
+
+
+def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | None:
+    """What is computed again of a model that was not used yet; None where nothing was asked for.
+
+    The same wherever it is asked: it follows from shapes. check: whether modules are looked at for
+    what passes leave in them. The model stays as it is.
+
+    Raises ValueError for names of no module, and for a budget that nothing fits into, with the
+    least that would do.
+    """
+    if not asked:
+        return None
+    train, _ = examples_for(model, task)
+    spare = another(model, task, 0)
+    spare.train()
+    batch = to_device(_first(train, asked.examples), _device_of(model))
+    left = _Trial(task, model, train).left() if check and not _is_named(asked) else []
+    chooser = Chooser(
+        spare,
+        batch,
+        lambda outputs, targets: _loss(task, outputs, targets),
+        may=lambda name: not any(_lies_in(each, name) for each in left),
+        spare=True,
+    )
+    need = need_of(model, task.optimizer)
+    if _is_named(asked):
+        return Chosen(chooser.of(asked.recompute.names(model)), need, None)
+    if asked.memory is None:
+        return Chosen(chooser.least(), need, None)
+    held = need.of(asked.shares)
+    budget = read_bytes(asked.memory)
+    # The trial has all gradients, of which this worker may hold a part.
+    besides = held.weights + held.state + held.gradients - need.gradients
+    choice = chooser.within(budget - besides) if held.total <= budget else None
+    if choice is None:
+        least = max(chooser.least().peak + besides, held.total)
+        raise ValueError(
+            f"memory {asked.memory}: a step takes {_size(least)} at least, whatever is computed "
+            f"again (weights {_size(held.weights)}, gradients {_size(held.gradients)}, optimizer's "
+            f"state {_size(held.state)}, the rest activations)"
+        )
+    return Chosen(choice, held, budget)
+
+
+def _is_named(asked: Asked) -> bool:
+    return bool(asked.recompute) and not asked.recompute.all
+
+
+def install(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | None:
+    """Chooses, and has the model compute it again from now on."""
+    found = chosen(asked, task, model, check)
+    if found is not None:
+        compute_again(model, found.choice.names)
+    return found
+
+
+def prove_recompute(asked: Asked, task: Task, model: nn.Module) -> Proof | None:
+    """Tries what is computed again beside what is not; None where nothing was asked for.
+
+    The model stays as it is. Raises ValueError where bits differ, or a module has side effects.
+    """
+    if not asked:
+        return None
+    started = time.perf_counter()
+    found = chosen(asked, task, model, check=True)
+    assert found is not None
+    names = found.choice.names
+    if names:
+        _Trial(task, model, examples_for(model, task)[0]).prove(names)
+    modules = f"{len(names)} module{'' if len(names) == 1 else 's'}"
+    what = f"{modules} computed again: the same gradients and buffers"
+    return Proof(what, time.perf_counter() - started)
+
+
+class _Trial:
+    """Passes of copies of a model over a few examples, under the same draws."""
+
+    def __init__(self, task: Task, model: nn.Module, train: Examples) -> None:
+        self.task = task
+        self._model = model
+        self._batch = to_device(_first(train, min(TRIED, len(train))), _device_of(model))
+
+    def left(self) -> list[str]:
+        """The names of what each pass leaves otherwise in Python."""
+        return self._plain()[1]
+
+    def prove(self, names: tuple[str, ...]) -> None:
+        """Raises ValueError where passes that compute these modules again differ."""
+        right, left = self._plain()
+        for name in names:
+            kept = next((each for each in left if _lies_in(each, name)), None)
+            if kept is not None:
+                raise ValueError(
+                    f"recompute: each forward pass of {name} changes {kept}, which would be done "
+                    f"twice: keep it in a buffer, or leave the module out"
+                )
+        twin = self._twin()
+        compute_again(twin, names)
+        tried = self._pass(twin)
+        for what, digest in right.items():
+            if tried[what] != digest:
+                raise ValueError(
+                    f"recompute: {what} is another when modules are computed again, which "
+                    f"depend on more than inputs, buffers and torch's random numbers: leave out "
+                    f"those that do"
+                )
+
+    def _plain(self) -> tuple[Mapping[str, bytes], list[str]]:
+        """What a pass gives without recomputation, and what another one changes in Python."""
+        twin = self._twin()
+        known = [name for name, _ in twin.named_buffers(remove_duplicate=False)]
+        # What the first pass finds itself, such as a cache that it fills, it finds once.
+        given = self._pass(twin)
+        before = kept_by(twin, known)
+        self._pass(twin)
+        return given, list(changes(before, kept_by(twin, known)))
+
+    def _twin(self) -> nn.Module:
+        return another(self._model, self.task, 0).train()
+
+    def _pass(self, model: nn.Module) -> dict[str, bytes]:
+        """Digests of the gradients and buffers that a pass leaves, by words for them."""
+        before = generators_state()
+        try:
+            seed_generators(0, "recompute", everything=True)
+            inputs, targets = self._batch
+            with left_out(), torch.enable_grad():
+                _loss(self.task, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        finally:
+            restore_generators(before)
+        found = {
+            f"the gradient of {name}": _digest(parameter.grad)
+            for name, parameter in model.named_parameters()
+        }
+        found |= {f"the buffer {name}": _digest(buffer) for name, buffer in model.named_buffers()}
+        model.zero_grad(set_to_none=True)
+        return found
+
+
+def _loss(task: Task, outputs: Any, targets: Any) -> Tensor:
+    value = task.loss(outputs, targets)
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _digest(tensor: Tensor | None) -> bytes:
+    if tensor is None:
+        return b""
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    flat = dense.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+
+
+def _lies_in(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")
+
+
+def _first(examples: Examples, count: int) -> tuple[Any, Any]:
+    """So many examples, the first ones; no generator is advanced."""
+    before = generators_state()
+    batch = examples.batch(torch.arange(count) % len(examples))
+    restore_generators(before)
+    return batch
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _size(nbytes: int) -> str:
+    """Rounded up, so that what is asked for again is enough."""
+    return f"{-(-nbytes // 100_000) / 10:g} MB"
