@@ -66,7 +66,8 @@ def test_a_run_that_goes_on_begins_with_the_same(tmp_path: Path) -> None:
     whole = dure.train(task, strategy, stop=dure.Stop(steps=4))
     dure.train(task, strategy, stop=dure.Stop(steps=2), out=out)
     said = json.loads((out / "config.json").read_text())["task"]
-    assert said["weights_from"] == str(weights) and len(said["weights"]) == 64
+    assert said["weights_from"] == str(weights)
+    assert len(said["weights"]) == 64
     moved = weights.rename(tmp_path / "moved.safetensors")
     with pytest.raises(RunFolderError, match="is gone: say with --weights where they are"):
         dure.resume(out)
@@ -117,7 +118,7 @@ def test_other_names_and_shapes_are_said(tmp_path: Path, changes, complaint) -> 
 def test_what_the_files_have_no_values_for_may_not_be_on_meta(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Tied()
-    with pytest.raises(ValueError, match="makes passing on the meta device, and .* has no values"):
+    with pytest.raises(ValueError, match=r"makes passing on the meta device, and .* has no values"):
         begin_with(model, saved(Tied(), tmp_path))
 
 
@@ -129,7 +130,8 @@ def test_what_lies_in_files_becomes_a_view_of_the_checkpoint(tmp_path: Path) -> 
             model = nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600)).to(dtype)
             begin_with(model, file)
         large, small = model[0].weight, model[0].bias
-        assert is_mapped(large) and not is_mapped(small)
+        assert is_mapped(large)
+        assert not is_mapped(small)
         # Adding to the values leaves the checkpoint as it is.
         assert torch.equal(large, there[0].weight.to(dtype))
         with torch.no_grad():
@@ -215,7 +217,7 @@ def test_a_base_has_to_be_whole_and_other_heads_are_told(tmp_path: Path) -> None
     with (
         pytest.warns(UserWarning, match="does not have head.weight, head.bias of the model: drawn"),
         pytest.warns(UserWarning, match="has other.bias, other.weight, which the model does not"),
-        pytest.raises(ValueError, match="no trainable|forward"),
+        pytest.raises(ValueError, match="no trainable parameter"),
     ):
         dure.train(small_task(model=_frozen, weights=file), dure.SingleWorker())
     file = saved(source, tmp_path, **{"base.layer.bias": None})

@@ -66,21 +66,22 @@ small = dure.Task(lambda: nn.Linear(1500, 4), F.cross_entropy, task.train)
 dure.train(small, dure.SingleWorker(), stop=dure.Stop(steps=1))
 with limited(resource.RLIMIT_AS, 0, NEED // 10):
     found["as", "unmade"] = outcome()
-for name, kind, field in (("as", resource.RLIMIT_AS, 0), ("data", resource.RLIMIT_DATA, 5)):
+kinds = (("as", resource.RLIMIT_AS, 0), ("data", resource.RLIMIT_DATA, 5))
+for name, kind, field in kinds:
     with limited(kind, field, NEED * 5 // 8):
         found[name, "refused"] = outcome()
-    with limited(kind, field, NEED * 2):
-        found[name, "fits"] = outcome()
 group = Path(sys.argv[1])
 with contextlib.suppress(OSError):
     group.mkdir()
     limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
     limit.write_text(str(NEED * 5 // 8))
-    home = Path("/proc/self/cgroup").read_text()
     (group / "cgroup.procs").write_text(str(os.getpid()))
     found["group", "refused"] = outcome()
     limit.write_text(str(NEED * 3))
     found["group", "fits"] = outcome()
+for name, kind, field in kinds:
+    with limited(kind, field, NEED * 2):
+        found[name, "fits"] = outcome()
 print(json.dumps([[*key, value] for key, value in found.items()]))
 """
 

@@ -116,7 +116,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
-def _sparse(model: nn.Module) -> set[nn.Parameter]:
+def _sparse(model: nn.Module) -> set[Tensor]:
     """Parameters whose gradients have only the rows that a batch has used."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     found = (module for module in model.modules() if isinstance(module, tables) and module.sparse)

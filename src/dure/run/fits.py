@@ -53,7 +53,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _watched() -> Iterator[None]:
     # The first mode of a process would load the compiler, which takes seconds.
-    with left_out(), _Watch():
+    with left_out(), _Watch():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -108,10 +108,8 @@ def held_by(model: nn.Module, addressed: bool) -> int:
 
     addressed: also those of what lies in files.
     """
-    there = (
-        one for one in tensors_of(model) if not one.is_meta and (addressed or not is_mapped(one))
-    )
-    return bytes_of(there)
+    there = [one for one in tensors_of(model) if not one.is_meta]
+    return bytes_of(one for one in there if addressed or not is_mapped(one))
 
 
 def _lying_in(room: Room, shares: Shares, offloaded: Collection[str]) -> Shares:
