@@ -223,7 +223,7 @@ def _unlike(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 
 def _is_plain(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     """Whether what is saved are the model's own parameters and buffers, under their own names."""
-    own = dict(model.named_parameters(remove_duplicate=False))
+    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
     lazy = any(is_lazy(tensor) for tensor in tensors.values())
     return not lazy and all(own.get(name) is tensor for name, tensor in tensors.items())

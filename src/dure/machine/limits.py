@@ -152,9 +152,8 @@ def _of_group(group: Path, files: _Files, swap: int) -> Room | None:
         left = max(0, swap_limit - swap_used)
         # Together they leave less for swap by what memory may still have.
         swap = min(swap, max(0, left - (limit - used)) if files.both else left)
-    return Room(
-        free, swap, f"the memory limit of the control group ({group})", shared=True, kills=True
-    )
+    whose = f"the memory limit of the control group {group}"
+    return Room(free, swap, whose, shared=True, kills=True)
 
 
 def _number(file: Path) -> int | None:

@@ -103,6 +103,27 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class _Mallinfo(ctypes.Structure):
+    """What glibc says of its heaps, in its order; fordblks are the bytes that are free in them."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def free_in_heap() -> int:
+    """Bytes that this process has and does not use: what is made next may lie there."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library, or an old one
+        mallinfo = ctypes.CDLL(None).mallinfo2
+        mallinfo.restype = _Mallinfo
+        return int(mallinfo().fordblks)
+    return 0
+
+
 def available_memory() -> int | None:
     """Bytes that processes here can still have without swapping; None where nobody tells.
 

@@ -22,7 +22,7 @@ each kind of them. What grows with the parameter is scaled; the rest is what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -94,23 +94,29 @@ def need_of(
     sparse = _sparse(model)
     dense = [one for one in trained if one not in sparse]
     return Need(
-        weights=bytes_of(model),
+        weights=bytes_of(tensors_of(model)),
         gradients=sum(one.nbytes for one in dense),
         state=_state_bytes(trained, optimizer),
     )
 
 
-def bytes_of(model: nn.Module) -> int:
-    """Bytes of the model's parameters and buffers, each storage once."""
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a model."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, those that lie in one place once."""
     found: dict[object, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         # A shape alone has no memory; it will have its own.
         key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
         found[key] = max(found.get(key, 0), tensor.nbytes)
     return sum(found.values())
 
 
-def _sparse(model: nn.Module) -> set[nn.Parameter]:
+def _sparse(model: nn.Module) -> set[Tensor]:
     """Parameters whose gradients have only the rows that a batch has used."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     found = (module for module in model.modules() if isinstance(module, tables) and module.sparse)

@@ -21,7 +21,8 @@ from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.machine.compiler import left_out
 from dure.machine.limits import Room, rooms
-from dure.memory.formula import Need, Shares, bytes_of, divided, need_of
+from dure.machine.memory import free_in_heap, give_back
+from dure.memory.formula import Need, Shares, bytes_of, divided, need_of, tensors_of
 from dure.memory.mapped import LEAST, is_mapped
 
 _MOST = 1024
@@ -52,7 +53,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _watched() -> Iterator[None]:
     # The first mode of a process would load the compiler, which takes seconds.
-    with left_out(), _Watch():
+    with left_out(), _Watch():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -86,25 +87,29 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
     elsewhere = [*strategy.computes_on, *world.computes_on]
     if shares is None or any(name != "cpu" for name in elsewhere):
         return
-    here = rooms()
-    if all(bytes_of(model) * _MANY < room.nbytes for room in here):
+    if all(bytes_of(tensors_of(model)) * _MANY < room.nbytes for room in rooms()):
         return
     need = need_of(model, task.optimizer)
-    holds = _held_by(model)
     # Processes of this machine have its memory together. Others may be anywhere.
     count = (world.workers or 1) if world.elsewhere else 1
-    for room in here:
+    # What earlier runs have left free counts as used until it is given back.
+    give_back()
+    for room in rooms():
         # What this process has of it makes way for the workers, or is the worker's.
-        free = room.most + (bytes_of(model) if room.addressed else holds)
+        free = room.most + held_by(model, room.addressed)
+        free += 0 if room.shared else free_in_heap()
         least = _needed(need, _lying_in(room, shares, strategy.offloaded), room, count)
         if least > free:
             raise ValueError(_refusal(need, shares, strategy, room, free, least, count))
 
 
-def _held_by(model: nn.Module) -> int:
-    """Bytes of memory that the model has already, which are those that it needs."""
-    held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if is_mapped(one))
-    return bytes_of(model) - held
+def held_by(model: nn.Module, addressed: bool) -> int:
+    """Bytes that the model has already in this process, which are those that it needs.
+
+    addressed: also those of what lies in files.
+    """
+    there = [one for one in tensors_of(model) if not one.is_meta]
+    return bytes_of(one for one in there if addressed or not is_mapped(one))
 
 
 def _lying_in(room: Room, shares: Shares, offloaded: Collection[str]) -> Shares:
@@ -145,7 +150,7 @@ def _ways(
     """What would fit, in the words of the command line."""
     most = int(free * _SPARE)
     # What one machine has together is not more if more ranks share it.
-    where = ", each on a machine of its own," if room.shared else ""
+    where = ", each on a machine of its own" if room.shared else ""
     for name, over in (("tensor-parallel or pipeline", divided), ("zero --stage 3", _zero)):
         ranks = next((n for n in _counts() if _needed(need, over(n), room, 1) <= most), None)
         if ranks is not None:
