@@ -186,8 +186,8 @@ class Replica:
 class Shard:
     """A rank's own examples.
 
-    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`. order: as
-    in `Batches`.
+    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`. order:
+    as in `Batches`.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class Task:
         (sum, count), for one that does not count every example alike: see `Loss`.
     train, test: `Examples`, `dure.Shards`, a pair of tensors (inputs, targets), or a map-style
         Dataset of such pairs. train: also a function of (rank, world) that gives one of these, the
-        data that lie with this rank. test: None measures nothing here. train: None for a server whose clients have the
-        data (`dure.Network`); nobody else trains without.
+        data that lie with this rank; None for a server whose clients have the data
+        (`dure.Network`), and for nobody else. test: None measures nothing here.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
         accuracy if the targets are class indices, otherwise nothing but the loss.

@@ -1,4 +1,4 @@
-"""In which order an epoch visits examples that lie in blocks: every one once, and near ones together.
+"""In which order an epoch visits examples that lie in blocks: each once, and near ones together.
 
 To read examples one by one, each at a random place of a disk, takes far longer than to read them in
 a row. So what is read at once is a *block*, consecutive examples of one file, and what is mixed at
@@ -89,7 +89,7 @@ class Arrangement:
         sizes = _sums(counts[counts > 0], lengths)
         mixed = [
             some[torch.randperm(len(some), generator=drawn)]
-            for some in places.split(sizes.tolist())
+            for some in torch.split(places, sizes.tolist())
         ]
         return Visit(torch.cat(mixed), windows)
 

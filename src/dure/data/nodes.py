@@ -120,7 +120,7 @@ class OwnExamples(Examples):
         return self._starts[-1]
 
     def parts(self) -> Sequence[Tensor] | None:
-        return torch.arange(len(self)).split(list(self.lies or ()))
+        return list(torch.split(torch.arange(len(self)), list(self.lies or ())))
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         places = indices - self.first
@@ -165,7 +165,7 @@ class OwnExamples(Examples):
         """How many examples ranks have in the batches of an epoch; the same in every epoch."""
         assert self.lies is not None
         owners = torch.repeat_interleave(torch.arange(len(self.lies)), torch.tensor(self.lies))
-        taken = owners[self._turns].split(batch_size)
+        taken = torch.split(owners[self._turns], batch_size)
         counts = {count for some in taken for count in torch.bincount(some, minlength=1).tolist()}
         return counts - {0}
 

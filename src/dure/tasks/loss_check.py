@@ -68,7 +68,7 @@ def _ignored_by(loss: Any) -> int | None:
 
 
 def _occurs(target: int, examples: Examples) -> bool:
-    """Whether a target has this value, or that of the first example, where they are not in memory."""
+    """Whether a target has this value; where they are not in memory, that of the first example."""
     try:
         in_memory = hasattr(examples, "targets")
         targets = examples.targets if in_memory else _first(examples, 1)[1]
