@@ -80,6 +80,7 @@ class ParallelSGD(Strategy):
     name: ClassVar[str] = "parallel-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+    own_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -109,6 +110,11 @@ class ParallelSGD(Strategy):
         if self.combine not in get_args(Combination):
             raise ValueError(
                 f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
+            )
+        if self.combine == "best" and task.train.lies is not None:
+            raise ValueError(
+                "the best model is the one with the least loss on all training data, and these lie "
+                "with the ranks, each its own: take combine=average"
             )
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:

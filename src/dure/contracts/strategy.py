@@ -304,6 +304,13 @@ class World(Told):
         return True
 
     @property
+    def rank_here(self) -> int:
+        """Which rank this process is, where it was started as one; otherwise the first stands for
+        all.
+        """
+        return 0
+
+    @property
     def workers(self) -> int | None:
         """How many ranks or threads there are; None where the strategy says how many clients."""
         return None
@@ -391,6 +398,9 @@ class Strategy(Told):
 
     can_offload: ClassVar[tuple[str, ...]] = ()
     """What its field `offload` may name; it has none where nothing is."""
+
+    own_data: ClassVar[bool] = False
+    """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
 
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""

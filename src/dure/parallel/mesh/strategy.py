@@ -372,7 +372,12 @@ class ParallelLearner(Learner):
         model = place.model(task, seed).to(self.device).train()
         self.train_examples, self.test_examples = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
-        self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
+        self.batches = Batches(
+            len(self.train_examples),
+            strategy.batch_size,
+            seed,
+            order=self.train_examples.order(),
+        )
         self.offloaded = Offloaded(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True
         )
