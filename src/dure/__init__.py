@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
+    from dure.data.shards import Shards as Shards
     from dure.federated.algorithms.byzantine import ByzantineGD as ByzantineGD
     from dure.federated.algorithms.ditto import Ditto as Ditto
     from dure.federated.algorithms.fed_async import FedAsync as FedAsync
@@ -116,6 +117,7 @@ _WHERE = {
     "compare": "dure.run.compare",
     "Comparison": "dure.run.compare",
     "Examples": "dure.data.examples",
+    "Shards": "dure.data.shards",
     "IID": "dure.data.partition",
     "Dirichlet": "dure.data.partition",
     "LabelShards": "dure.data.partition",

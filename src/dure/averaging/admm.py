@@ -92,6 +92,7 @@ class ADMM(Strategy):
     name: ClassVar[str] = "admm"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+    own_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})

@@ -68,6 +68,7 @@ class DiLoCo(Strategy):
     name: ClassVar[str] = "diloco"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+    own_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

@@ -36,7 +36,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
 from dure.record.meter import Meter
 from dure.settings import parse_fields
-from dure.tasks.batch_norm import check_pieces
+from dure.tasks.batch_norm import check_lying, check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import scale_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
@@ -69,6 +69,7 @@ class LocalSGD(Strategy):
     name: ClassVar[str] = "local-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+    own_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -118,7 +119,13 @@ class LocalSGDLearner(Learner):
         self.replica = Replica(task, place, seed)
         self.model = self.replica.model
         self.losses = self.replica.losses
-        self.batches = Batches(len(self.replica.train_examples), strategy.batch_size, seed)
+        check_lying(self.model, self.replica.train_examples, strategy.batch_size)
+        self.batches = Batches(
+            len(self.replica.train_examples),
+            strategy.batch_size,
+            seed,
+            order=self.replica.train_examples.order(),
+        )
         self.meeting = Meeting(
             self.replica,
             place,
@@ -178,7 +185,8 @@ class LocalSGDLearner(Learner):
     def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
         """This rank's part of each step's joint batch."""
         for step in steps:
-            yield step, self.batches.at(step).tensor_split(self.group.size)[self.group.rank]
+            batch = self.batches.at(step)
+            yield step, self.replica.train_examples.part(batch, self.group.rank, self.group.size)
 
     def move(self, differences: Sequence[Tensor]) -> None:
         """The common weights after a round; differences: the weighted means of the ranks' ways."""

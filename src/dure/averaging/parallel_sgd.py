@@ -103,6 +103,7 @@ class ParallelSGD(Strategy):
     name: ClassVar[str] = "parallel-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
+    own_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -135,6 +136,11 @@ class ParallelSGD(Strategy):
             )
         if self.shuffle:
             check_movable(task.train)
+        if self.combine == "best" and task.train.lies is not None:
+            raise ValueError(
+                "the best model is the one with the least loss on all training data, and these lie "
+                "with the ranks, each its own: take combine=average"
+            )
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelSGDLearner(task, place, seed, self)

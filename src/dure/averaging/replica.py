@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import Place, examples_for
 from dure.contracts.task import Task
+from dure.data.arrangement import Order
 from dure.data.batches import Batches
 from dure.data.examples import Examples
-from dure.data.partition import Partition
+from dure.data.partition import IID, Partition
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
@@ -203,7 +204,8 @@ class Replica:
 class Shard:
     """A rank's own examples.
 
-    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`.
+    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`. order:
+    as in `Batches`.
     """
 
     def __init__(
@@ -213,10 +215,11 @@ class Shard:
         seed: int,
         rank: int,
         joins: bool = False,
+        order: Order | None = None,
     ) -> None:
         self.indices = indices
         self.n = len(indices)
-        self.batches = Batches(len(indices), batch_size, seed, rank, joins)
+        self.batches = Batches(len(indices), batch_size, seed, rank, joins, order)
         self.steps_per_pass = self.batches.steps_per_epoch
 
     def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -244,20 +247,32 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     """
     train = replica.train_examples
     ranks = replica.group.size
-    parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=replica.seed)
+    parts = train.parts()
+    if parts is None:
+        parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=replica.seed)
     return shards_from(replica, parts, batch_size)
 
 
 def shards_from(replica: Replica, parts: Iterable[Tensor], batch_size: int | None) -> list[Shard]:
     """The same of parts that are there: of each rank the indices of its examples."""
+    train = replica.train_examples
+    seed = replica.seed
     own = None if batch_size is None else -(-batch_size // replica.group.size)
-    joins = needs_two(replica.model, replica.train_examples)
-    return [Shard(part, own, replica.seed, rank, joins) for rank, part in enumerate(parts)]
+    joins = needs_two(replica.model, train, train.first)
+    return [
+        Shard(part, own, seed, rank, joins, train.order(part)) for rank, part in enumerate(parts)
+    ]
 
 
 def check_partition(partition: Partition, task: Task, workers: int | None) -> None:
     """Raises ValueError if the training data cannot be divided over the workers in this way."""
-    if workers is not None:
+    if task.train.lies is not None:
+        if partition != IID():
+            raise ValueError(
+                f"the training data lie with the ranks, and {partition} has nothing to divide: "
+                f"leave the partition out"
+            )
+    elif workers is not None:
         partition.divide(workers, len(task.train), task.train.labels(), task.train.keys)
 
 

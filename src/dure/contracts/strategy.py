@@ -296,6 +296,13 @@ class World(Told):
         return True
 
     @property
+    def rank_here(self) -> int:
+        """Which rank this process is, where it was started as one; otherwise the first stands for
+        all.
+        """
+        return 0
+
+    @property
     def workers(self) -> int | None:
         """How many ranks or threads there are; None where the strategy says how many clients."""
         return None
@@ -380,6 +387,9 @@ class Strategy(Told):
 
     trains_at_server: ClassVar[bool] = False
     """Whether the server of clients on a network trains a part of the model itself."""
+
+    own_data: ClassVar[bool] = False
+    """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
 
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""

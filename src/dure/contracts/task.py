@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.data.examples import Examples, NoExamples, as_examples
+from dure.data.nodes import DataOfRanks
 from dure.machine.devices import on_device
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -64,9 +65,10 @@ class Task:
         of the parameters that it trains.
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
         (sum, count), for one that does not count every example alike: see `Loss`.
-    train, test: `Examples`, a pair of tensors (inputs, targets), or a map-style Dataset of such
-        pairs. test: None measures nothing here. train: None for a server whose clients have the
-        data (`dure.Network`); nobody else trains without.
+    train, test: `Examples`, `dure.Shards`, a pair of tensors (inputs, targets), or a map-style
+        Dataset of such pairs. train: also a function of (rank, world) that gives one of these, the
+        data that lie with this rank; None for a server whose clients have the data
+        (`dure.Network`), and for nobody else. test: None measures nothing here.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
         accuracy if the targets are class indices, otherwise nothing but the loss.
@@ -124,8 +126,7 @@ class Task:
         if self.metrics is not None:
             check_metrics(self.metrics)
         # The class is frozen for its users; here the data get the one form that all others know.
-        train = NoExamples() if self.train is None else as_examples(self.train)
-        object.__setattr__(self, "train", train)
+        object.__setattr__(self, "train", _training_data(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
 
     def on(self, device: torch.device) -> Task:
@@ -142,10 +143,20 @@ class Task:
         data: Examples = self.test if self.test is not None else self.train
         if not len(data):
             return {}
-        _, targets = data.batch(torch.tensor([0]))
+        _, targets = data.batch(torch.tensor([data.first]))
         is_class_index = (
             isinstance(targets, Tensor)
             and not targets.is_floating_point()
             and targets.dtype != torch.bool
         )
         return {"accuracy": class_accuracy} if is_class_index else {}
+
+
+def _training_data(train: Any) -> Examples:
+    """In the one form that all others know."""
+    if train is None:
+        return NoExamples()
+    # A class can be called too, and some datasets can.
+    if callable(train) and not isinstance(train, type) and not hasattr(train, "__getitem__"):
+        return DataOfRanks(train)
+    return as_examples(train)

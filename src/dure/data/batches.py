@@ -1,16 +1,20 @@
 """Which examples a step trains on: the joint batch of all workers, or a client's batch, as indices.
 
-An epoch visits every example exactly once, in the order `dure.randomness.seeds.shuffled`; its last
-batch is smaller where the batch size does not divide. A full batch keeps the data's own order. A
+An epoch visits every example exactly once, in the order `dure.randomness.seeds.shuffled`, or in one
+that follows from where examples lie (`Examples.order`); its last batch is smaller where the batch
+size does not divide. A full batch keeps the data's own order. A
 batch depends on (seed, step, client) alone, never on the number of workers: that is what makes one
 worker and many comparable.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from dure.data.arrangement import Order
 from dure.randomness.seeds import shuffled
 
 
@@ -18,11 +22,17 @@ class Batches:
     """The batches of n examples.
 
     batch_size: None is all the data in every step. client: whose examples they are. joins: as in
-    `batches_per_epoch`.
+    `batches_per_epoch`. order: of an epoch, where examples lie elsewhere than in memory.
     """
 
     def __init__(
-        self, n: int, batch_size: int | None, seed: int, client: int = 0, joins: bool = False
+        self,
+        n: int,
+        batch_size: int | None,
+        seed: int,
+        client: int = 0,
+        joins: bool = False,
+        order: Order | None = None,
     ) -> None:
         self.n = n
         self.batch_size = n if batch_size is None else min(batch_size, n)
@@ -30,6 +40,7 @@ class Batches:
         self.seed = seed
         self.client = client
         self.steps_per_epoch = batches_per_epoch(n, self.batch_size, joins)
+        self._order = partial(shuffled, n) if order is None else order
         self._sizes = [self.batch_size] * (self.steps_per_epoch - 1)
         self._sizes.append(n - sum(self._sizes))
         self._epoch = -1
@@ -43,7 +54,7 @@ class Batches:
         epoch, position = divmod(step, self.steps_per_epoch)
         # One epoch's order is remembered: steps come one after another.
         if self.shuffles and epoch != self._epoch:
-            order = shuffled(self.n, self.seed, epoch, self.client)
+            order = self._order(self.seed, epoch, self.client)
             self._epoch = epoch
             self._batches = torch.split(order, self._sizes)
         return self._batches[position]

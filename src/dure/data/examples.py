@@ -8,7 +8,7 @@ decide. Tensors are indexed directly, which costs one gather a batch; any map-st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy
@@ -25,8 +25,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dure.data.arrangement import Arrangement, Order
 from dure.data.keys import keys_of
 from dure.errors import DataError, ExampleError, described
+from dure.randomness.seeds import shuffled
 
 _NO_LISTS = (str, bytes, Mapping, Tensor, numpy.ndarray)
 """What has a length and items, and is no list of pairs (input, target)."""
@@ -47,7 +49,14 @@ class Examples:
 
     Raises ValueError if the lengths differ, there is no example, keys are none, or the tensors are
     not in the CPU's memory.
+
+    Where ranks have data of their own (`dure.data.nodes`), `first` is the index of one that lies
+    here, `lies` tells how many lie with each rank, and `counted` whether that is known yet.
     """
+
+    first: int = 0
+    lies: tuple[int, ...] | None = None
+    counted: bool = True
 
     def __init__(
         self,
@@ -98,6 +107,28 @@ class Examples:
             "tuple[Any, Any]",
             tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets)),
         )
+
+    def arrangement(self) -> Arrangement:
+        """How they lie."""
+        return Arrangement.whole(len(self))
+
+    def order(self, part: Tensor | None = None) -> Order:
+        """In which order an epoch visits them, or a part of them.
+
+        part: indices; then the order is of places in the part.
+        """
+        return partial(shuffled, len(self) if part is None else len(part))
+
+    def parts(self) -> Sequence[Tensor] | None:
+        """The indices of each rank's, where ranks have data of their own."""
+        return None
+
+    def part(self, indices: Tensor, rank: int, ranks: int) -> Tensor:
+        """Which of a joint batch are a rank's.
+
+        The first ranks have one more where it does not divide; of a small batch some have none.
+        """
+        return indices.tensor_split(ranks)[rank]
 
     def labels(self) -> Tensor | None:
         """One class label an example, int64 of shape (n,); None if targets are something else."""

@@ -53,6 +53,8 @@ def divide(
     parts = partition.divide(owners, len(examples), examples.labels(), examples.keys, seed=seed)
     own, kept = split(parts, held_out, seed)
     return [
-        OwnPart(part, Batches(len(part), batch_size, seed, number, joins), rest)
+        OwnPart(
+            part, Batches(len(part), batch_size, seed, number, joins, examples.order(part)), rest
+        )
         for number, (part, rest) in enumerate(zip(own, kept or repeat(NOTHING), strict=False))
     ]

@@ -89,7 +89,10 @@ class Gradients:
         self.buffers = Buffers(model)
         self.examples, self.test = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.examples)
-        self.batches = [Batches(len(self.examples), batch_size, seed, n) for n in range(groups)]
+        self.batches = [
+            Batches(len(self.examples), batch_size, seed, n, order=self.examples.order())
+            for n in range(groups)
+        ]
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._vectors = list(by_dtype(trained).values())
 

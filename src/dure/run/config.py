@@ -14,6 +14,7 @@ import torch
 from dure import __version__
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import World
+from dure.contracts.task import Task
 from dure.errors import RunFolderError
 from dure.record.run import RunFolder
 from dure.run.job import Job
@@ -62,9 +63,11 @@ def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:
     return asked
 
 
-def config_of(job: Job, world: World) -> dict[str, Any]:
-    """The content of config.json: what was asked."""
-    task = job.task
+def config_of(job: Job, world: World, task: Task) -> dict[str, Any]:
+    """The content of config.json: what was asked.
+
+    task: as it was looked at; how many examples ranks have of their own nobody knows yet.
+    """
     # Without a name the task has to be given again to resume the run.
     reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
     # A server knows nothing of how its clients' data lie.
@@ -89,7 +92,7 @@ def config_of(job: Job, world: World) -> dict[str, Any]:
         "evaluate_every": job.evaluate_every,
         "checkpoint_every": job.checkpoint_every,
         "parameters": job.parameters,
-        "train_examples": len(task.train),
+        "train_examples": len(task.train) if task.train.counted else None,
         "test_examples": len(task.test) if task.test is not None else 0,
         "classes": task.train.classes,
         "partition": division.as_dict() if division is not None else None,

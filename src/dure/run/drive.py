@@ -7,6 +7,7 @@ message; so no rank ever waits for one that went another way. Only rank 0 writes
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from functools import partial
@@ -38,6 +39,7 @@ from dure.record.trace import Lane, Trace
 from dure.run.checkpoints import Checkpoints
 from dure.run.job import Job, Outcome, Position
 from dure.run.lineage import FILE, METADATA, lineage_of, signed
+from dure.run.own_data import check_as_before, with_own_data
 from dure.run.summary import summarise
 
 
@@ -61,6 +63,7 @@ def _drive(job: Job, place: Place) -> Outcome:
         # The prepared model itself where this process has prepared it; elsewhere one made anew.
         if job.fresh is not None:
             place.prepared = job.fresh.take
+        job = dataclasses.replace(job, task=with_own_data(job.task, job.strategy, place.group))
         place.check = job.check
         place.folder = job.folder
         place.config = job.config
@@ -119,7 +122,7 @@ class Driver:
         # None on all ranks but rank 0, whether or not the run has a folder.
         self.folder = RunFolder(job.folder) if self.leads and job.folder is not None else None
         self.all_threads = torch.get_num_threads()
-        self.position = Position()
+        self.position = Position(lies=list(job.task.train.lies or ()))
         self.history = History()
         self.checkpoints = Checkpoints(job, self.group, learner, self.folder)
         self.proofs = [*job.proofs, *learner.proofs]
@@ -365,7 +368,9 @@ class Driver:
         What the history says of later steps is taken back.
         """
         position = self.checkpoints.read()
-        self.position = position if position is not None else Position()
+        if position is not None:
+            check_as_before(self.job.folder, position.lies, self.position.lies)
+            self.position = position
         if self.folder is not None:
             # Steps after the checkpoint will be done again, and written again.
             self.history = self.folder.take_back()

@@ -68,6 +68,7 @@ class Position(msgspec.Struct):
     seconds: of training alone. metrics: of the newest evaluation, after the step last_evaluation
     (-1: there was none yet). numbers: what the strategy says about the newest step, by name.
     midway: whether it ended in the middle of the next step; samples and seconds are with that.
+    lies: how many examples lie with each rank, where ranks have data of their own.
     """
 
     step: int = 0
@@ -79,3 +80,4 @@ class Position(msgspec.Struct):
     last_evaluation: int = -1
     numbers: dict[str, float | None] = {}
     midway: bool = False
+    lies: list[int] = []

@@ -65,6 +65,7 @@ def summarise(
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
+        **({"examples_of_ranks": list(lies)} if (lies := job.task.train.lies) else {}),
         "proofs": [proof._asdict() for proof in (*job.proofs, *learner.proofs)],
         "workers": count,
         **{key: sum(getattr(counters, key) for counters in everybody) for key in SUMS},

@@ -21,7 +21,6 @@ from dure.contracts.own_optimizer import checked_optimizer
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another, seeded_model
 from dure.contracts.task import Task
-from dure.data.examples import DatasetExamples
 from dure.errors import DureError, RunFolderError, exit_is_a_failure
 from dure.machine.compiler import left_out
 from dure.machine.own_code import begun_with, files_of
@@ -35,6 +34,7 @@ from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
 from dure.run.fresh import FreshModel
 from dure.run.job import Job
+from dure.run.own_data import forget, to_look_at
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
@@ -366,6 +366,7 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     program = functools.partial(drive, job)
     if world.elsewhere:
         job.fresh.rest()
+        forget(job.task)
         if job.task.reference is not None:
             files = files_of(job.task.reference["name"])
             program = functools.partial(begun_with, files, program)
@@ -409,6 +410,8 @@ def prepare(
     )
     _check_kinds(strategy, world)
     check_whole(task, strategy.trains_parts, world.serves)
+    asked = task
+    task = to_look_at(task, strategy, world)
     has_data = len(task.train) > 0
     if not has_data and not world.serves:
         raise ValueError(
@@ -443,7 +446,7 @@ def prepare(
         # The line of the user who called `train`.
         warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=4)
     job = Job(
-        task=task,
+        task=asked,
         strategy=strategy,
         stop=stop,
         seed=seed,
@@ -456,7 +459,7 @@ def prepare(
         proofs=proofs,
         fresh=FreshModel(task, seed, model, keep),
     )
-    return job, config_of(job, world)
+    return job, config_of(job, world, task)
 
 
 def _check_kinds(strategy: Strategy, world: World) -> None:
@@ -563,16 +566,16 @@ def _label(strategy: Strategy, world: World) -> str:
 
 
 def _check_first_example(task: Task) -> None:
-    """Raises ValueError if the first example of a dataset is no pair.
+    """Raises ValueError if the first example of what is not in memory is no pair.
 
     What else is wrong with it is said when it is learned from.
     """
-    if not isinstance(task.train, DatasetExamples):
+    if hasattr(task.train, "targets"):
         return
     # Reading an example may draw random numbers, such as a crop; the run is not to feel it.
     before = generators_state()
     try:
-        task.train.batch(torch.tensor([0]))
+        task.train.batch(torch.tensor([task.train.first]))
     except ValueError:
         raise
     # Where it is learned from, the same error names the worker and the step.

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.data.nodes import OwnExamples
 from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
 
@@ -27,11 +29,11 @@ class Batched(Protocol):
 
 
 @torch.no_grad()
-def needs_two(model: nn.Module, examples: Batched) -> bool:
+def needs_two(model: nn.Module, examples: Batched, first: int = 0) -> bool:
     """Whether the model cannot train on one example alone.
 
     It has a batch norm that sees a single value a channel then. The model stays as it is. Cost: for
-    models with batch norm, a forward pass of one example in evaluation mode.
+    models with batch norm, a forward pass of one example, the `first`, in evaluation mode.
     """
     # A forward pass would decide the shapes of parameters that have none yet.
     if any(is_lazy(parameter) for parameter in model.parameters()):
@@ -54,7 +56,7 @@ def needs_two(model: nn.Module, examples: Batched) -> bool:
         with suppress(Exception), left_out():
             if norms:
                 device = next(model.parameters()).device
-                inputs, _ = to_device(examples.batch(torch.tensor([0])), device)
+                inputs, _ = to_device(examples.batch(torch.tensor([first])), device)
                 model(inputs)
     finally:
         for hook in hooks:
@@ -83,6 +85,9 @@ def check_pieces(
     Every joint batch is divided over the workers, and what each has into at most so many `pieces`,
     equal to within one. The last batch of an epoch has what is left.
     """
+    if task.train.lies is not None:
+        # How ranks with data of their own divide a batch, they tell when these are counted.
+        return
     examples = len(task.train)
     ranks = workers or 1
     size = examples if batch_size is None else min(batch_size, examples)
@@ -101,6 +106,22 @@ def check_pieces(
     )
 
 
+def check_lying(
+    model: nn.Module, examples: Examples, batch_size: int | None, pieces: int = 1
+) -> None:
+    """As `check_pieces`, where ranks have data of their own, which are counted by now."""
+    if not isinstance(examples, OwnExamples):
+        return
+    size = len(examples) if batch_size is None else batch_size
+    shares = examples.parts_of_batches(size)
+    alone = any(1 in _parts(share, min(pieces, share)) for share in shares)
+    if alone and needs_two(model, examples, examples.first):
+        raise ValueError(
+            f"in batches of {size} a rank has one of its own examples alone in a step, and batch "
+            f"norm has no statistics of one example: take another batch_size"
+        )
+
+
 def check_own_batches(
     task: Task, model: nn.Module, batch_size: int | None, workers: int | None
 ) -> None:
@@ -109,9 +130,10 @@ def check_own_batches(
     A rest of one joins the batch before it.
     """
     ranks = workers or 1
-    least = len(task.train) // ranks
+    lies = task.train.lies
+    least = len(task.train) // ranks if lies is None else min(lies)
     own = least if batch_size is None else min(least, -(-batch_size // ranks))
-    if own < 2 and needs_two(model, examples_for(model, task)[0]):
+    if own < 2 and needs_two(model, examples_for(model, task)[0], task.train.first):
         raise ValueError(
             f"each of {ranks} workers has one example in a step, and batch norm has no statistics "
             f"of one example: take a batch_size of more than {ranks}, or fewer workers"

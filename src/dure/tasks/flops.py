@@ -23,7 +23,9 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
     Counted are the matrix products and convolutions of one example, in evaluation mode; the
     backward pass has twice as many as the forward pass.
     """
-    inputs, _ = to_device(examples.batch(torch.tensor([0])), next(model.parameters()).device)
+    inputs, _ = to_device(
+        examples.batch(torch.tensor([examples.first])), next(model.parameters()).device
+    )
     try:
         with in_mode(model, training=False):
             # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.

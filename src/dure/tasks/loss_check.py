@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
-from dure.data.examples import DatasetExamples, Examples
+from dure.data.examples import Examples
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.known_losses import IGNORED, name_of, reduction_of, torch_loss
@@ -68,10 +68,10 @@ def _ignored_by(loss: Any) -> int | None:
 
 
 def _occurs(target: int, examples: Examples) -> bool:
-    """Whether a target has this value, or that of the first example, where they are read singly."""
+    """Whether a target has this value; where they are not in memory, that of the first example."""
     try:
-        read_singly = isinstance(examples, DatasetExamples)
-        targets = _first(examples, 1)[1] if read_singly else examples.targets
+        in_memory = hasattr(examples, "targets")
+        targets = examples.targets if in_memory else _first(examples, 1)[1]
     except Exception:
         # What is wrong with it is said where it is learned from.
         return False
@@ -102,6 +102,7 @@ def _first(examples: Examples, count: int) -> tuple[Any, Any]:
     """The first examples. Reading them may draw random numbers, which the run is not to feel."""
     before = generators_state()
     try:
-        return examples.batch(torch.arange(min(count, len(examples))))
+        some = torch.arange(min(count, len(examples)))
+        return examples.batch(examples.first + some)
     finally:
         restore_generators(before)

@@ -65,7 +65,7 @@ from dure.privacy.example_level import Budget, ExampleLevel, Wanted
 from dure.privacy.per_example.refused import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
-from dure.tasks.batch_norm import check_pieces
+from dure.tasks.batch_norm import check_lying, check_pieces
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,6 +113,7 @@ class DataParallel(Strategy):
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
+    own_data: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression, "privacy": parse_dp_sgd})
@@ -155,9 +156,14 @@ class DataParallel(Strategy):
         if self.precision not in ("full", "bf16"):
             raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
         if self.privacy is not None:
-            self._check_private()
+            self._check_private(task)
 
-    def _check_private(self) -> None:
+    def _check_private(self, task: Task) -> None:
+        if task.train.lies is not None:
+            raise ValueError(
+                "dp-sgd: ranks that have data of their own do not know of how many examples each "
+                "batch is drawn before the run begins: give examples to all of them"
+            )
         if self.compression.compresses:
             raise ValueError(
                 f"dp-sgd: the compression {self.compression} is done before noise is added, and "
@@ -236,6 +242,7 @@ class DataParallelLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
         super().__init__(task, place, seed, strategy.batch_size, wanted=strategy._wanted)
         self.strategy = strategy
+        check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         # for models whose first weights do not follow from the seed alone, such as those read from
         # a file
         self.group.broadcast_values(
@@ -265,9 +272,8 @@ class DataParallelLearner(SingleLearner):
         self._counted = 0.0
         self._asked = wish
         self.optimizer.zero_grad(set_to_none=True)
-        # The first ranks have one example more where the batch does not divide; in a small batch
-        # some have none.
-        part = indices.tensor_split(self.group.size)[self.group.rank]
+        # In a small batch some ranks have none.
+        part = self.train_examples.part(indices, self.group.rank, self.group.size)
         pieces = [piece for piece in part.tensor_split(self.strategy.accumulate) if len(piece)]
         for piece in pieces[:-1]:
             # Sums are linear: one all-reduce of the added gradients does for all pieces.

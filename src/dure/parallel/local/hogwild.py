@@ -140,7 +140,10 @@ class Hog:
             self.optimizer = learner.task.optimizer(model.parameters())
         self.rates = Rates(self.optimizer, learner.task.lr_schedule)
         self.batches = Batches(
-            len(learner.train_examples), learner.strategy.batch_size, learner.seed
+            len(learner.train_examples),
+            learner.strategy.batch_size,
+            learner.seed,
+            order=learner.train_examples.order(),
         )
 
     def run(self, first: int, end: int) -> Ran:

@@ -179,7 +179,9 @@ class SingleLearner(Learner):
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
-        self.batches: Batches | PoissonBatches = Batches(len(self.train_examples), batch_size, seed)
+        self.batches: Batches | PoissonBatches = Batches(
+            len(self.train_examples), batch_size, seed, order=self.train_examples.order()
+        )
         self.private: ExampleLevel | None = None
         if wanted is not None:
             self.private = ExampleLevel(

@@ -300,7 +300,12 @@ class ParallelLearner(Learner):
         model = place.model(task, seed).to(self.device).train()
         self.train_examples, self.test_examples = examples_for(model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
-        self.batches = Batches(len(self.train_examples), strategy.batch_size, seed)
+        self.batches = Batches(
+            len(self.train_examples),
+            strategy.batch_size,
+            seed,
+            order=self.train_examples.order(),
+        )
         self._divide_layers(model, place.check)
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch

@@ -40,7 +40,7 @@ from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.parallel.zero.wire import ALGORITHMS, Algorithm
-from dure.tasks.batch_norm import check_pieces
+from dure.tasks.batch_norm import check_lying, check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
@@ -80,6 +80,7 @@ class ZeRO(Strategy):
     name: ClassVar[str] = "zero"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    own_data: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
@@ -112,6 +113,7 @@ class ZeROLearner(SingleLearner):
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
+        check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
         # gradients are summed, and not averaged, since each is multiplied with its share of the
@@ -156,15 +158,14 @@ class ZeROLearner(SingleLearner):
         self._loss = 0.0
         self._counted = 0.0
         self.zero.zero_grad()
-        # The first ranks have one example more where the batch does not divide; some may have none.
-        part = indices.tensor_split(self.group.size)[self.group.rank]
+        part = self.train_examples.part(indices, self.group.rank, self.group.size)
         # Empty pieces too: every rank goes through as many passes.
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
                 self.backward(piece, self.losses.share(piece, indices))
             elif self.strategy.stage == 3:
                 # all gather the same units in the same order, whatever the model does
-                self.backward(indices[:1], NOTHING)
+                self.backward(torch.tensor([self.train_examples.first]), NOTHING)
             else:
                 self.zero.take_part()
         started = time.perf_counter()

@@ -82,6 +82,10 @@ class Torchrun(World):
         return launched().rank == 0
 
     @property
+    def rank_here(self) -> int:
+        return launched().rank
+
+    @property
     def workers(self) -> int:
         return launched().size
 

@@ -1,0 +1,135 @@
+"""Which files are shards, and what their headers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dure.data.shards.arrow import ARROW, PARQUET, ArrowFile, ParquetFile
+from dure.data.shards.columns import Column, RowFile, of_npy, of_safetensors
+from dure.errors import DataError
+from dure.machine.extras import check_extra
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""The type of a column's elements, and the shape of a row."""
+
+
+class ShardFile(Protocol):
+    """A shard: rows of the columns that were asked for.
+
+    forms: of the columns.
+    """
+
+    path: Path
+    rows: int
+    forms: list[Form]
+
+    def blocks(self, rows: int) -> list[int]:
+        """The lengths of the pieces in which it is read: of so many rows, where that is free."""
+
+    def fill(self, into: Sequence[Tensor], first: int) -> None:
+        """The rows from `first` on of every column, as many as there is room for."""
+
+
+Opener = Callable[[Path, Sequence[str]], ShardFile]
+
+
+def found(where: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files of a folder, sorted by name, or those that are named, as they are.
+
+    Raises DataError where there is none, or of more than one kind.
+    """
+    if isinstance(where, (str, Path)):
+        folder = Path(where).absolute()
+        if not folder.is_dir():
+            raise DataError(f"there is no folder of shards {folder}")
+        paths = sorted(path for path in folder.iterdir() if path.suffix in _KINDS)
+    else:
+        folder = None
+        paths = [Path(path).absolute() for path in where]
+    kinds = sorted({path.suffix for path in paths})
+    known = ", ".join(_KINDS)
+    if not paths:
+        raise DataError(f"{folder or 'the list'} has no shards: files of {known}")
+    if len(kinds) > 1 or kinds[0] not in _KINDS:
+        raise DataError(f"shards are files of one kind, of {known}, and these are {kinds}")
+    return paths
+
+
+def opened(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
+    """The shards, with these columns. Raises DataError for files that are none, or do not fit."""
+    kind = paths[0].suffix
+    if kind == ".npy":
+        shards: list[ShardFile] = _of_npy(paths, columns)
+    else:
+        shards = [_KINDS[kind](path, columns) for path in paths]
+    first = shards[0]
+    for shard in shards[1:]:
+        for name, theirs, form in zip(columns, shard.forms, first.forms, strict=True):
+            if theirs != form:
+                raise DataError(
+                    f"{shard.path}: a row of {name} is {_told(theirs)}, and in {first.path} it is "
+                    f"{_told(form)}"
+                )
+    return shards
+
+
+def _told(form: Form) -> str:
+    dtype, shape = form
+    return f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+
+
+def _safetensors(path: Path, columns: Sequence[str]) -> ShardFile:
+    return _rows(path, columns, of_safetensors(path))
+
+
+def _of_npy(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
+    """Files NAME.COLUMN.npy, a shard a name."""
+    shards: dict[Path, dict[str, Path]] = {}
+    for path in paths:
+        shard, _, column = path.name.removesuffix(".npy").rpartition(".")
+        if not shard:
+            raise DataError(f"{path} says of no column what it holds: name it NAME.COLUMN.npy")
+        shards.setdefault(path.with_name(shard), {})[column] = path
+    return [
+        _rows(
+            shard, columns, {name: of_npy(files[name], name) for name in columns if name in files}
+        )
+        for shard, files in shards.items()
+    ]
+
+
+def _rows(path: Path, columns: Sequence[str], there: dict[str, Column]) -> RowFile:
+    missing = [name for name in columns if name not in there]
+    if missing:
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}; there is {', '.join(there) or 'none'}"
+        )
+    taken = [there[name] for name in columns]
+    lengths = {name: there[name].rows for name in columns}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"{path}: the columns have different lengths: {lengths}")
+    return RowFile(taken)
+
+
+def _arrow(path: Path, columns: Sequence[str]) -> ShardFile:
+    check_extra("a shard of Arrow", "arrow", ["pyarrow"])
+    return ArrowFile(path, columns)
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> ShardFile:
+    check_extra("a shard of Parquet", "arrow", ["pyarrow"])
+    return ParquetFile(path, columns)
+
+
+_KINDS: dict[str, Opener] = {
+    ".safetensors": _safetensors,
+    ".npy": lambda path, columns: _of_npy([path], columns)[0],
+    **dict.fromkeys(ARROW, _arrow),
+    **dict.fromkeys(PARQUET, _parquet),
+}
+"""How a file is opened, by how its name ends."""

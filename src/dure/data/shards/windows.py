@@ -1,0 +1,215 @@
+"""Windows of blocks in memory: while batches are made of one, a thread reads the next.
+
+Whoever makes batches says first in which order an epoch will visit examples (`plan`). From then on
+a batch is made of windows that are in memory, or on their way there; the first batch of a window
+has the one after it read. Three windows stay: the one that is used, the next, and the last, of
+which loaders may still want a batch.
+
+What is asked for beside the plan, such as the test data from first to last, is read where it lies,
+and stays nowhere.
+
+Cost: three windows of memory; each block is read once an epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from dure.data.arrangement import Arrangement, Visit
+from dure.data.shards.files import ShardFile
+
+KEPT = 3
+"""Windows that stay in memory."""
+
+
+class _Window:
+    """Some blocks, which a thread reads.
+
+    blocks: in the order of the disk.
+    """
+
+    def __init__(self, blocks: Tensor, rows: Rows, arrangement: Arrangement) -> None:
+        self.blocks = blocks
+        self._rows = rows
+        self._ends = arrangement.ends[blocks]
+        lengths = torch.tensor(arrangement.blocks)[blocks]
+        self._first = self._ends - lengths
+        self._starts = lengths.cumsum(0) - lengths
+        self._length = int(lengths.sum())
+        self._columns: list[Tensor] = []
+        self._error: BaseException | None = None
+        # A daemon: a process that ends does not wait for what nobody will use.
+        self._thread = threading.Thread(target=self._read, name="dure shards", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            columns = self._rows.room(self._length)
+            for first, end, at in zip(
+                self._first.tolist(), self._ends.tolist(), self._starts.tolist(), strict=True
+            ):
+                self._rows.fill([column[at : at + end - first] for column in columns], first)
+            self._columns = columns
+        except BaseException as error:
+            self._error = error
+
+    def has(self, blocks: Tensor) -> Tensor:
+        """Which of these blocks are here."""
+        places = torch.searchsorted(self.blocks, blocks).clamp_(max=len(self.blocks) - 1)
+        return self.blocks[places] == blocks
+
+    def rows(self, places: Tensor, blocks: Tensor) -> list[Tensor]:
+        """The rows at these places, which lie in these blocks. Waits until they are read."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        own = torch.searchsorted(self.blocks, blocks)
+        here = places - self._first[own] + self._starts[own]
+        return [column.index_select(0, here) for column in self._columns]
+
+
+class Rows:
+    """The rows of all shards, one shard after another."""
+
+    def __init__(self, shards: Sequence[ShardFile]) -> None:
+        self.shards = shards
+        self.forms = shards[0].forms
+        self._starts = [0, *accumulate(shard.rows for shard in shards)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def between(self, first: int, stop: int) -> list[Tensor]:
+        """The rows first … stop-1 of every column."""
+        into = self.room(stop - first)
+        self.fill(into, first)
+        return into
+
+    def room(self, rows: int) -> list[Tensor]:
+        """For so many rows."""
+        return [torch.empty((rows, *row), dtype=dtype) for dtype, row in self.forms]
+
+    def fill(self, into: Sequence[Tensor], first: int) -> None:
+        """The rows from `first` on of every column, as many as there is room for."""
+        stop = first + len(into[0])
+        shard = bisect_right(self._starts, first) - 1
+        at = first
+        while at < stop:
+            start = self._starts[shard]
+            end = min(stop, self._starts[shard + 1])
+            if at < end:
+                own = [column[at - first : end - first] for column in into]
+                self.shards[shard].fill(own, at - start)
+            at = end
+            shard += 1
+
+    def at(self, places: Tensor) -> list[Tensor]:
+        """The rows at these places: those that lie in a row are read at once."""
+        order = torch.argsort(places)
+        ordered = places[order]
+        breaks = (ordered.diff() > 1).nonzero().flatten() + 1
+        bounds = [0, *breaks.tolist(), len(ordered)]
+        runs = [self._run(ordered[begin:end]) for begin, end in pairwise(bounds)]
+        columns = [torch.cat(pieces) for pieces in zip(*runs, strict=True)]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return [column.index_select(0, back) for column in columns]
+
+    def _run(self, run: Tensor) -> list[Tensor]:
+        """Rows one after another, some of them perhaps more than once."""
+        first = int(run[0])
+        columns = self.between(first, int(run[-1]) + 1)
+        return [column.index_select(0, run - first) for column in columns]
+
+
+class Windows:
+    """What is in memory of some shards."""
+
+    def __init__(self, rows: Rows, arrangement: Arrangement) -> None:
+        self.rows = rows
+        self.arrangement = arrangement
+        self._lock = threading.Lock()
+        self._planned: list[Tensor] = []
+        self._window_of: Tensor | None = None
+        self._kept: OrderedDict[tuple[int, int], _Window] = OrderedDict()
+        self._plans = 0
+
+    def plan(self, visit: Visit) -> None:
+        """What comes next are these windows, in this order."""
+        window_of = torch.full((len(self.arrangement.blocks),), -1)
+        for number, blocks in enumerate(visit.windows):
+            window_of[blocks] = number
+        with self._lock:
+            self._planned = visit.windows
+            self._window_of = window_of
+            self._plans += 1
+
+    def at(self, places: Tensor) -> list[Tensor]:
+        """The rows at these places, of every column."""
+        if len(places) == 0:
+            return self.rows.room(0)
+        if self._window_of is None or _is_run(places):
+            return self.rows.at(places)
+        blocks = self.arrangement.block_of(places)
+        found: list[tuple[Tensor, _Window]] = []
+        with self._lock:
+            missing = torch.ones(len(places), dtype=torch.bool)
+            while bool(missing.any()):
+                window = self._holding(int(blocks[missing][0]))
+                if window is None:
+                    return self.rows.at(places)
+                here = window.has(blocks) & missing
+                missing &= ~here
+                found.append((here.nonzero().flatten(), window))
+            self._forget()
+        # Windows do not change: what follows needs no lock.
+        pieces = [window.rows(places[here], blocks[here]) for here, window in found]
+        if len(pieces) == 1:
+            return pieces[0]
+        back = torch.argsort(torch.cat([here for here, _ in found]))
+        return [torch.cat(columns).index_select(0, back) for columns in zip(*pieces, strict=True)]
+
+    def _holding(self, block: int) -> _Window | None:
+        """The window with a block, which is on its way here at the least; the next one too.
+
+        None where the plan has it not.
+        """
+        assert self._window_of is not None
+        number = int(self._window_of[block])
+        if number < 0:
+            return None
+        key = self._plans, number
+        if key not in self._kept:
+            # One of the plan before may have it, whose last batches are not made yet.
+            for other, window in self._kept.items():
+                if other[0] < self._plans and bool(window.has(torch.tensor([block]))):
+                    return window
+            self._begin(number)
+        self._kept.move_to_end(key)
+        if number + 1 < len(self._planned):
+            self._begin(number + 1)
+        return self._kept[key]
+
+    def _begin(self, number: int) -> None:
+        """Begins to read a window of the plan, unless it is here."""
+        key = self._plans, number
+        if key not in self._kept:
+            blocks = self._planned[number].sort().values
+            self._kept[key] = _Window(blocks, self.rows, self.arrangement)
+
+    def _forget(self) -> None:
+        """What was used the longest ago goes."""
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+
+def _is_run(places: Tensor) -> bool:
+    """Whether these lie one after another, several of them."""
+    return len(places) > 1 and bool((places.diff() == 1).all())

@@ -1,0 +1,96 @@
+"""From a function that gives each rank its data to a task that can be trained on.
+
+While a run is prepared nobody has heard of the others: what is checked then is checked with the
+data of one rank, as if the others' were like them. On the ranks each calls the function for itself,
+and all tell how many examples they have, in one message, which is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from dure.collectives.group import Group
+from dure.contracts.strategy import Strategy, World
+from dure.contracts.task import Task
+from dure.data.arrangement import Arrangement
+from dure.data.examples import Examples
+from dure.data.nodes import DataOfRanks, OwnExamples
+from dure.errors import RunFolderError
+
+
+def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
+    """A task like the ranks', with the data of one of them, for checks.
+
+    Raises ValueError for a system whose ranks cannot have data of their own.
+    """
+    train = task.train
+    if not isinstance(train, DataOfRanks):
+        return task
+    if world.kind == "clients":
+        raise ValueError(
+            f"Task.train is a function of (rank, world), and {strategy.name} has clients, whose "
+            f"data lie with them by a partition: give examples"
+        )
+    ranks = world.workers or 1
+    if world.kind == "threads" or ranks == 1:
+        return replace(task, train=train.of(0, 1))
+    if not strategy.own_data:
+        raise ValueError(
+            f"Task.train is a function of (rank, world), and the ranks of {strategy.name} share "
+            f"their examples: give examples, or dure.Shards on a disk that all of them can read"
+        )
+    if world.starts_again:
+        raise ValueError(
+            "Task.train is a function of (rank, world), and an elastic job goes on with fewer "
+            "ranks, to which the data of the others are lost: give examples, or dure.Shards on a "
+            "disk that all ranks can read"
+        )
+    own = train.of(world.rank_here, ranks)
+    alike = [own.arrangement()] * ranks
+    return replace(task, train=OwnExamples(own, alike, world.rank_here, counted=False))
+
+
+def forget(task: Task) -> None:
+    """The ranks are elsewhere: what was looked at need not stay here."""
+    if isinstance(task.train, DataOfRanks):
+        task.train.forget()
+
+
+def with_own_data(task: Task, strategy: Strategy, group: Group) -> Task:
+    """The task of a rank. All ranks call it together.
+
+    Raises ValueError where the examples, now that they are counted, do not fit the strategy.
+    """
+    train = task.train
+    if not isinstance(train, DataOfRanks):
+        return task
+    own = train.of(group.rank, group.size)
+    train.forget()
+    if group.size == 1:
+        return replace(task, train=own)
+    counted = replace(task, train=OwnExamples(own, _told(own, group), group.rank))
+    strategy.check(counted, group.size)
+    return counted
+
+
+def _told(own: Examples, group: Group) -> list[Arrangement]:
+    """The arrangements of all ranks' examples, on every rank."""
+    gathered = group.gather_bytes(msgspec.msgpack.encode(own.arrangement()))
+    told = group.broadcast_bytes(msgspec.msgpack.encode(gathered) if gathered else None)
+    each = msgspec.msgpack.decode(told, type=list[bytes])
+    return [msgspec.msgpack.decode(one, type=Arrangement) for one in each]
+
+
+def check_as_before(folder: Path | None, before: Sequence[int], now: Sequence[int]) -> None:
+    """Raises RunFolderError where ranks have other data of their own than when the run began."""
+    if list(before) == list(now):
+        return
+    told = [", ".join(map(str, lies)) if lies else "none" for lies in (before, now)]
+    raise RunFolderError(
+        f"the ranks of {folder} had examples of their own, {told[0]}, and now have {told[1]}: give "
+        f"each rank what it had, or begin another run"
+    )
