@@ -14,7 +14,8 @@ rank i for rank j (`dealt`). That is (N-1)/N of its examples where N divides n_i
 all-to-all of parts of unequal length, in pairs as in `dure.collectives.all_to_all`: in step s rank
 r sends to rank r+s while it receives from rank r-s. A part goes in pieces of `PIECE` bytes, one
 message for each tensor of an example (`bytes_sent`, `messages_sent`). Memory: the examples that a
-rank ends with, and a piece.
+rank ends with, and a piece. Where all examples would take more than half of the memory that is
+free, what arrives lies in files on a disk (`dure.memory.mapped`).
 
 Sources: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent", algorithm 3, whose first
 line divides the examples at random; Dean and Ghemawat 2004, "MapReduce", section 3.1 (shuffle).
@@ -33,6 +34,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dure.collectives.group import Group
 from dure.data.examples import Examples
+from dure.machine.memory import available_memory
+from dure.memory.mapped import Disk, DiskError
 from dure.randomness.seeds import generator
 
 PIECE = 8 << 20
@@ -137,7 +140,7 @@ def shuffled(
     rows = dealt(counts)
     arriving = [row[group.rank] for row in rows]
     # The examples that ranks deal to this one lie in the order of these ranks.
-    mine = [torch.empty((sum(arriving), *leaf.shape), dtype=leaf.dtype) for leaf in layout.leaves]
+    mine = _room(layout, sum(arriving), sum(counts))
     starts = [sum(arriving[:rank]) for rank in range(group.size)]
     parts = leaving(counts, group.rank, seed)
     group.settle()
@@ -153,6 +156,20 @@ def shuffled(
                 _pass(goes, to, comes, origin, group)
     inputs, targets = tree_unflatten(mine, layout.tree)
     return Examples(inputs, targets, classes=examples.classes)
+
+
+def _room(layout: Layout, count: int, n: int) -> list[Tensor]:
+    """For `count` of n examples: in memory, or on a disk where they are many."""
+    free = available_memory()
+    # All n, since the ranks may share a machine.
+    if free is not None and 2 * n * layout.nbytes > free:
+        try:
+            disk = Disk()
+            return [disk.empty((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        except DiskError:
+            # There is none, or it is full: memory may still do.
+            pass
+    return [torch.empty((count, *leaf.shape), dtype=leaf.dtype) for leaf in layout.leaves]
 
 
 def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
