@@ -85,7 +85,7 @@ SYSTEMS: dict[str, System] = {
     "parallel-sgd": System(
         "dure.averaging.parallel_sgd",
         "ParallelSGD",
-        "ranks train apart, models are combined once",
+        "ranks train apart, models are combined seldom",
         forks=True,
     ),
     "local-sgd": System(

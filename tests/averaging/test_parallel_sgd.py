@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_the_best_is_sent_once_by_its_rank_and_a_loss_by_each() -> None:
     assert sent == [16, 16, 16 + 2 * 8 * run.summary["parameters"]]
 
 
+def test_where_it_repeats_all_ranks_go_on_from_the_combined_model() -> None:
+    def look(learner: Any) -> tuple[str, str, int]:
+        shared = list(learner.combine().state_dict().values())
+        own = list(learner.replica.model.state_dict().values())
+        return hashed(shared), hashed(own), len(learner.replica.optimizer.state)
+
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    task = small_task(n=40, model=Regular, optimizer=momentum)
+    for combine in ("average", "best"):
+        one, other = watched(task, dure.ParallelSGD(20, combine, combine_every=1), 2, 3, look)
+        assert one == other
+        assert all(shared == own and not kept for shared, own, kept in one)
+        assert len(set(one)) == 3, "the model has to move for this test to say something"
+
+
 @pytest.mark.parametrize("combine", ["average", "best"])
 def test_all_ranks_hold_the_same_combined_model_and_train_on_their_own(combine: Any) -> None:
     def look(learner: Any) -> tuple[str, str]:
@@ -103,9 +119,15 @@ def test_all_ranks_hold_the_same_combined_model_and_train_on_their_own(combine: 
     assert all(mine != theirs for (_, mine), (_, theirs) in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("combine", ["average", "best"])
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(combine: Any, tmp_path: Path) -> None:
-    task, strategy = small_task(n=40, model=Regular), dure.ParallelSGD(20, combine)
+@pytest.mark.parametrize(
+    ("combine", "combine_every"), [("average", None), ("average", 2), ("best", None)]
+)
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(
+    combine: Any, combine_every: int | None, tmp_path: Path
+) -> None:
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    task = small_task(n=40, model=Regular, optimizer=momentum)
+    strategy = dure.ParallelSGD(20, combine, combine_every=combine_every)
     run_on(task, strategy, 2, rounds=2, out=tmp_path / "run")
     resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(rounds=5))
     whole = run_on(task, strategy, 2, rounds=5)
@@ -127,6 +149,7 @@ def test_a_loss_that_is_not_finite_names_its_rank() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
+        ({"combine_every": 0}, "combine_every is 0, but models are combined after at least one"),
         ({"combine": "worst"}, "combine is 'worst'; choose one of average, best"),
         ({"partition": dure.NaturalKey()}, "3"),
         ({"batch_size": 1}, "a joint batch of 1 cannot be divided over 2 workers"),

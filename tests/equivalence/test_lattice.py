@@ -135,6 +135,27 @@ def test_parallel_sgd_is_one_round_of_fed_avg(partition: dure.IID) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("passes", "partition"), [(1, dure.QuantitySkew(0.5)), (2, dure.LabelShards(1))]
+)
+def test_parallel_sgd_that_repeats_is_fed_avg_of_all_clients(
+    passes: int, partition: dure.QuantitySkew
+) -> None:
+    task = small_task(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    stop = dure.Stop(rounds=3)
+    repeats = dure.ParallelSGD(12, partition=partition, combine_every=passes)
+    apart = dure.train(task, repeats, dure.Processes(3), stop, seed=3)
+    strategy = dure.FedAvg(
+        clients=3, fraction=1.0, local_epochs=passes, batch_size=4, partition=partition
+    )
+    federated = dure.train(task, strategy, stop=stop, seed=3)
+    assert largest_difference(apart, federated) < TOLERANCE
+    assert apart.summary["epochs"] == federated.summary["epochs"] == 3 * passes
+    assert [step.loss for step in apart.history.steps] == pytest.approx(
+        [step.loss for step in federated.history.steps]
+    )
+
+
 def test_local_sgd_and_diloco_with_full_batches_are_fed_avg_where_every_round_is_one_step() -> None:
     federated = dure.train(
         small_task(), dure.FedAvg(clients=3, batch_size=None), stop=dure.Stop(rounds=5), seed=3

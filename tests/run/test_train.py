@@ -94,7 +94,7 @@ SUMMARY = {
         "idle_seconds",
         "peak_memory",
     ),
-    *("per_worker", "to_target", "hidden_seconds"),
+    *("per_worker", "to_target", "hidden_seconds", "shuffle_bytes", "shuffle_seconds"),
 }
 WORKER = {
     *(
@@ -106,6 +106,7 @@ WORKER = {
         "bytes_received",
     ),
     *("peak_memory", "hidden_seconds", "inside_seconds", "inside_steps"),
+    *("shuffle_bytes", "shuffle_seconds"),
 }
 
 

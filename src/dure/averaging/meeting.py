@@ -26,7 +26,6 @@ bodies travel compressed, before the rest.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -122,8 +121,6 @@ class Meeting:
         self.momentum = momentum
         self._find_buffers()
         self._note_buffers()
-        # as the optimizer was made, for momentum="reset": usually empty
-        self._fresh = copy.deepcopy(replica.optimizer.state_dict()["state"])
         self._compressed = _compressors(compression, replica)
         fields = (
             summed("wish"),
@@ -264,10 +261,7 @@ class Meeting:
             if state is not None:
                 state.copy_(mean)
         if self.momentum == "reset":
-            optimizer = self.replica.optimizer
-            groups = optimizer.state_dict()["param_groups"]
-            # The settings stay as they are, such as a learning rate that a schedule has changed.
-            optimizer.load_state_dict({"state": copy.deepcopy(self._fresh), "param_groups": groups})
+            self.replica.reset_optimizer()
 
     def _take_changed(self, changed: Sequence[float], round: int) -> None:
         if any(changed):

@@ -1,7 +1,7 @@
-"""Parallel SGD: shuffle, divide, train apart to the end, combine the models once.
+"""Parallel SGD: shuffle, divide, train apart to the end, combine the models once; or repeat that.
 
     the examples are divided over the ranks once, at random: rank i has n_i of n
-    x_i <- passes over its own examples, by the task's optimizer     all from the same x
+    x_i <- P passes over its own examples, by the task's optimizer   all from the same x
     x   <- sum over i of (n_i/n)·x_i                          combine="average"
     x   <- the x_i with the least loss on all training data   combine="best"
 
@@ -10,16 +10,26 @@ counts one. For convex losses the average has about 1/N of the variance of a sin
 a deep network is not convex: from common first weights the average is often better than its parts,
 from different ones it is worse than any.
 
-A round is one pass of every rank over its own examples, in steps of `batch_size`/N examples,
-rounded up. The ranks combine when the run ends. If the model is evaluated or written down on the
-way, it is combined for that as well, which changes nothing in the training.
+*Once* (combine_every=None): P is all the passes of the run. A round is one of them, in steps of
+`batch_size`/N examples, rounded up. The ranks combine when the run ends. If the model is evaluated
+or written down on the way, it is combined for that as well, which changes nothing in the training.
 
-What travels: d elements once: through an all-reduce for the average, for the best one loss a rank
-and a broadcast by its rank. A combination on the way belongs to the measurement, so only the first
-one is counted. That ranks end and write checkpoints together, and know one another's losses, takes
-a few numbers a round, which are not counted either.
+*Repeated* (combine_every=P): a round is P passes and ends with the combination, from which all
+ranks go on, with an optimizer that has forgotten its state. With the average that is FedAvg in
+which all clients take part in every round (C = 1, E = P).
 
-Source: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent" (SimuParallelSGD).
+*Shuffle*: the rule wants ranks of which each represents the whole. Where the data were born
+otherwise (`partition`), their examples travel in the first round: `dure.averaging.shuffle`.
+
+What travels: d elements a combination: through an all-reduce for the average, for the best one loss
+a rank and a broadcast by its rank. Of a run that combines once, a combination on the way belongs to
+the measurement, so only the first one is counted. That ranks end and write checkpoints together,
+and know one another's losses, takes a few numbers a round, which are not counted either. The
+shuffle's bytes and seconds are counted, once: a run that is resumed does it again, uncounted.
+
+Sources: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent" (SimuParallelSGD);
+McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"
+(repeated).
 """
 
 from __future__ import annotations
@@ -34,7 +44,15 @@ import torch
 from torch import Tensor, nn
 
 from dure.averaging.meeting import check_exchange, difference, packed
-from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
+from dure.averaging.replica import (
+    Replica,
+    Shard,
+    check_partition,
+    copy_model,
+    shards_from,
+    shards_of,
+)
+from dure.averaging.shuffle import check_movable, dealt, shuffled
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
@@ -60,7 +78,7 @@ Combination = Literal["average", "best"]
 
 @dataclass(frozen=True)
 class ParallelSGD(Strategy):
-    """Ranks train apart, each on its own part of the data, and combine their models once.
+    """Ranks train apart, each on its own part of the data, and combine their models.
 
     Args:
         batch_size: examples of a step over all workers together; None is all of a worker's data.
@@ -70,12 +88,18 @@ class ParallelSGD(Strategy):
             quantity-skew:1.
         all_reduce: how the average is summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
+        shuffle: whether the parts' examples are exchanged at first, so that each worker has a
+            sample of all.
+        combine_every: passes after which the models are combined, and all workers go on from that;
+            None combines once, at the end.
     """
 
     batch_size: int | None = 64
     combine: Combination = "average"
     partition: Partition = field(default_factory=IID)
     all_reduce: Algorithm = "ring"
+    shuffle: bool = False
+    combine_every: int | None = None
 
     name: ClassVar[str] = "parallel-sgd"
     kind: ClassVar[Kind] = "ranks"
@@ -87,13 +111,11 @@ class ParallelSGD(Strategy):
 
     @property
     def label(self) -> str:
-        return " ".join(
-            [
-                "parallel SGD",
-                self.combine,
-                *([] if self.partition == IID() else [str(self.partition)]),
-            ]
-        )
+        parts = ["parallel SGD", self.combine]
+        parts += [] if self.combine_every is None else [f"every {self.combine_every}"]
+        parts += [] if self.partition == IID() else [str(self.partition)]
+        parts += ["shuffled"] if self.shuffle else []
+        return " ".join(parts)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on, or shared memory."""
@@ -111,6 +133,13 @@ class ParallelSGD(Strategy):
             raise ValueError(
                 f"combine is {self.combine!r}; choose one of {', '.join(get_args(Combination))}"
             )
+        if self.combine_every is not None and self.combine_every < 1:
+            raise ValueError(
+                f"combine_every is {self.combine_every}, but models are combined after at least "
+                f"one pass"
+            )
+        if self.shuffle:
+            check_movable(task.train)
         if self.combine == "best" and task.train.lies is not None:
             raise ValueError(
                 "the best model is the one with the least loss on all training data, and these lie "
@@ -145,18 +174,16 @@ class ParallelSGDLearner(Learner):
         self.group = place.group
         self.strategy = strategy
         self.replica = Replica(task, place, seed)
-        self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
-        self.shard = self.shards[self.group.rank]
+        self.all_examples = self.replica.train_examples
+        self.born = shards_of(self.replica, strategy.partition, strategy.batch_size)
+        self.shards = self.born
+        self.is_mixed = not strategy.shuffle
+        self.passes = strategy.combine_every or 1
         self.combined = another(self.replica.model, task, seed)
         self.flat = FlatParameters(self.combined)
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)
-        # buffers as all ranks had them at first: what is averaged are changes since then
-        self.first = [
-            buffer.clone()
-            for buffer in self.buffers.of(self.combined)
-            if buffer.is_floating_point()
-        ]
+        self._note_buffers()
         # what the loss has counted on each rank in the last pass
         self.passed = [float(shard.n) for shard in self.shards]
         self.clock_offset = place.clock_offset
@@ -164,14 +191,26 @@ class ParallelSGDLearner(Learner):
         self.round = self.combined_at = 0
         self.counted = False
 
+    @property
+    def shard(self) -> Shard:
+        """This rank's own examples, as they are divided now."""
+        return self.shards[self.group.rank]
+
+    def _note_buffers(self) -> None:
+        """Remembers buffers that all ranks have: what is averaged are changes since then."""
+        buffers = self.buffers.of(self.combined)
+        self.first = [buffer.clone() for buffer in buffers if buffer.is_floating_point()]
+
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
     def advance(self, wish: int) -> Progress:
-        """One pass of every rank over its own examples."""
-        # Shards may be of unequal length: a round is one pass, in as many steps as it takes.
-        passes = self.shard.steps_per_pass
-        trained = self.replica.train(self.shard.steps(self.round * passes, passes))
+        """Passes of every rank over its own examples; where it is repeated, the combination."""
+        if not self.is_mixed:
+            self._shuffle()
+        # Shards may be of unequal length: a pass has as many steps as it takes.
+        steps = self.passes * self.shard.steps_per_pass
+        trained = self.replica.train(self.shard.steps(self.round * steps, steps))
         entered = time.perf_counter()
         told = _Told(trained.total, trained.counted, float(wish), entered + self.clock_offset)
         # Passes of unequal shards end at different times: here all wait for the last.
@@ -190,24 +229,56 @@ class ParallelSGDLearner(Learner):
         self.passed = [one.counted for one in heard]
         counted = sum(self.passed)
         mean = sum(one.total for one in heard) / counted if counted else None
-        return Progress(mean, len(self.replica.train_examples), int(heard[0].wish))
+        if self.strategy.combine_every is not None:
+            self._go_on_from_combined()
+        return Progress(mean, self.passes * len(self.all_examples), int(heard[0].wish))
+
+    def _shuffle(self) -> None:
+        """The exchange of examples, on the meter."""
+        started = time.perf_counter()
+        before = self.group.meter.counters.bytes_sent
+        self._exchange(self.group)
+        ended = time.perf_counter()
+        sent = self.group.meter.counters.bytes_sent - before
+        self.group.meter.communication("shuffle", started, ended, self.round + 1)
+        self.group.meter.shuffled(sent, ended - started)
+
+    def _exchange(self, group: Group) -> None:
+        """Examples from where they were born to who trains on them."""
+        seed = self.replica.seed
+        counts = [shard.n for shard in self.born]
+        own = self.born[group.rank].indices
+        self.replica.hold(shuffled(self.all_examples, own, counts, seed, group))
+        # Of the others only how many they have is known, and wanted.
+        sizes = map(sum, zip(*dealt(counts), strict=True))
+        parts = map(torch.arange, sizes)
+        self.shards = shards_from(self.replica, parts, self.strategy.batch_size)
+        self.is_mixed = True
+
+    @torch.no_grad()
+    def _go_on_from_combined(self) -> None:
+        """All ranks take over the combined model, each with an optimizer as it was at first."""
+        copy_model(self.combine(), self.replica.model)
+        self.replica.reset_optimizer()
+        self._note_buffers()
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
         """The combined model as it is now; all ranks call it together.
 
-        Only the first combination is counted by the meter.
+        Counted by the meter is the one that ends a round; of a run that combines once, the first.
         """
         # Evaluating and saving in one round combine once.
         if self.combined_at == self.round:
             return self.combined
-        # Combinations after the first belong to the measurement.
-        group = self.group.unmetered() if self.counted else self.group
+        # Where nobody goes on from them, combinations after the first belong to the measurement.
+        is_counted = self.strategy.combine_every is not None or not self.counted
+        group = self.group if is_counted else self.group.unmetered()
         started = time.perf_counter()
         # The rank's own model goes on untouched: what is combined is a copy.
         copy_model(self.replica.model, self.combined)
         (self._average if self.strategy.combine == "average" else self._best)(group)
-        if not self.counted:
+        if is_counted:
             self.group.meter.communication("combination", started, time.perf_counter(), self.round)
         self.counted = True
         self.combined_at = self.round
@@ -249,7 +320,7 @@ class ParallelSGDLearner(Learner):
         """This rank's model on all training data."""
         total = 0.0
         counted = 0.0
-        examples = self.replica.train_examples
+        examples = self.all_examples
         # Dropout off, and the buffers as they are.
         with in_mode(self.combined, training=False):
             for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
@@ -289,6 +360,11 @@ class ParallelSGDLearner(Learner):
         # what was loaded is the combination of that round
         self.round = self.combined_at = state["round"]
         self.counted = state["counted"]
+        if self.strategy.combine_every is not None:
+            self._note_buffers()
+        # What was received is in no checkpoint: it is fetched again from where it was born.
+        if self.strategy.shuffle:
+            self._exchange(self.group.unmetered())
 
     def meters(self) -> Sequence[Meter]:
         return [self.group.meter]

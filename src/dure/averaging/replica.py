@@ -8,6 +8,7 @@ over its own part, in an order of its own.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from dure.contracts.strategy import Place, examples_for
 from dure.contracts.task import Task
 from dure.data.arrangement import Order
 from dure.data.batches import Batches
+from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.batch_norm import needs_two
@@ -72,8 +74,15 @@ class Replica:
         self.group.broadcast_values(
             [*self.model.parameters(), *self.buffers.of(self.model)], counted=False
         )
-        self.train_examples, self.test_examples = examples_for(self.model, task)
-        self.losses = CountedLoss(task.loss, self.train_examples)
+        # as the optimizer was made: usually empty
+        self._fresh = copy.deepcopy(self.optimizer.state_dict()["state"])
+        train, self.test_examples = examples_for(self.model, task)
+        self.hold(train)
+
+    def hold(self, examples: Examples) -> None:
+        """Trains on these from now on; indices are theirs."""
+        self.train_examples = examples
+        self.losses = CountedLoss(self.task.loss, examples)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Pieces of vectors like `flat.buffers`, one for each of `trained` and of its shape."""
@@ -156,6 +165,15 @@ class Replica:
         restore_generators(before)
         return counted
 
+    def reset_optimizer(self) -> None:
+        """Forgets the optimizer's state, such as momentum.
+
+        The settings stay as they are, such as a learning rate that a schedule has changed.
+        """
+        groups = self.optimizer.state_dict()["param_groups"]
+        fresh = copy.deepcopy(self._fresh)
+        self.optimizer.load_state_dict({"state": fresh, "param_groups": groups})
+
     def state(self) -> dict[str, Any]:
         """Its weights, buffers and optimizer, where they are not those of all ranks."""
         return {
@@ -228,12 +246,18 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     batch_size: of all ranks together, of which each has the N-th part, rounded up.
     """
     train = replica.train_examples
-    seed = replica.seed
     ranks = replica.group.size
-    own = None if batch_size is None else -(-batch_size // ranks)
     parts = train.parts()
     if parts is None:
-        parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=seed)
+        parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=replica.seed)
+    return shards_from(replica, parts, batch_size)
+
+
+def shards_from(replica: Replica, parts: Iterable[Tensor], batch_size: int | None) -> list[Shard]:
+    """The same of parts that are there: of each rank the indices of its examples."""
+    train = replica.train_examples
+    seed = replica.seed
+    own = None if batch_size is None else -(-batch_size // replica.group.size)
     joins = needs_two(replica.model, train, train.first)
     return [
         Shard(part, own, seed, rank, joins, train.order(part)) for rank, part in enumerate(parts)

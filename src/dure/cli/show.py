@@ -215,6 +215,20 @@ def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     return [column for column in clocks if any(column[1](one) is not None for one in summaries)]
 
 
+def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+    """What it cost to mix the data, where a run did: 0 for systems that need no mixed data."""
+    if not any(summary.get("shuffle_bytes") for summary in summaries):
+        return []
+
+    def mean(key: str) -> Callable[[dict[str, Any]], float | None]:
+        return lambda summary: summary.get(key, 0) / summary.get("workers", 1)
+
+    return [
+        ("shuffled a worker", mean("shuffle_bytes"), human_bytes, None),
+        ("shuffle time", mean("shuffle_seconds"), duration, None),
+    ]
+
+
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
     """Steps or rounds until the target; None where it was not reached, or not this run's."""
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
@@ -251,6 +265,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
         ("epochs", lambda s: s["epochs"], lambda v: f"{v:.3g}", True),
         *_clocks(summaries),
         ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
+        *_shuffle(summaries),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
     ]
     targets = list(dict.fromkeys(name for summary in summaries for name in summary["to_target"]))
@@ -302,11 +317,17 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
 def _least(shown: Sequence[Column]) -> int:
     """The place of the column to leave out first.
 
-    The order: memory, the time of simulating, bytes, the last metric of clients, the last of the
-    model.
+    The order: memory, the time of simulating, of the shuffle, bytes, the last metric of clients,
+    the last of the model.
     """
     names = [heading for heading, *_ in shown]
-    for name in ("peak memory", "simulated in", "sent a worker"):
+    for name in (
+        "peak memory",
+        "simulated in",
+        "shuffle time",
+        "shuffled a worker",
+        "sent a worker",
+    ):
         if name in names:
             return names.index(name)
     metrics = [

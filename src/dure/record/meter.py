@@ -32,6 +32,8 @@ class Counters(msgspec.Struct):
 
     inside_seconds, inside_steps: of the transfers inside computations (`Meter.inside`), and the
     steps that had any; communication_seconds has these seconds too.
+    shuffle_bytes, shuffle_seconds: of examples that were sent to other workers, and of the whole
+    exchange; bytes_sent and the seconds have these too.
     """
 
     bytes_sent: int = 0
@@ -44,6 +46,8 @@ class Counters(msgspec.Struct):
     hidden_seconds: float = 0.0
     inside_seconds: float = 0.0
     inside_steps: int = 0
+    shuffle_bytes: int = 0
+    shuffle_seconds: float = 0.0
 
     def as_list(self) -> list[float]:
         """The values in the order of the fields, as ranks of one job tell each other."""
@@ -114,6 +118,11 @@ class Meter:
         self.counters.bytes_sent += sum(sent)
         self.counters.messages_sent += len(sent)
         self.counters.bytes_received += sum(received)
+
+    def shuffled(self, nbytes: int, seconds: float) -> None:
+        """So many bytes of what was sent were examples, in an exchange of so many seconds."""
+        self.counters.shuffle_bytes += nbytes
+        self.counters.shuffle_seconds += seconds
 
     def answered(self, down: int, up: int, transfer: float, compute: float) -> None:
         """A simulated client was sent `down` bytes and has answered with `up`; 0 is no answer.

@@ -222,7 +222,18 @@ def _result(
         everyone=everyone,
         workers=busy or ([everyone] if everyone else []),
         targets=_targets(mapping(summary.get("to_target"))),
+        shuffle=_shuffle(summary),
     )
+
+
+def _shuffle(summary: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Bytes and seconds of a worker."""
+    workers = number(summary.get("workers"))
+    nbytes = number(summary.get("shuffle_bytes"))
+    seconds = number(summary.get("shuffle_seconds"))
+    if not workers or nbytes is None or seconds is None:
+        return None
+    return nbytes / workers, seconds / workers
 
 
 _NOTHING = Line(

@@ -370,7 +370,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: `summary.json`, or what the history of a killed run tells of it."""
+    """What a run came to: `summary.json`, or what the history of a killed run tells of it.
+
+    shuffle: bytes a worker that it sent of examples, and seconds; None where nobody says.
+    """
 
     unit: str
     world: str | None
@@ -386,6 +389,7 @@ class Result:
     everyone: Worker | None
     workers: Sequence[Worker]
     targets: Sequence[Target]
+    shuffle: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

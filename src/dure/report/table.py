@@ -110,6 +110,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
         ),
         *clock_columns(runs),
         _number_column("sent per worker", lambda r: r.bytes_per_worker, size, -1),
+        *_shuffle_column(runs),
         _number_column("peak memory", lambda r: r.peak_memory, size, -1),
         *_target_columns(runs),
         Column("ended by", lambda run: escape(ended(run)), ended),
@@ -124,6 +125,23 @@ def _number_column(
     better: int = 0,
 ) -> Column:
     return Column(title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better)
+
+
+def _shuffle_column(runs: Sequence[Run]) -> list[Column]:
+    """What workers sent of their examples, where one did: others need no mixed data."""
+    if not any(run.result.shuffle and run.result.shuffle[0] for run in runs):
+        return []
+
+    def cell(run: Run) -> str:
+        if run.result.shuffle is None:
+            return UNKNOWN
+        nbytes, seconds = run.result.shuffle
+        return f"{size(nbytes)} in {duration(seconds)}" if nbytes else "nothing"
+
+    def nbytes(run: Run) -> float | None:
+        return None if run.result.shuffle is None else run.result.shuffle[0]
+
+    return [Column("shuffled per worker", cell, nbytes)]
 
 
 def clock_columns(runs: Sequence[Run]) -> list[Column]:

@@ -18,6 +18,8 @@ SUMS = (
     "communication_seconds",
     "idle_seconds",
     "hidden_seconds",
+    "shuffle_bytes",
+    "shuffle_seconds",
 )
 """The counters that are added over all ranks, or all workers of one rank."""
 
