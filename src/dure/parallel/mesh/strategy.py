@@ -216,7 +216,7 @@ class Parallel(Strategy):
         train, test = examples_for(model, task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
         check_optimizer(task.optimizer(list(model.parameters())), self.mesh, self.zero)
-        if self.mesh.tensor > 1 or self.plan.entries:
+        if self.mesh.tensor > 1 or not self.plan.is_ready:
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
         if not self.uncut:
