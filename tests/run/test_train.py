@@ -94,7 +94,7 @@ SUMMARY = {
         "idle_seconds",
         "peak_memory",
     ),
-    *("per_worker", "to_target", "hidden_seconds"),
+    *("per_worker", "to_target", "hidden_seconds", "idle_share", "idle_over_busy"),
 }
 WORKER = {
     *(

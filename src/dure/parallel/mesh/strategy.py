@@ -116,8 +116,8 @@ class Parallel(Strategy):
         zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides
             the gradients too, 3 the parameters too.
         clip_norm: the largest norm that a step's gradient may have; by default any.
-        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's
-            ready plan.
+        plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
+            rows, columns or alternating (of a chain of linear layers), or a plan of your own.
     """
 
     mesh: Mesh = Mesh()  # noqa: RUF009

@@ -1,34 +1,34 @@
 """Plans that divide every linear layer of a chain, in one of three ways.
 
 A chain is linear layers with only element-wise layers between them, in an `nn.Sequential` or in
-several inside of each other. Its inputs are whole on every rank, and so are its outputs. Layer l has
-n_l numbers of output, rows of all examples times features, and there are L layers; N ranks.
+several inside of each other. Its inputs are whole on every rank, and so are its outputs. Layer l
+has n_l numbers of output, those of all examples together, and there are L layers; N ranks.
 
-    plan         layers of Y = X·A   of W = Aᵀ      between two layers
-    columns      A by columns        row-wise       outputs are parts: all-gather of features; backward
-                                                    a reduce-scatter of their gradient
-    rows         A by rows           column-wise    outputs are sums: reduce-scatter of features;
-                                                    backward an all-gather of their gradient
-    alternating  columns, rows, …    alternately    nothing, all-reduce, nothing, …; backward the same
+    plan         Y = X·A          Y = W·X        between two layers
+    columns      A by columns     row-wise       outputs are parts: all-gather of features;
+                                                 backward a reduce-scatter of their gradient
+    rows         A by rows        column-wise    outputs are sums: reduce-scatter of features;
+                                                 backward an all-gather of their gradient
+    alternating  columns, rows,…  alternately    nothing, then an all-reduce; backward the same
 
 A rank sends, if nobody asks for the gradient of the chain's inputs:
 
-    plan         forward                                   backward
-    columns      (N-1)/N·(n_1 + … + n_L)                   (N-1)/N·(n_1 + … + n_(L-1))
-    rows         (N-1)/N·(n_1 + … + n_(L-1)) + 2(N-1)/N·n_L    (N-1)/N·(n_1 + … + n_(L-1))
-    alternating  2(N-1)/N·(n_2 + n_4 + …)                  2(N-1)/N·(n_2 + n_4 + …), but for n_L
+    plan         forward                                backward
+    columns      (N-1)/N·(n_1 + … + n_L)                (N-1)/N·(n_1 + … + n_(L-1))
+    rows         (N-1)/N·(n_1 + … + n_(L-1) + 2 n_L)    (N-1)/N·(n_1 + … + n_(L-1))
+    alternating  2(N-1)/N·(n_2 + n_4 + …)               2(N-1)/N·(n_2 + n_4 + …), without n_L
 
 An alternating chain of an odd number of layers ends with one by columns, whose n_L outputs are
 gathered: (N-1)/N·n_L. So for widths that are all alike the three send nearly as much: an all-reduce
 over every second boundary is a reduce-scatter and an all-gather. Alternation wins where wide layers
 are those between a column and its row, as the 4d of an MLP d→4d→d: what is there never travels.
 
-`rows` of a layer l divides its inputs, `columns` its outputs, and the degree has to divide both of
-every boundary between two layers.
+The degree has to divide the features of every boundary between two layers; with `columns` the
+outputs of the last layer too, with `rows` the inputs of the first.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
-Model Parallelism" (the alternation); Cheng et al. 2021, "ATP", and Narayanan et al. 2021, "Efficient
-Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.3 (its reason).
+Model Parallelism" (the alternation); Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", section 2.3 (its reason).
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def pairs(chain: Chain) -> dict[str, Kind]:
 def columns(chain: Chain) -> dict[str, Kind]:
     """Every layer by columns."""
     last = chain[-1]
-    return {
-        name: Column(gather_output=name == last, features=name != chain[0]) for name in chain
-    }
+    return {name: Column(gather_output=name == last, features=name != chain[0]) for name in chain}
 
 
 def rows(chain: Chain) -> dict[str, Kind]:

@@ -13,9 +13,9 @@ all-reduce of rows·inputs elements backward, and one of rows·outputs forward, 
 elements a rank. With `sequence` each of them is a reduce-scatter on the one way and an all-gather
 on the other (`dure.parallel.tensor.functions`).
 
-With `features` a layer takes, or leaves, parts of the features, so that layers of one kind can follow
-each other (`dure.parallel.tensor.chain_plans`): a column-parallel layer gathers its input, and
-reduce-scatters its gradient; a row-parallel layer does the same to its outputs the other way round.
+With `features` a layer takes, or leaves, parts of the features, so that layers of one kind can
+follow each other (`dure.parallel.tensor.chain_plans`): a column-parallel layer gathers its input,
+and reduce-scatters its gradient; a row-parallel layer does it to its outputs, the other way round.
 
 In backward of ColumnParallel the gradient of X is computed first. It is summed by a thread of its
 own while this one computes the weight's gradient; but not where the ranks of one host keep all of
@@ -66,8 +66,9 @@ class _How(NamedTuple):
     """How a layer computes.
 
     transposed: whether the weight is stored as A. shards: the dimension along which the ranks hold
-    shards of what is whole in the product: that of a sequence, or -1, of features. enters: whether the input has still to enter the divided region. leaves: whether the
-    ranks' products are summed here. beside: whether sums travel while something else is computed.
+    shards of what is whole in the product: that of a sequence, or -1, of features. enters: whether
+    the input has still to enter the divided region. leaves: whether the ranks' products are summed
+    here. beside: whether sums travel while something else is computed.
     """
 
     group: Group
@@ -379,8 +380,8 @@ class RowParallel(DividedLinear):
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
     sequence: the dimension of the output along which the ranks are left shards of a sequence; None
     leaves all of it.
-    features: whether the ranks are left parts of the output's features, by a reduce-scatter; the bias
-    is then divided like them.
+    features: whether the ranks are left parts of the output's features, by a reduce-scatter; the
+    bias is then divided like them.
     leaves: False where Y_r = X_r·A_r is summed by somebody later, such as by `leave`; the bias is
     then in the first rank's alone. The other arguments are those of `ColumnParallel`.
     """

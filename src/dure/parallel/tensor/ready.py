@@ -24,11 +24,12 @@ from typing import Any
 from torch import nn
 
 from dure.parallel.tensor.attributes import Attributes
-from dure.parallel.tensor.changes import Cut, Enter, Join, OnShards, OwnDraws
 from dure.parallel.tensor.chain_plans import chain_plan, chains_of, is_sequential, pairs
+from dure.parallel.tensor.changes import Cut, Enter, Join, OnShards, OwnDraws
 from dure.parallel.tensor.plan import Column, Kind, Output, Plan, Row, Vocabulary
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.tasks.models import Transformer, TwoNN
+
 
 def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = True) -> Plan:
     """The ready plan for a model of a known class, or one derived from it.
@@ -93,7 +94,7 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
         return own.plan
     if own.is_ready:
         return _within(model, lambda module: plan_for(module, sequence=sequence))
-    return _within(model, lambda module: chains_divided(module, own.name))
+    return _within(model, lambda module: chains_divided(module, own.named))
 
 
 def _within(model: nn.Module, make: Callable[[nn.Module], Plan]) -> Plan:

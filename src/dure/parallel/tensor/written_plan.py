@@ -4,8 +4,8 @@
     layers.*=Attributes("heads")+OwnDraws()
 
 Patterns and what is done there are those of `dure.parallel.tensor.plan`, written as in Python, with
-`+` between several; `rows`, `columns`, `alternating` and `ready` are plans by name. That module is read only where there is a plan: strategies have the field, most
-runs do not use it.
+`+` between several; `rows`, `columns`, `alternating` and `ready` are plans by name. That module is
+read only where there is a plan: strategies have the field, most runs do not use it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _known() -> dict[str, Any]:
 class TensorPlan:
     """How a model is divided.
 
-    entries: patterns, and what is done there, in order. name: of a plan that has one, which makes
-    its entries for each model: the ready one, rows, columns or alternating; else empty.
+    entries: patterns, and what is done there, in order. named: the name of a plan that has one,
+    which makes its entries for each model: ready, rows, columns or alternating; else empty.
     """
 
     entries: tuple[tuple[str, tuple[Kind, ...]], ...]
-    name: str
+    named: str
 
     def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
         """From a plan, or from its text.
@@ -52,12 +52,12 @@ class TensorPlan:
         Raises ValueError for what is none, and for a plan that has no text.
         """
         entries: tuple[tuple[str, tuple[Kind, ...]], ...] = ()
-        name = ""
+        named = ""
         if isinstance(written, TensorPlan):
             entries = written.entries
-            name = written.name
+            named = written.named
         elif written is None or (isinstance(written, str) and written.strip() in NAMES):
-            name = READY if written is None else written.strip()
+            named = READY if written is None else written.strip()
         elif isinstance(written, str):
             entries = _read(written)
         elif isinstance(written, Mapping) and written:
@@ -70,7 +70,7 @@ class TensorPlan:
                 f"is one of {', '.join(NAMES)}; None: ready"
             )
         object.__setattr__(self, "entries", entries)
-        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "named", named)
         # A run folder keeps the text, and a run must go on with the same plan.
         if isinstance(written, Mapping) and not self._is_read_again():
             raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
@@ -83,7 +83,7 @@ class TensorPlan:
     @property
     def is_ready(self) -> bool:
         """Whether it is the model's ready plan, which is divided only where there are ranks."""
-        return self.name == READY
+        return self.named == READY
 
     def _is_read_again(self) -> bool:
         try:
@@ -96,11 +96,11 @@ class TensorPlan:
         """What a strategy's label says of it."""
         if self.is_ready:
             return ""
-        return f", {self.name}" if self.name else ", own plan"
+        return f", {self.named}" if self.named else ", own plan"
 
     def __str__(self) -> str:
         texts = (f"{pattern}={'+'.join(map(written, kinds))}" for pattern, kinds in self.entries)
-        return self.name or "; ".join(texts)
+        return self.named or "; ".join(texts)
 
 
 def _pattern(pattern: Any) -> str:
