@@ -1,7 +1,7 @@
 """A chain of linear layers divided by columns, by rows and alternately: what travels, how long.
 
-Two chains of linear layers with GELUs between them: all as wide, and an MLP whose layers are wide and
-narrow in turn. Ranks of one thread each make training steps on the same batch.
+Two chains of linear layers with GELUs between them: all as wide, and an MLP whose layers are wide
+and narrow in turn. Ranks of one thread each make training steps on the same batch.
 In every round each plan has some steps after a barrier, and another one begins. The time is that of
 the slowest rank, in medians over the rounds; ratios are medians of the rounds' ratios.
 

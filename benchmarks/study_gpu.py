@@ -6,8 +6,8 @@
               two forwards. Results are compared with those of the CPU in float32
     threads   examples a second of a CNN that threads of one process train on the one GPU
               (DataParallel in Threads(n, ("cuda:0",))), against one worker on it, and on the CPU
-    loaders   examples a second of one worker on the GPU whose examples take long to read, with 0, 1,
-              2, … loaders
+    loaders   examples a second of one worker on the GPU whose examples take long to read, with 0,
+              1, 2, … loaders
     alone     collectives of dure over NCCL, in a group of one rank on the one device: each gives
               what it got; microseconds of an all-reduce. More ranks need more devices
 
