@@ -50,7 +50,7 @@ LAYERS = 4
 """Of a rank."""
 EXAMPLES = 256
 """Of a micro-batch."""
-SENDS = (0.0, 0.01, 0.05, 0.1, 0.25)
+SENDS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Seconds of a message over those of a rank's forward of a micro-batch."""
 
 
