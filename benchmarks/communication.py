@@ -35,6 +35,7 @@ import dure
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.cost import bytes_sent
 from dure.contracts.strategy import World
+from dure.record import idleness
 from dure.record.checkpoint import unpack_checkpoint
 from dure.record.meter import Counters
 from dure.record.run import RunFolder
@@ -567,10 +568,11 @@ def describe(result: JSON, page: Path) -> None:
 
     def other(row: JSON) -> list[str]:
         time = row["time"]
-        shares = ("compute_share", "communication_share", "idle_share", "hidden_of_communication")
+        shares = [f"{time[share]:.0%}" for share in ("compute_share", "communication_share")]
+        shares += [idleness.written(time["idle_share"]), f"{time['hidden_of_communication']:.0%}"]
         each = f"{time['seconds_per_epoch'] / steps * 1e3:.1f}"
         uneven = f"{time['compute_of_busiest_over_mean']:.2f}"
-        return [time["label"], each, *(f"{time[share]:.0%}" for share in shares), uneven]
+        return [time["label"], each, *shares, uneven]
 
     sent = [
         "system",
@@ -585,7 +587,7 @@ def describe(result: JSON, page: Path) -> None:
         "ms a step",
         "compute",
         "communication",
-        "idle",
+        "idle (over busy)",
         "hidden",
         "busiest / mean compute",
     ]

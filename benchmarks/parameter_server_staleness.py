@@ -42,7 +42,9 @@ from pages import fill, table
 from torch import Tensor
 
 import dure
+from dure.record import idleness
 
+IDLE = "idle (over busy)"
 WORKERS = 4
 STALENESS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
 FACTOR = 5
@@ -335,7 +337,7 @@ def describe(
             of(row, "times_faster", ".2f"),
             of(row, "loss_when_asynchronous_end", ".3f"),
             of(row, "accuracy", ".1%"),
-            of(row, "idle", ".0%"),
+            idleness.written(row["idle"]),
             of(row, "mean_staleness", ".2f"),
         ]
         for row in rows
@@ -347,7 +349,7 @@ def describe(
             f"{row['seconds']:.2f}",
             f"{_synchronous(timed, row) / row['seconds']:.2f}",
             f"{row['loss']:.3f}",
-            f"{row['idle']:.0%}",
+            idleness.written(row["idle"]),
         ]
         for row in timed
     ]
@@ -357,7 +359,7 @@ def describe(
             str(row["servers"]),
             f"{row['seconds']:.3f}",
             f"{row['links']:.3f}",
-            f"{row['idle']:.0%}",
+            idleness.written(row["idle"]),
         ]
         for row in crowd
     ]
@@ -372,18 +374,16 @@ def describe(
                     "times faster",
                     "loss at equal time",
                     "accuracy at the end",
-                    "idle",
+                    IDLE,
                     "observed staleness",
                 ],
                 first,
             ),
             "real": table(
-                ["stragglers", "staleness", "seconds", "times faster", "loss at the end", "idle"],
+                ["stragglers", "staleness", "seconds", "times faster", "loss at the end", IDLE],
                 second,
             ),
-            "links": table(
-                ["workers", "servers", "seconds a step", "of links alone", "idle"], third
-            ),
+            "links": table(["workers", "servers", "seconds a step", "of links alone", IDLE], third),
         },
     )
 

@@ -6,7 +6,7 @@ schedule, the messages and the runtime. All stages of all schedules take equally
 medians over the rounds:
 
     measured     idle share of the ranks' time from the first action's start to the last one's end,
-                 on any rank
+                 on any rank; in tables beside it, in brackets, idle over busy
     simulated    the simulator's, from the mean times of the same steps' actions, and of a message
     exact        the simulator's, of actions of 1 and 2 and messages that take no time. It equals
                  the formula if there is one: (p-1)/(m+p-1), with v stages a rank
@@ -145,6 +145,11 @@ def program(asked: argparse.Namespace, place: Place) -> list[JSON]:
     return rows
 
 
+def both(bubble: float) -> str:
+    """Idle time as a share of all, and over the busy time."""
+    return f"{bubble:.3f} ({bubble / (1 - bubble):.3f})"
+
+
 def cells(rows: list[JSON]) -> str:
     head = [
         "ranks, schedule, micro-batches",
@@ -156,7 +161,7 @@ def cells(rows: list[JSON]) -> str:
     lines = []
     for row in rows:
         name = f"{row['ranks']}, {row['schedule']}, {row['microbatches']}"
-        shares = [f"{row[key]:.3f}" for key in ("measured", "simulated", "exact")]
+        shares = [both(row[key]) for key in ("measured", "simulated", "exact")]
         lines.append([name, *shares, f"{row['measured'] / row['simulated']:.2f}"])
     return table(head, lines)
 

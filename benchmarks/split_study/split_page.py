@@ -9,6 +9,8 @@ from typing import Any
 from figures import NEUTRAL, Axis, Curve, Panel, bars, lines, save
 from pages import fill, table
 
+from dure.record.idleness import over_busy
+
 JSON = dict[str, Any]
 
 PARTS = {"whole": "all (FedAvg)", "head": "head", "ends": "head and end (U-shape)"}
@@ -41,6 +43,12 @@ def megabytes(count: float) -> str:
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
+
+
+def idle(share: float | None) -> str:
+    """As a share of all time, and over the busy time."""
+    over = over_busy(share)
+    return percent(share) if over is None else f"{percent(share)} ({over:.2f})"
 
 
 # Tables
@@ -168,8 +176,8 @@ def waits(setting: JSON, conditions: JSON) -> str:
                 row["system"],
                 f"{row['trips_of_a_client']:,.0f}",
                 f"{row['trips_in_a_row']:,}",
-                percent(row["client_idle"]),
-                percent(row["server_idle"]),
+                idle(row["client_idle"]),
+                idle(row["server_idle"]),
                 *(f"{seconds[name]:,.1f}" for name in conditions),
                 "" if epochs is None else f"{epochs * seconds['phones'] / 60:,.1f}",
             ]
@@ -178,8 +186,8 @@ def waits(setting: JSON, conditions: JSON) -> str:
         "system",
         "waits of a client",
         "waits in a row",
-        "clients idle",
-        "server idle",
+        "clients idle (over busy)",
+        "server idle (over busy)",
         *(f"s, {name}" for name in conditions),
         "minutes to FedAvg's",
     ]

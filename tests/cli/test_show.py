@@ -36,6 +36,7 @@ def summary(label: str, **changes):
         "label": label, "world": "2 processes", "test_accuracy": 0.9, "test_loss": 0.5,
         "epochs": 5.0, "best": {"test_loss": 0.4, "test_accuracy": 0.95}, "seconds": 3.1,
         "bytes_sent_per_worker": 1_234_567.0, "peak_memory": 301_504_128, "to_target": {},
+        "idle_share": 0.25,
     }  # fmt: skip
     return {**base, **changes}
 
@@ -120,8 +121,10 @@ def test_a_row_tells_metrics_time_bytes_and_memory():
         "time",
         "sent a worker",
         "peak memory",
+        "idle (over busy)",
     ]
-    assert row == ["ring ×2", "2 processes", "0.9000", "0.5000", "5", "3.10 s", "1.23 MB", "302 MB"]
+    numbers = ["0.9000", "0.5000", "5", "3.10 s", "1.23 MB", "302 MB", "25 % (0.33)"]
+    assert row == ["ring ×2", "2 processes", *numbers]
 
 
 def test_a_target_gets_a_column_and_what_is_missing_a_dash():

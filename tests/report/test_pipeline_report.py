@@ -99,7 +99,9 @@ def test_the_page_says_what_the_trace_says(pipeline: Path, report: Report) -> No
     text = text_of(page)
     assert f"step {found.step}" in text
     for name, one in (("measured", found.measured), ("simulated", found.simulated)):
-        assert f"{name} {100 * one.bubble:.1f} % {duration(one.makespan)} 2 1" in text
+        over = (1 / (1 - one.bubble)) - 1
+        idle = f"{100 * one.bubble:.1f} % {over:.3f}"
+        assert f"{name} {idle} {duration(one.makespan)} 2 1" in text
     assert "0 rank 0 layers.0 13,000 51.2 kB 51.2 kB 1 rank 1 layers.3 42,210 – –" in text
     assert "rank 0 52.0 kB 52.0 kB 0 B" in text
 
@@ -207,6 +209,12 @@ def test_the_terminal_says_the_stages_and_the_bubble(
     asked = ["--workers", "2", "--steps", "3", "--schedule", "zero-bubble-v", "--microbatches", "4"]
     assert main(["train", "digits", "pipeline", *asked, "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().err
-    assert re.search(
-        r"4 stages, from layers\.0, .*; bubble \d+% \(simulated \d+%\) in step [23]\n", said
+    one = r"(\d+) % \((\d+\.\d\d)\)"
+    found = re.search(
+        r"4 stages, from layers\.0, .*; bubble \(over busy\) "
+        rf"{one}, simulated {one}, in step [23]\n",
+        said,
     )
+    assert found is not None
+    share, over = map(float, found.groups()[:2])
+    assert over == pytest.approx(share / (100 - share), rel=0.2)

@@ -95,6 +95,7 @@ SUMMARY = {
         "peak_memory",
     ),
     *("per_worker", "to_target", "hidden_seconds", "shuffle_bytes", "shuffle_seconds"),
+    *("idle_share", "idle_over_busy"),
 }
 WORKER = {
     *(

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dure.cli.federation import FederationView
 from dure.contracts.stop import Stop
+from dure.record import idleness
 from dure.record.history import is_spread, lower_is_better
 from dure.report.words import duration
 
@@ -267,6 +268,8 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
         ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
         *_shuffle(summaries),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
+        # Nothing is best in it: who computes more is less idle.
+        ("idle (over busy)", lambda s: s.get("idle_share"), idleness.written, None),
     ]
     targets = list(dict.fromkeys(name for summary in summaries for name in summary["to_target"]))
     for name in targets:
@@ -317,11 +320,12 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
 def _least(shown: Sequence[Column]) -> int:
     """The place of the column to leave out first.
 
-    The order: memory, the time of simulating, of the shuffle, bytes, the last metric of clients,
-    the last of the model.
+    The order: idle time, memory, the time of simulating, of the shuffle, bytes, the last metric of
+    clients, the last of the model.
     """
     names = [heading for heading, *_ in shown]
     for name in (
+        "idle (over busy)",
         "peak memory",
         "simulated in",
         "shuffle time",

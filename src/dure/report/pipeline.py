@@ -5,7 +5,8 @@ one whose makespan is the median. The simulation runs the same schedule. There e
 takes in each stage what it took in that step on average, and messages take no time: what the
 measured step has more is messages, and work that is unevenly long.
 
-    bubble = 1 - busy / (p · makespan)   of p ranks
+    bubble = 1 - busy / (p · makespan)   of p ranks: idle as a share of all time
+    idle over busy = bubble / (1 - bubble)
     makespan = from the first action's start to the last one's end
 
 The ranks are those of the first pipeline: of a mesh, those with data and tensor index 0.
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dure.record import idleness
 from dure.report.document import section
 from dure.report.parts import swatch
 from dure.report.runs import Rank, Run, Stage, Trace
@@ -152,10 +154,11 @@ def in_a_line(run: Run) -> str | None:
     stages = _stages(found.ranks)
     begins = [stage.begins or "the start" for stage, _ in stages]
     shown = begins if len(begins) <= _STAGES_IN_A_LINE else [*begins[: _STAGES_IN_A_LINE - 1], "…"]
-    measured = f"bubble {found.measured.bubble:.0%}"
-    simulated = f"simulated {found.simulated.bubble:.0%}"
+    # Both ways to say it, as everywhere: 50 % (1.00) is as long idle as busy.
+    measured = f"bubble (over busy) {idleness.written(found.measured.bubble)}"
+    simulated = f"simulated {idleness.written(found.simulated.bubble)}"
     where = f"{len(stages)} stages, from {', '.join(shown)}"
-    return f"{where}; {measured} ({simulated}) in step {found.step}"
+    return f"{where}; {measured}, {simulated}, in step {found.step}"
 
 
 _STAGES_IN_A_LINE = 6
@@ -180,7 +183,8 @@ def pipelines(runs: Sequence[Run]) -> str:
         "One step from the middle of each run, the median of its full steps, as measured. Below it "
         "the same schedule simulated: messages take no time, and each kind of action takes in each "
         "stage its mean of that step. The bubble is the share of the ranks’ time in which they "
-        "compute nothing. A rank holds at most so many micro-batches at once, each of one stage. "
+        "compute nothing, and idle over busy that time over the one in which they compute. A rank "
+        "holds at most so many micro-batches at once, each of one stage. "
         "There and back are the bytes of values and of gradients that cross to the next stage in a "
         "full step. Of a mesh the first pipeline is shown, and of divided layers its part."
     )
@@ -207,9 +211,11 @@ def _numbers(step: Measured) -> str:
     held = [f"held by {escape(rank.name)}" for rank in step.ranks]
     rows = ""
     for name, one in _both(step).items():
-        cells = [_percent(one.bubble), duration(one.makespan), *map(str, one.peak_activations)]
+        over = one.idle_over_busy
+        idle = [_percent(one.bubble), UNKNOWN if over is None else f"{over:.3f}"]
+        cells = [*idle, duration(one.makespan), *map(str, one.peak_activations)]
         rows += f'<tr><th scope="row">{name}</th>{"".join(map(_cell, cells))}</tr>'
-    return _table("Bubble", _heads("", "bubble", "makespan", *held), rows)
+    return _table("Bubble", _heads("", "bubble", "idle over busy", "makespan", *held), rows)
 
 
 def _stage_table(step: Measured) -> str:

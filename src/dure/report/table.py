@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dure.record import idleness
 from dure.record.history import is_spread
 from dure.report import charts
 from dure.report.document import section
@@ -156,11 +157,13 @@ def clock_columns(runs: Sequence[Run]) -> list[Column]:
         columns += [
             _time_column("time", lambda run: None if is_simulated(run) else run.result.seconds, -1),
             _share_column("where it went", simulated=False),
+            _idle_column("idle (over busy)", simulated=False),
         ]
     if simulated:
         columns += [
             _time_column("virtual time", lambda run: virtual_seconds(run), -1),
             _share_column("where virtual time went", simulated=True),
+            _idle_column("virtually idle (over busy)", simulated=True),
             _time_column(
                 "simulated in", lambda run: run.result.seconds if is_simulated(run) else None, 0
             ),
@@ -183,6 +186,18 @@ def _share_column(title: str, simulated: bool) -> Column:
         return worker.compute / worker.total if worker else None
 
     return Column(title, lambda run: _share_cell(of(run)), computing)
+
+
+def _idle_column(title: str, simulated: bool) -> Column:
+    """Sorts by the share of all time; who computes more is less idle, so that none is best."""
+
+    def share(run: Run) -> float | None:
+        worker = run.result.everyone
+        if worker is None or is_simulated(run) != simulated:
+            return None
+        return idleness.idle_share(worker.compute + worker.communication, worker.idle)
+
+    return Column(title, lambda run: idleness.written(share(run)), share)
 
 
 def _metric_column(which: str, key: str) -> Column:

@@ -8,6 +8,7 @@ import msgspec
 
 from dure.contracts.strategy import Learner
 from dure.record.history import History, finite
+from dure.record.idleness import idle_share, over_busy
 from dure.record.meter import Counters
 from dure.run.job import Job, Position
 
@@ -50,6 +51,8 @@ def summarise(
         senders = [counters for meter, counters in pairs if meter.is_worker]
         count = sum(meter.stands_for for meter in meters if meter.is_worker)
     target = job.stop.target or {}
+    sums = {key: sum(getattr(counters, key) for counters in everybody) for key in SUMS}
+    idle = idle_share(sums["compute_seconds"] + sums["communication_seconds"], sums["idle_seconds"])
     return {
         "label": job.label,
         "strategy": job.strategy.name,
@@ -68,7 +71,9 @@ def summarise(
         **({"examples_of_ranks": list(lies)} if (lies := job.task.train.lies) else {}),
         "proofs": [proof._asdict() for proof in (*job.proofs, *learner.proofs)],
         "workers": count,
-        **{key: sum(getattr(counters, key) for counters in everybody) for key in SUMS},
+        **sums,
+        "idle_share": idle,
+        "idle_over_busy": over_busy(idle),
         "bytes_sent_per_worker": sum(counters.bytes_sent for counters in senders) / count,
         "peak_memory": max(counters.peak_memory for counters in everybody),
         "per_worker": list(map(_line, names, everybody)),

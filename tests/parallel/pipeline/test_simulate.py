@@ -41,6 +41,7 @@ def test_gpipe_and_1f1b_are_idle_for_p_minus_1_of_m_plus_p_minus_1(name, p, m, f
 def test_naive_lets_one_rank_compute_at_a_time(p, forward, backward):
     run = simulated("naive", p, 1, 1, forward, backward)
     assert run.bubble == pytest.approx((p - 1) / p, abs=1e-12)
+    assert run.idle_over_busy == pytest.approx(p - 1)
     assert run.peak_activations == (1,) * p
 
 
@@ -129,7 +130,10 @@ CONDITIONS = {
 
 
 def documented() -> list[list[str]]:
-    """The rows of the page's table of bubbles: schedule, condition, bubble, micro-batches held."""
+    """The rows of the page's table of bubbles: schedule, condition, idle time, micro-batches held.
+
+    Idle time is told over the busy time and as a share of all.
+    """
     lines = TABLE.read_text().split("| `schedule` | if |")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
 
@@ -141,8 +145,9 @@ def value(formula: str, p: int, m: int, v: int, rank: int = 0) -> float:
 
 @pytest.mark.parametrize("row", documented(), ids=lambda row: f"{row[0]} if {row[1]}")
 def test_the_page_says_what_the_simulator_finds(row):
-    name, condition, bubble, held = row
-    low, _, high = bubble.partition(" to ")
+    name, condition, over, share, held = row
+    low, _, high = over.partition(" to ")
+    least, _, most_of_all = share.partition(" to ")
     cases = [
         (p, m, v)
         for p in range(1, 9)
@@ -155,6 +160,9 @@ def test_the_page_says_what_the_simulator_finds(row):
         run = simulated(name, p, m, v, 1, 2)
         assert run.bubble_over_ideal >= value(low, p, m, v) - 1e-12
         assert run.bubble_over_ideal <= value(high or low, p, m, v) + 1e-12
+        assert run.idle_over_busy == pytest.approx(run.bubble_over_ideal, abs=1e-12)
+        assert run.bubble >= value(least, p, m, v) - 1e-12
+        assert run.bubble <= value(most_of_all or least, p, m, v) + 1e-12
         most = held.removeprefix("at most ")
         for rank, found in enumerate(run.peak_activations):
             said = value(most, p, m, v, rank)

@@ -107,8 +107,9 @@ kinds = st.one_of(
         st.booleans(),
         dimension,
         st.booleans(),
+        st.booleans(),
     ),
-    st.builds(Row, small, st.booleans(), dimension, st.booleans()),
+    st.builds(Row, small, st.booleans(), dimension, st.booleans(), st.booleans()),
     st.builds(Vocabulary, dimension),
     st.builds(Output, st.booleans(), st.booleans(), dimension),
     st.builds(

@@ -136,8 +136,8 @@ class Parallel(Strategy):
         zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides
             the gradients too, 3 the parameters too.
         clip_norm: the largest norm that a step's gradient may have; by default any.
-        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's
-            ready plan.
+        plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
+            rows, columns or alternating (of a chain of linear layers), or a plan of your own.
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
@@ -276,7 +276,7 @@ class Parallel(Strategy):
         train, test = examples_for(model, task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
         check_optimizer(task.optimizer(list(model.parameters())), self.mesh, self.zero)
-        if self.mesh.tensor > 1 or self.plan.entries:
+        if self.mesh.tensor > 1 or not self.plan.is_ready:
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
         if not self.uncut:

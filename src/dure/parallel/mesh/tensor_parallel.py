@@ -43,8 +43,8 @@ class TensorParallel(Strategy):
         sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and
             all-gather in place of all-reduce).
         clip_norm: the largest norm that a step's gradient may have; by default any.
-        plan: which layers are divided, and how (docs/tensor-parallel.md); by default the model's
-            ready plan.
+        plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
+            rows, columns or alternating (of a chain of linear layers), or a plan of your own.
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.

@@ -1,6 +1,6 @@
 """The schedules that pipelines are known by. Where all stages take as long and messages no time:
 
-    schedule       stages a rank  idle over busy
+    schedule       stages a rank  idle over busy, x
     naive          1              p - 1, as m = 1
     gpipe          1              (p-1)/m
     1f1b           1              (p-1)/m
@@ -8,6 +8,9 @@
     zero-bubble    1              (p-1)(F+I-min(F,I,W))/(m(F+I+W)), if m ≥ p
                                   (2p-1-m)/(3m), if m < p and F = I = W
     zero-bubble-v  2              (p-1)/(6m) to (2p-3)/(6m), if m ≥ 2p and F = I = W
+
+As a share of all time that is x/(1+x): (p-1)/p for the naive schedule, whose one batch passes
+through one rank after the other, and (p-1)/(m+p-1) for gpipe and 1f1b.
 
     schedule       most activations that a rank holds, of m micro-batches
     naive          1

@@ -8,6 +8,7 @@ whatever the ranks do meanwhile, and a receive waits for it:
     end(receive) = max(start(receive), end(its send) + send)
 
     bubble            = 1 - busy / (p · makespan)     the share of the ranks' time that is idle
+    idle_over_busy    = bubble / (1 - bubble)         the same over the time in which they compute
     bubble_over_ideal = (makespan - ideal) / ideal    ideal: the computing of the rank that computes
                                                       longest
 
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 from dure.parallel.pipeline.schedule import RECEIVES, SENDS, Action, Kind, Schedule
 from dure.parallel.pipeline.validate import running_order
+from dure.record.idleness import over_busy
 
 
 class Span(NamedTuple):
@@ -125,6 +127,11 @@ class Simulation:
     def bubble(self) -> float:
         """The share of the ranks' time in which they are idle."""
         return 1 - sum(self.busy) / (self.ranks * self.makespan) if self.makespan else 0.0
+
+    @property
+    def idle_over_busy(self) -> float | None:
+        """Seconds in which the ranks are idle, over those in which they compute."""
+        return over_busy(self.bubble)
 
     @property
     def bubble_over_ideal(self) -> float:

@@ -21,6 +21,7 @@
     dividing    a model is divided from outside, by a plan
     tied        parameters of several modules remain one
     proof       a plan is tried beside the undivided model
+    chain_plans plans for chains of linear layers: by rows, by columns, alternating
     ready       plans for models whose layers are known
     state       the whole model, and the norm of its gradient
 

@@ -13,6 +13,10 @@ all-reduce of rows·inputs elements backward, and one of rows·outputs forward, 
 elements a rank. With `sequence` each of them is a reduce-scatter on the one way and an all-gather
 on the other (`dure.parallel.tensor.functions`).
 
+With `features` a layer takes, or leaves, parts of the features, so that layers of one kind can
+follow each other (`dure.parallel.tensor.chain_plans`): a column-parallel layer gathers its input,
+and reduce-scatters its gradient; a row-parallel layer does it to its outputs, the other way round.
+
 In backward of ColumnParallel the gradient of X is computed first. It is summed by a thread of its
 own while this one computes the weight's gradient; but not where the ranks of one host keep all of
 its cores busy, for the thread would take their time. What is summed is computed where it is summed:
@@ -61,14 +65,15 @@ if TYPE_CHECKING:
 class _How(NamedTuple):
     """How a layer computes.
 
-    transposed: whether the weight is stored as A. sequence: the dimension of the sequence, if it is
-    divided. enters: whether the input has still to enter the divided region. leaves: whether the
-    ranks' products are summed here. beside: whether sums travel while something else is computed.
+    transposed: whether the weight is stored as A. shards: the dimension along which the ranks hold
+    shards of what is whole in the product: that of a sequence, or -1, of features. enters: whether
+    the input has still to enter the divided region. leaves: whether the ranks' products are summed
+    here. beside: whether sums travel while something else is computed.
     """
 
     group: Group
     transposed: bool
-    sequence: int | None
+    shards: int | None
     enters: bool
     beside: bool
     leaves: bool = True
@@ -101,9 +106,9 @@ def _weight_gradient(rows: Tensor, gradient: Tensor, transposed: bool) -> Tensor
 class _Column(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        if how.enters and how.sequence is not None and how.group.size > 1:
+        if how.enters and how.shards is not None and how.group.size > 1:
             # Kept for backward as it is gathered here: memory for one all-gather less.
-            tensor = gathered(tensor, how.group, along(tensor, how.sequence, how.group))
+            tensor = gathered(tensor, how.group, along(tensor, how.shards, how.group))
         ctx.how = how
         ctx.shape = tensor.shape
         # as one matrix: batch and sequence are rows alike
@@ -146,8 +151,8 @@ def _begin_input(
     # computed where it is summed, so that nothing is copied into shared memory
     inputs = room((gradient.shape[0], matrix.shape[1]), gradient, group)
     torch.mm(gradient, matrix, out=inputs)
-    if how.sequence is not None:
-        dim = how.sequence
+    if how.shards is not None:
+        dim = how.shards
         if not how.beside:
             own = reduce_scattered(inputs.view(shape), group, dim)
             return lambda: own
@@ -181,12 +186,12 @@ class _Row(Function):
             return _product(rows, matrix, once).view(*tensor.shape[:-1], -1)
         outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
         torch.mm(rows, matrix, out=outputs)
-        if how.sequence is not None:
+        if how.shards is not None:
             # rows are tokens again: the sequence is a dimension of its own
             whole = outputs.view(*tensor.shape[:-1], -1)
-            check_sequence(whole, how.sequence, group)
-            # The shard is summed already, so that each rank adds the bias once.
-            own = reduce_scattered(whole, group, how.sequence)
+            check_sequence(whole, how.shards, group)
+            # The shard is summed already, so that each rank adds the bias, or its part, once.
+            own = reduce_scattered(whole, group, how.shards)
             return own if bias is None else own.add_(bias)
         # Without the bias: it would be added N times.
         reduced_in_place(outputs, group)
@@ -201,9 +206,17 @@ class _Row(Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         how = ctx.how
         rows, weight = ctx.saved_tensors
-        if how.sequence is not None and how.group.size > 1:
-            gradient = gathered(gradient, how.group, along(gradient, how.sequence, how.group))
+        of_bias = None
+        if how.shards == -1 and ctx.needs_input_grad[2]:
+            # A rank adds its part of the bias to its part of the features, which is its alone.
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        if how.shards is not None and how.group.size > 1:
+            gradient = gathered(gradient, how.group, along(gradient, how.shards, how.group))
         gradient = gradient.reshape(-1, gradient.shape[-1])
+        if of_bias is None and ctx.needs_input_grad[2]:
+            # Along a sequence the gradient was gathered, so that the bias has that of all shards,
+            # on every rank.
+            of_bias = gradient.sum(0)
         of_input = None
         if ctx.needs_input_grad[0]:
             matrix = (weight.t() if how.transposed else weight).conj()
@@ -211,9 +224,6 @@ class _Row(Function):
         of_weight = (
             _weight_gradient(rows, gradient, how.transposed) if ctx.needs_input_grad[1] else None
         )
-        # Along a sequence the gradient was gathered above, so the bias has that of all shards, on
-        # every rank.
-        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None
 
 
@@ -261,6 +271,8 @@ class ColumnParallel(DividedLinear):
     overlap: whether the gradient of X travels while the weight's is computed; None chooses; then
         all ranks come here together.
     even: False allows parts of unequal length.
+    features: whether the input is this rank's part of its features, as a divided layer before it
+        leaves it: an all-gather, and a reduce-scatter of its gradient.
     shares: where there are fewer units than ranks, neighbours share one: each holds a part of its
         matrix, and all of them get all of its outputs, as the keys and values of grouped queries.
         That is an all-gather of all units forward, and a reduce-scatter backward.
@@ -278,6 +290,7 @@ class ColumnParallel(DividedLinear):
         gather_output: bool = False,
         enters: bool = True,
         sequence: int | None = None,
+        features: bool = False,
         transposed: bool = False,
         overlap: bool | None = None,
         even: bool = True,
@@ -295,6 +308,10 @@ class ColumnParallel(DividedLinear):
                 f"the blocks {list(blocks)} of {name} do not make up its {self.out_features} "
                 "outputs"
             )
+        check_features(name, features, sequence, enters)
+        if features:
+            inputs = f"{name} with {self.in_features} inputs"
+            check_even(inputs, [self.in_features], self.group.size)
         what = f"{name} with {self.out_features} outputs"
         # 1 where every rank has units of its own
         self.sharers = 1
@@ -311,38 +328,47 @@ class ColumnParallel(DividedLinear):
         self.gather_output = gather_output
         self._outputs = Division(-1, blocks)
         beside = runs_beside(overlap, self.group, weight.device)
+        self._sequence = sequence
+        self._features = features
         self._how = _How(
-            self.group, transposed=transposed, sequence=sequence, enters=enters, beside=beside
+            self.group,
+            transposed=transposed,
+            shards=-1 if features else sequence,
+            enters=enters,
+            beside=beside,
         )
 
     @property
     def opens(self) -> int:
-        """1 where its outputs stay divided, and its input was not divided already."""
-        return int(self._how.enters and not self.gather_output)
+        """1 where its outputs stay divided, and its input was not; -1 the other way round."""
+        return int(self._how.enters and not self.gather_output) - int(self._features)
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         weight: Tensor = self.weight  # type: ignore[assignment]
         # a rank gets the outputs of all that share its unit
         own = self.sharers * weight.shape[1 if self._how.transposed else 0]
         shape = [*given[:-1], self.out_features if self.gather_output else own]
-        if self._how.sequence is None or not self._how.enters:
+        if self._sequence is None or not self._how.enters:
             return shape
-        check_is_sequence(self.called, len(given), self._how.sequence)
-        return of_whole(shape, self._how.sequence, self.group)
+        check_is_sequence(self.called, len(given), self._sequence)
+        return of_whole(shape, self._sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
         if self._how.enters:
-            check_is_sequence(self.called, tensor.dim(), self._how.sequence)
+            check_is_sequence(self.called, tensor.dim(), self._sequence)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         # After the product: what follows is divided, and draws for itself until the row-parallel
         # layer.
-        if self.draws is not None and self.training:
+        if self.draws is not None and self.training and not self.gather_output:
             self.draws.enter()
         if self.sharers > 1:
             return share(outputs, self.group, self.sharers)
         if self.gather_output:
+            # The input's features were parts: the divided region ends here.
+            if self.draws is not None:
+                self.draws.leave()
             return gather_features(outputs, self.group, self._outputs)
         return outputs
 
@@ -354,6 +380,8 @@ class RowParallel(DividedLinear):
     input_is_parallel: False where all ranks have the whole input, of which they take their part.
     sequence: the dimension of the output along which the ranks are left shards of a sequence; None
     leaves all of it.
+    features: whether the ranks are left parts of the output's features, by a reduce-scatter; the
+    bias is then divided like them.
     leaves: False where Y_r = X_r·A_r is summed by somebody later, such as by `leave`; the bias is
     then in the first rank's alone. The other arguments are those of `ColumnParallel`.
     """
@@ -367,6 +395,7 @@ class RowParallel(DividedLinear):
         unit: int = 1,
         input_is_parallel: bool = True,
         sequence: int | None = None,
+        features: bool = False,
         leaves: bool = True,
         transposed: bool = False,
         name: str = "the row-parallel layer",
@@ -384,14 +413,20 @@ class RowParallel(DividedLinear):
                 f"{name} leaves the sum to somebody else, who says along which dimension: "
                 "leave sequence out"
             )
+        check_features(name, features, sequence, leaves)
+        if features:
+            outputs = f"{name} with {self.out_features} outputs"
+            check_even(outputs, [self.out_features], self.group.size)
         self.divide("weight", weight, Division(dim, (self.in_features,)))
-        # whole on every rank, and added once, after the sum
-        self.divide("bias", bias, None)
+        # Whole on every rank, and added once, after the sum; divided where the sum is.
+        self.divide("bias", bias, Division(0, (self.out_features,)) if features else None)
         self.input_is_parallel = input_is_parallel
+        self._sequence = sequence
+        self._features = features
         self._how = _How(
             self.group,
             transposed=transposed,
-            sequence=sequence,
+            shards=-1 if features else sequence,
             enters=False,
             beside=False,
             leaves=leaves,
@@ -399,27 +434,45 @@ class RowParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
-        """-1 where the sum over the ranks ends the divided region here."""
-        return -1 if self._how.leaves else 0
+        """-1 where the sum over the ranks ends the divided region here, 1 where it begins here."""
+        if not self._how.leaves:
+            return 0
+        # A whole input is cut inside of the layer, and a divided output stays divided after it.
+        return int(not self.input_is_parallel) - int(not self._features)
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         shape = [*given[:-1], self.out_features]
-        if self._how.sequence is None:
+        if self._how.shards is None:
             return shape
-        check_is_sequence(self.called, len(given), self._how.sequence)
-        return of_shard(shape, self._how.sequence, self.group)
+        check_is_sequence(self.called, len(given), self._sequence)
+        return of_shard(shape, self._how.shards, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
         """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
-        check_is_sequence(self.called, tensor.dim(), self._how.sequence)
-        if self.draws is not None:
+        check_is_sequence(self.called, tensor.dim(), self._sequence)
+        if self.draws is not None and not self._features:
             self.draws.leave()
         # All ranks have all of the input: each takes the columns that meet its rows of A.
         if not self.input_is_parallel:
             tensor = scatter_features(tensor, self.group)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Row.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
+        # What follows has parts of the features, and draws for itself until they are whole again.
+        if self.draws is not None and self.training and self._features:
+            self.draws.enter()
         return outputs
+
+
+def check_features(name: str, features: bool, sequence: int | None, whole: bool) -> None:
+    """Raises ValueError where parts of features are wanted with what excludes them.
+
+    whole: whether the layer itself joins, or sums, what the ranks hold.
+    """
+    if features and (sequence is not None or not whole):
+        raise ValueError(
+            f"{name} has parts of features between the ranks, and so no shards of a sequence, and "
+            "nobody else who enters or leaves: leave sequence, enters and leaves out"
+        )
 
 
 def _parameters(linear: nn.Module) -> tuple[Tensor, Tensor | None]:

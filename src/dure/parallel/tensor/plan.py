@@ -63,7 +63,7 @@ class Column(Checked):
     """A linear layer becomes a `ColumnParallel`, an embedding a `ColumnEmbedding`.
 
     blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output,
-    enters, sequence, shares: as in `ColumnParallel`.
+    enters, sequence, shares, features: as in `ColumnParallel`.
     """
 
     blocks: Positive | tuple[Positive, ...] = 1
@@ -72,6 +72,7 @@ class Column(Checked):
     enters: bool = True
     sequence: int | None = None
     shares: bool = False
+    features: bool = False
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
         if isinstance(module, nn.Embedding):
@@ -86,18 +87,21 @@ class Column(Checked):
             sequence=self.sequence,
             overlap=at.overlap,
             shares=self.shares,
+            features=self.features,
             name=name,
         )
-        # With gathered outputs no divided region follows; along a sequence, or after an Enter,
-        # somebody else begins it.
-        if self.enters and not self.gather_output and self.sequence is None:
+        # With gathered outputs no divided region follows, but one may end; along a sequence, or
+        # after an Enter, somebody else begins it.
+        begins = self.enters and not self.gather_output and self.sequence is None
+        if begins or self.features:
             layer.draws = at.draws
         return layer
 
     def _embedding(self, name: str, module: nn.Embedding, at: At) -> Divided:
-        if self.sequence is not None or self.shares:
+        if self.sequence is not None or self.shares or self.features:
             raise ValueError(
-                f"{name} is an embedding, whose input is symbols: leave sequence and shares out"
+                f"{name} is an embedding, whose input is symbols: leave sequence, shares and "
+                "features out"
             )
         return ColumnEmbedding.from_embedding(
             module,
@@ -123,13 +127,14 @@ class Column(Checked):
 class Row(Checked):
     """A linear layer becomes a `RowParallel`.
 
-    unit, input_is_parallel, sequence, leaves: as in `RowParallel`.
+    unit, input_is_parallel, sequence, leaves, features: as in `RowParallel`.
     """
 
     unit: Positive = 1
     input_is_parallel: bool = True
     sequence: int | None = None
     leaves: bool = True
+    features: bool = False
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
         layer = RowParallel.from_linear(
@@ -139,6 +144,7 @@ class Row(Checked):
             input_is_parallel=self.input_is_parallel,
             sequence=self.sequence,
             leaves=self.leaves,
+            features=self.features,
             name=name,
         )
         layer.draws = at.draws

@@ -24,34 +24,11 @@ from typing import Any
 from torch import nn
 
 from dure.parallel.tensor.attributes import Attributes
+from dure.parallel.tensor.chain_plans import chain_plan, chains_of, is_sequential, pairs
 from dure.parallel.tensor.changes import Cut, Enter, Join, OnShards, OwnDraws
-from dure.parallel.tensor.divided import is_transposed
 from dure.parallel.tensor.plan import Column, Kind, Output, Plan, Row, Vocabulary
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.tasks.models import Transformer, TwoNN
-
-ELEMENT_WISE = (
-    nn.ReLU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.SELU,
-    nn.CELU,
-    nn.ReLU6,
-    nn.Softplus,
-    nn.Mish,
-    nn.Hardtanh,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.LogSigmoid,
-    nn.Softsign,
-    nn.Dropout,
-    nn.Identity,
-)
-"""What may stand between the two layers of a pair."""
 
 
 def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = True) -> Plan:
@@ -68,13 +45,9 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
     for kind, (prefix, make) in _HUGGING_FACE.items():
         if kind in kinds:
             return make(model, prefix, sequence, gather_scores)
-    layers = model.layers if isinstance(model, TwoNN) else model
-    if (
-        isinstance(layers, nn.Sequential)
-        and type(layers).forward is nn.Sequential.forward
-        and not sequence
-    ):
-        return _pairs(layers, "" if layers is model else "layers.")
+    found = _layers_of(model)
+    if found is not None and not sequence:
+        return _pairs(*found)
     raise ValueError(
         f"there is no ready plan{' with sequence=True' if sequence else ''} for a "
         f"{type(model).__name__}; write one: "
@@ -83,25 +56,57 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
     )
 
 
+def _layers_of(model: nn.Module) -> tuple[nn.Sequential, str] | None:
+    """The layers that a model calls one after another, and the prefix of their names."""
+    layers = model.layers if isinstance(model, TwoNN) else model
+    if not isinstance(layers, nn.Sequential) or not is_sequential(layers):
+        return None
+    return layers, "" if layers is model else "layers."
+
+
+def chains_divided(model: nn.Module, name: str) -> Plan:
+    """The plan `rows`, `columns` or `alternating` for a model that is a Sequential.
+
+    Raises ValueError if it is none, or has no linear layer.
+    """
+    found = _layers_of(model)
+    plan = chain_plan(name, *found) if found is not None else {}
+    if not plan:
+        raise ValueError(
+            f"the plan {name} divides the linear layers of an nn.Sequential, and this "
+            f"{type(model).__name__} {'has none' if found else 'is no such model'}: write a plan"
+        )
+    return plan
+
+
 def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
-    """The user's own plan; without one the ready plan of a model, or of a module inside it.
+    """The user's own plan; without one that of a name, for a model or for a module inside it.
 
     Raises ValueError if there is none.
     """
-    if own.entries and sequence:
+    if sequence and not own.is_ready:
         raise ValueError(
             "a plan of your own says itself where sequences are divided: leave sequence out"
+            if own.entries
+            else f"the plan {own} divides no sequences: leave sequence out"
         )
     if own.entries:
         return own.plan
+    if own.is_ready:
+        return _within(model, lambda module: plan_for(module, sequence=sequence))
+    return _within(model, lambda module: chains_divided(module, own.named))
+
+
+def _within(model: nn.Module, make: Callable[[nn.Module], Plan]) -> Plan:
+    """The plan for a model, or for the first of its children for which there is one."""
     try:
-        return plan_for(model, sequence=sequence)
+        return make(model)
     except ValueError as error:
         # A wrapper around a model that is known: the plan's patterns get the name of the child
         # before them.
         for name, child in model.named_children():
             try:
-                inner = plan_for(child, sequence=sequence)
+                inner = make(child)
             except ValueError:
                 continue
             return {
@@ -215,37 +220,13 @@ _HUGGING_FACE: dict[str, tuple[str, Callable[[Any, str, bool, bool], Plan]]] = {
 
 
 def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
-    """A linear layer whose outputs reach the next one element by element makes a pair with it.
-
-    One that stands in several places is part of none.
-    """
-    plan: dict[str, Kind | tuple[Kind, ...]] = {}
-    first: str | None = None
-    places = list(layers._modules.items())
-    for name, layer in places:
-        # A layer that is used twice would have to be divided in two ways at once.
-        once = sum(layer is other for _, other in places) == 1
-        if layer is not None and once and _is_linear(layer):
-            if first is not None:
-                plan[prefix + first] = Column()
-                plan[prefix + name] = Row()
-                first = None
-            else:
-                first = name
-        # Something else uses the outputs together: they have to be whole before it.
-        elif type(layer) not in ELEMENT_WISE:
-            first = None
+    """The pairs of every chain."""
+    plan: dict[str, Kind] = {}
+    for chain in chains_of(layers, prefix):
+        plan |= pairs(chain)
     if not plan:
         raise ValueError(
             "there is no pair of linear layers with only element-wise layers between them in this "
             "nn.Sequential, so there is no ready plan for it: write one"
         )
     return plan
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    try:
-        is_transposed(layer)
-    except ValueError:
-        return False
-    return True

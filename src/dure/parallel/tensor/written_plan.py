@@ -4,8 +4,8 @@
     layers.*=Attributes("heads")+OwnDraws()
 
 Patterns and what is done there are those of `dure.parallel.tensor.plan`, written as in Python, with
-`+` between several. That module is read only where there is a plan: strategies have the field, most
-runs do not use it.
+`+` between several; `rows`, `columns`, `alternating` and `ready` are plans by name. That module is
+read only where there is a plan: strategies have the field, most runs do not use it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 READY = "ready"
 """The text of no plan of one's own."""
 
+NAMES = (READY, "rows", "columns", "alternating")
+"""Plans that are known by name; all but the first are in `dure.parallel.tensor.chain_plans`."""
+
 
 def _known() -> dict[str, Any]:
     """The kinds of things that a plan can say, by name."""
@@ -36,40 +39,51 @@ def _known() -> dict[str, Any]:
 class TensorPlan:
     """How a model is divided.
 
-    entries: patterns, and what is done there, in order; none is the model's ready plan.
+    entries: patterns, and what is done there, in order. named: the name of a plan that has one,
+    which makes its entries for each model: ready, rows, columns or alternating; else empty.
     """
 
     entries: tuple[tuple[str, tuple[Kind, ...]], ...]
+    named: str
 
     def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
         """From a plan, or from its text.
 
         Raises ValueError for what is none, and for a plan that has no text.
         """
+        entries: tuple[tuple[str, tuple[Kind, ...]], ...] = ()
+        named = ""
         if isinstance(written, TensorPlan):
             entries = written.entries
+            named = written.named
+        elif written is None or (isinstance(written, str) and written.strip() in NAMES):
+            named = READY if written is None else written.strip()
         elif isinstance(written, str):
             entries = _read(written)
-        elif written is None:
-            entries = ()
         elif isinstance(written, Mapping) and written:
             entries = tuple(
                 (_pattern(pattern), _several(pattern, kinds)) for pattern, kinds in written.items()
             )
         else:
             raise ValueError(
-                f"the plan is {written!r}, but it maps patterns of names to what is done there; "
-                "None: ready"
+                f"the plan is {written!r}, but it maps patterns of names to what is done there, or "
+                f"is one of {', '.join(NAMES)}; None: ready"
             )
         object.__setattr__(self, "entries", entries)
+        object.__setattr__(self, "named", named)
         # A run folder keeps the text, and a run must go on with the same plan.
         if isinstance(written, Mapping) and not self._is_read_again():
             raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
 
     @property
     def plan(self) -> Plan:
-        """As `parallelize` takes it."""
+        """As `parallelize` takes it; a plan by name is made for a model (`ready.plan_of`)."""
         return dict(self.entries)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is the model's ready plan, which is divided only where there are ranks."""
+        return self.named == READY
 
     def _is_read_again(self) -> bool:
         try:
@@ -80,11 +94,13 @@ class TensorPlan:
     @property
     def label(self) -> str:
         """What a strategy's label says of it."""
-        return ", own plan" if self.entries else ""
+        if self.is_ready:
+            return ""
+        return f", {self.named}" if self.named else ", own plan"
 
     def __str__(self) -> str:
         texts = (f"{pattern}={'+'.join(map(written, kinds))}" for pattern, kinds in self.entries)
-        return "; ".join(texts) or READY
+        return self.named or "; ".join(texts)
 
 
 def _pattern(pattern: Any) -> str:
@@ -121,8 +137,6 @@ def written(kind: Any) -> str:
 
 
 def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
-    if text.strip() == READY:
-        return ()
     entries: dict[str, tuple[Kind, ...]] = {}
     # A semicolon at the end leaves an empty entry, which is none.
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -130,6 +144,7 @@ def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
         if not equals or not kinds:
             raise ValueError(
                 f"the plan's {entry!r} is not PATTERN=KIND, as layers.*.expand=Column()"
+                f"{suggestion(entry, NAMES)}"
             )
         if pattern in entries:
             raise ValueError(f"the plan has {pattern!r} twice: write PATTERN=KIND()+KIND()")
