@@ -64,7 +64,10 @@ def main(system: str, group: str, result: str) -> None:
     stop = dure.Stop(steps=3)
     run = dure.train(task(group), strategy, dure.Processes(ranks), stop)
     # A few numbers of each, so that the models need not be in memory together.
-    torch.save({name: one.flatten()[::997].clone() for name, one in run.model.state_dict().items()}, f"{result}.pt")
+    torch.save(
+        {name: one.flatten()[::997].clone() for name, one in run.model.state_dict().items()},
+        f"{result}.pt",
+    )
 
 
 if __name__ == "__main__":
