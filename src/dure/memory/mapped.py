@@ -100,7 +100,9 @@ class Disk:
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Zeros of this shape, in a file of their own."""
         size = torch.Size(shape)
-        return self._flat(size.numel() * dtype.itemsize).view(dtype)[: size.numel()].view(size)
+        if not size.numel():
+            return torch.empty(size, dtype=dtype)
+        return self._flat(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
         """A tensor of this shape and these strides here. values: with its values."""

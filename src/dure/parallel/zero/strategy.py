@@ -32,6 +32,7 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
+from dure.memory.undivided import bring
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
@@ -141,6 +142,8 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
+        # Parameters have become shares; of a model in files, the rest moves into memory.
+        bring(self.model.buffers())
         self.speaking = speaker_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
