@@ -16,7 +16,8 @@ comes to once it has seen large blocks come and go.
 
 The server of a federation whose clients are elsewhere trains nothing. There large blocks are mapped
 by themselves and go when they are freed, so that it needs memory for what it has now. The server of
-split learning trains its part of the model as any process does.
+split learning trains its part of the model as any process does. It is the same while a model is
+made in files (`dure.memory.undivided`): what has moved there would leave holes in the heap.
 
 Source: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters".
 """
@@ -62,38 +63,40 @@ _OWN = (
 """Variables by which a user sets these thresholds."""
 
 _lock = threading.Lock()
-_runs = 0
+_wanted: list[tuple[int, int]] = []
+"""The thresholds of the blocks that are entered, in their order."""
 
 
 def memory_kept() -> AbstractContextManager[None]:
-    """Keeps freed memory inside the block; blocks may overlap, in one thread or in several."""
+    """Keeps freed memory inside the block.
+
+    Blocks may overlap, in one thread or in several: the one that was entered last counts.
+    """
     return _thresholds(*_KEPT)
 
 
 def memory_returned() -> AbstractContextManager[None]:
-    """The opposite, likewise, for a process that serves."""
+    """The opposite, likewise: for a process that serves, and while a model is made in files."""
     return _thresholds(*_RETURNED)
 
 
 @contextmanager
 def _thresholds(trim: int, mmap: int) -> Iterator[None]:
-    global _runs
     # A user's own settings stand.
     if any(name in os.environ for name in _OWN):
         yield
         return
-    # The thresholds are the whole process's: the first run sets them, the last one puts them back.
+    # The thresholds are the whole process's: the last block puts them back.
     with _lock:
-        _runs += 1
-        if _runs == 1:
-            _set(trim, mmap)
+        _wanted.append((trim, mmap))
+        _set(trim, mmap)
     try:
         yield
     finally:
         with _lock:
-            _runs -= 1
-            if _runs == 0:
-                _set(*_USUAL)
+            _wanted.remove((trim, mmap))
+            _set(*(_wanted[-1] if _wanted else _USUAL))
+            if not _wanted or (trim, mmap) == _RETURNED:
                 give_back()
 
 

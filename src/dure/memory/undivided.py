@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dure.machine.memory import memory_returned
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped, passing, release
 
 Made = TypeVar("Made")
@@ -38,7 +39,7 @@ Made = TypeVar("Made")
 def in_files(make: Callable[[], Made]) -> Made:
     """What `make` makes, its large tensors in files; in memory where there is no disk for them."""
     try:
-        with mapped(Disk()):
+        with _on(Disk()):
             return make()
     except DiskError:
         # There is none, or it is full: then memory may still do.
@@ -66,7 +67,7 @@ def tensors_of(model: nn.Module) -> Iterable[Tensor]:
 
 def beside(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, what is made lies where the model lies: in files, or in memory."""
-    return mapped(Disk()) if lies_in_files(model) else nullcontext()
+    return _on(Disk()) if lies_in_files(model) else nullcontext()
 
 
 def through(model: nn.Module) -> AbstractContextManager[None]:
@@ -80,7 +81,14 @@ def aside(wanted: bool) -> Iterator[None]:
     if not wanted or why_not() is not None:
         yield
         return
-    with mapped(Disk()):
+    with _on(Disk()):
+        yield
+
+
+@contextmanager
+def _on(disk: Disk) -> Iterator[None]:
+    """Inside, what is made lies there; what has moved there leaves no hole in the heap."""
+    with memory_returned(), mapped(disk):
         yield
 
 

@@ -37,6 +37,7 @@ from dure.memory.formula import Shares, divided
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.memory.shelf import Shelf
+from dure.memory.undivided import bring
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
@@ -210,6 +211,8 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
+        # Parameters have become shares; of a model in files, the rest moves into memory.
+        bring(self.model.buffers())
         # What dividing took, and left between what stays, is not to count in training.
         give_back()
         self._watch_passes()
