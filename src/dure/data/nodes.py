@@ -13,7 +13,7 @@ shares too; each example comes once an epoch, and the mean is the one over all. 
 the turns of all, so that nothing of that travels. One worker with all examples in that order walks
 the same path.
 
-Cost: 16 bytes of memory an example and rank, for the order of an epoch.
+Cost: on every rank 16 bytes of memory for each of the n examples, for the order of an epoch.
 """
 
 from __future__ import annotations
