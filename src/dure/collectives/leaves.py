@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dure.collectives.group import Group
 from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
-
 
 Place = Callable[[Form], Leaf]
 """Makes room for a tensor, or says where it belongs."""
@@ -90,7 +89,7 @@ def _messages(forms: Iterable[Form]) -> list[list[_Run]]:
 
 
 def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> bytes:
-    parts = []
+    parts: list[Any] = []
     for run in message:
         piece = elements(leaves[run.form.name], run.start, run.stop).cpu()
         parts.append(piece.resolve_conj().resolve_neg().view(torch.uint8).numpy())

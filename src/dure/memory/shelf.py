@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -54,21 +55,12 @@ class Shelf:
 
     def _opened(self) -> File | None:
         """The file; None where there is no disk."""
-        if self._file is None:
-            disk = self._disk()
-            if disk is None:
-                self._least = None
-            else:
-                self._file = File(nameless(disk.folder))
+        for folder in (self._folder, None) if self._file is None else ():
+            # One that is in memory, say, or somebody else's.
+            with suppress(OSError):
+                self._file = File(nameless(Disk(folder).folder))
+                return self._file
         return self._file
-
-    def _disk(self) -> Disk | None:
-        for folder in (self._folder, None):
-            try:
-                return Disk(folder)
-            except DiskError:
-                continue
-        return None
 
 
 IN_MEMORY = Shelf(least=None)

@@ -17,11 +17,10 @@ import msgspec
 
 from dure.collectives.group import Group
 from dure.collectives.leaves import broadcast, gathered
-from dure.errors import RunFolderError
 from dure.memory.mapped import LEAST
 from dure.memory.shelf import IN_MEMORY, Shelf
 from dure.record.checkpoint import UNREADABLE, Stored, pack_tree, unpack_tree
-from dure.record.on_disk import Form, Leaf, OnDisk, TensorsOnDisk, forms_of, in_memory
+from dure.record.on_disk import Form, Leaf, TensorsOnDisk, forms_of, in_memory
 from dure.record.weights import tensors_in
 
 
@@ -34,8 +33,7 @@ def gathered_trees(group: Group, mine: Any, shelf: Shelf) -> list[Any]:
     told = group.gather_bytes(json.dumps(packed).encode())
     found = gathered(group, tensors, shelf.place)
     return [
-        unpack_tree(json.loads(around), leaves)
-        for around, leaves in zip(told, found, strict=True)
+        unpack_tree(json.loads(around), leaves) for around, leaves in zip(told, found, strict=True)
     ]
 
 
@@ -88,9 +86,7 @@ def _state(told: _Told, tensors: Mapping[str, Leaf]) -> Any:
 
 def _light(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The same, with small ones in memory, as `Shelf` has them."""
-    return {
-        name: in_memory(leaf) if leaf.nbytes < LEAST else leaf for name, leaf in leaves.items()
-    }
+    return {name: in_memory(leaf) if leaf.nbytes < LEAST else leaf for name, leaf in leaves.items()}
 
 
 _FILES = ("model.safetensors", "state.safetensors")

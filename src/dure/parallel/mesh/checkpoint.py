@@ -62,9 +62,7 @@ def _weights_here(held: Held, shelf: Shelf) -> dict[str, Leaf]:
     return found if _writes(held) else {}
 
 
-def _joined(
-    value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps: bool
-) -> Leaf:
+def _joined(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps: bool) -> Leaf:
     """A tensor of which this rank may hold a part, undivided and on the shelf.
 
     keeps: whether this rank needs it. All tensor neighbours call it.

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -197,9 +196,7 @@ class _Rows:
                     shape = share.block.shapes[held.place]
                     self._add(number, shape, held.piece.start, division.state_of(held.part))
 
-    def _add(
-        self, number: int, shape: Sequence[int], start: int, state: Mapping[str, Any]
-    ) -> None:
+    def _add(self, number: int, shape: Sequence[int], start: int, state: Mapping[str, Any]) -> None:
         row: list[list[Any]] = []
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
