@@ -78,8 +78,8 @@ def test_rank_0_puts_it_together_without_memory_for_it(tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("this system does not tell peaks of memory anew")
     first, second = on_ranks(2, partial(program, tmp_path), "gloo")
-    # Three times the model's size goes through, and a few pieces of a megabyte are there at once.
-    assert first[0] < WHOLE / 4
-    assert second[0] < WHOLE / 4
+    # Three times as much goes through, and a few pieces of a megabyte are there at once.
+    assert first[0] < WHOLE / 2
+    assert second[0] < WHOLE / 2
     assert first[1:] == [[LAYERS, True], [True, True]]
     assert second[2] == [True, True]
