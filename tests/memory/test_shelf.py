@@ -43,10 +43,18 @@ def test_a_folder_that_is_none_is_passed_over_and_without_a_disk_all_lies_in_mem
     assert torch.equal(in_memory(shelved(torch.ones(4), Shelf(tmp_path, least=1))), torch.ones(4))
 
 
-def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_disk_is_full_memory_has_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(tmp_path, least=1)
+    before = shelved(torch.ones(4), shelf)
+
     def full(descriptor: int, at: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DiskError, match="more do not fit on the disk: No space left"):
-        shelved(torch.ones(4), Shelf(tmp_path, least=1))
+    later = shelved(torch.full((4,), 2.0), shelf)
+    assert isinstance(before, OnDisk)
+    assert torch.equal(in_memory(before), torch.ones(4))
+    assert not isinstance(later, OnDisk)
+    assert torch.equal(later, torch.full((4,), 2.0))
