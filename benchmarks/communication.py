@@ -36,7 +36,6 @@ from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.cost import bytes_sent
 from dure.contracts.strategy import World
 from dure.record import idleness
-from dure.record.checkpoint import unpack_checkpoint
 from dure.record.meter import Counters
 from dure.record.run import RunFolder
 from dure.run.registry import parse_strategy, strategy_class
@@ -318,9 +317,9 @@ def run(case: Case, task: dure.Task, ranks: int, epochs: int) -> tuple[dure.Run,
             evaluate_every=10**9,
             checkpoint_every=10**9,
         )
-        parts = RunFolder(Path(folder) / "run").read_checkpoint()
-        assert parts is not None
-        return done, [Counters(**row) for row in unpack_checkpoint(parts)[1]["workers"]]
+        checkpoint = RunFolder(Path(folder) / "run").read_checkpoint()
+        assert checkpoint is not None
+        return done, [Counters(**row) for row in checkpoint.tree["workers"]]
 
 
 def check(chosen: list[Case], task: dure.Task, ranks: int) -> None:

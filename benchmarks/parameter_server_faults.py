@@ -57,7 +57,6 @@ from torch.nn import functional as F
 import dure
 from dure.errors import DureError, PeerLostError
 from dure.parameter_server.processes.learner import PATIENCE
-from dure.record.checkpoint import unpack_checkpoint
 from dure.record.run import RunFolder
 from dure.worlds.processes.fork_server import server as fork_server
 
@@ -452,11 +451,10 @@ class Runs:
 
     def _wrong_counts(self, run: dure.Run, case: Case, folder: Path) -> list[str]:
         """What servers have applied, next to what was acknowledged."""
-        parts = RunFolder(folder).read_checkpoint()
-        if parts is None:
+        checkpoint = RunFolder(folder).read_checkpoint()
+        if checkpoint is None:
             return ["there is no checkpoint"]
-        _, state = unpack_checkpoint(parts)
-        shards = state["learner"]["shards"]
+        shards = checkpoint.tree["learner"]["shards"]
         wrong = []
         told = run.summary["numbers"]["pushes"]
         lost = _lost(run)

@@ -33,8 +33,11 @@ from dure.protocol.messages import (
     Settled,
     Update,
 )
-from dure.record.checkpoint import pack_checkpoint, unpack_checkpoint
+from dure.record.checkpoint import (
+    pack_checkpoint,
+)
 from small import small_task
+from written import unpacked
 
 ROUNDS = 4
 
@@ -248,7 +251,7 @@ def test_a_server_that_is_started_again_goes_on_while_its_clients_have_lived_on(
             for _ in range(ROUNDS // 2):
                 first.advance(0)
             contents = pack_checkpoint(first.weights(), first.state())
-            weights, state = unpack_checkpoint(tuple(map(bytes, contents)))
+            weights, state = unpacked(tuple(map(bytes, contents)))
             again = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             again.restore(weights, state)
             for _ in range(ROUNDS - ROUNDS // 2):

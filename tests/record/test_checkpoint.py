@@ -28,13 +28,12 @@ from dure.record.checkpoint import (
     Contents,
     pack_checkpoint,
     pack_tree,
-    read_checkpoint,
     save_checkpoint,
     stored,
-    unpack_checkpoint,
     write_atomically,
 )
 from dure.record.weights import TensorFile, weights_to_bytes
+from written import files_in, unpacked
 
 REAL = [
     torch.float32,
@@ -71,7 +70,7 @@ TREES = st.recursive(
 
 def there_and_back(tree):
     """Through the bytes of a checkpoint's files."""
-    return unpack_checkpoint(as_files(pack_checkpoint({}, tree)))[1]
+    return unpacked(as_files(pack_checkpoint({}, tree)))[1]
 
 
 def as_files(contents: Contents) -> tuple[bytes, bytes, bytes]:
@@ -138,9 +137,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(make):
     optimizer, resumed = make(model.parameters()), make(other.parameters())
     for number in range(3):
         step(model, optimizer, number)
-    weights, state = unpack_checkpoint(
-        as_files(pack_checkpoint(model.state_dict(), optimizer.state_dict()))
-    )
+    weights, state = unpacked(as_files(pack_checkpoint(model.state_dict(), optimizer.state_dict())))
     assert same(state, optimizer.state_dict())
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
@@ -160,7 +157,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_written_under_both_names_and_stay_tied():
     model, other = Tied(), Tied()
-    weights, _ = unpack_checkpoint(as_files(pack_checkpoint(model.state_dict(), {})))
+    weights, _ = unpacked(as_files(pack_checkpoint(model.state_dict(), {})))
     assert same(weights, {name: weights[name] for name in weights})
     assert torch.equal(weights["first.weight"], weights["second.weight"])
     other.load_state_dict(weights)
@@ -196,17 +193,17 @@ def test_one_from_the_middle_of_a_step_comes_after_the_step(tmp_path):
     for step, past, name in [(7, 0, "00000007"), (7, 90, "00000007.00000090"), (8, 0, "00000008")]:
         save_checkpoint(folder, step, parts(step + past), past=past)
         assert [path.name for path in folder.iterdir()] == [name]
-        assert read_checkpoint(folder) == as_files(parts(step + past))
+        assert files_in(folder) == as_files(parts(step + past))
         assert stored(folder).step == step
 
 
 def test_the_newest_checkpoint_is_read_and_the_older_ones_are_gone(tmp_path):
     folder = tmp_path / "checkpoint"
-    assert read_checkpoint(folder) is None
+    assert files_in(folder) is None
     save_checkpoint(folder, 7, parts(7))
     assert save_checkpoint(folder, 12, parts(12)).name == "00000012"
     assert [p.name for p in folder.iterdir()] == ["00000012"]
-    assert read_checkpoint(folder) == as_files(parts(12))
+    assert files_in(folder) == as_files(parts(12))
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
@@ -221,9 +218,9 @@ def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch, c
         patch.setattr(checkpoint.os, call, killed)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(folder, 12, parts(12))
-    assert read_checkpoint(folder) == as_files(parts(7))
+    assert files_in(folder) == as_files(parts(7))
     save_checkpoint(folder, 12, parts(12))  # what was left half written is in nobody's way
-    assert read_checkpoint(folder) == as_files(parts(12))
+    assert files_in(folder) == as_files(parts(12))
     assert [p.name for p in folder.iterdir()] == ["00000012"]
 
 
@@ -234,7 +231,7 @@ def test_a_kill_before_the_old_checkpoint_is_removed_leaves_the_new_one(tmp_path
         patch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
         save_checkpoint(folder, 12, parts(12))
     assert len(list(folder.iterdir())) == 2
-    assert read_checkpoint(folder) == as_files(parts(12))
+    assert files_in(folder) == as_files(parts(12))
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -278,7 +275,7 @@ def test_a_checkpoint_with_a_missing_file_is_refused_by_name(tmp_path):
     saved = save_checkpoint(tmp_path / "checkpoint", 3, parts(3))
     (saved / "state.json").unlink()
     with pytest.raises(RunFolderError, match=r"00000003 is not a whole checkpoint: .*state\.json"):
-        read_checkpoint(tmp_path / "checkpoint")
+        files_in(tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_that_was_written_keeps_no_tensor() -> None:
@@ -374,14 +371,14 @@ def test_a_disk_that_is_full_in_the_midst_leaves_the_old_checkpoint_and_room(
     tmp_path, monkeypatch
 ) -> None:
     save_checkpoint(tmp_path, 7, parts(7))
-    before = read_checkpoint(tmp_path)
+    before = files_in(tmp_path)
     pieces = Pieces(monkeypatch)
     count = len(list(pack_checkpoint(LARGE, {}).weights))
     for fails_at in (0, 1, count // 2, count, count + 1):
         pieces.sizes, pieces.fails_at = [], fails_at
         with pytest.raises(RunFolderWriteError, match=r"cannot write .*00000012: No space left"):
             save_checkpoint(tmp_path, 12, pack_checkpoint(LARGE, {}))
-        assert read_checkpoint(tmp_path) == before
+        assert files_in(tmp_path) == before
         assert [path.name for path in tmp_path.iterdir()] == ["00000007"]
     pieces.fails_at = -1
     save_checkpoint(tmp_path, 12, pack_checkpoint(LARGE, {}))

@@ -18,8 +18,11 @@ from safetensors.torch import load_file
 
 import dure
 from dure.cli.main import main
-from dure.record.checkpoint import pack_checkpoint, read_checkpoint, unpack_checkpoint
+from dure.record.checkpoint import (
+    pack_checkpoint,
+)
 from dure.record.run import RunFolder
+from written import files_in, unpacked
 
 TASK_FILE = '''
 import json
@@ -146,7 +149,7 @@ def test_a_task_made_in_python_has_to_be_given_again(tmp_path: Path) -> None:
 def change_state(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Rewrites the state of a run's checkpoint, as another dure would have written it."""
     (newest,) = (folder / "checkpoint").iterdir()
-    weights, state = unpack_checkpoint(read_checkpoint(folder / "checkpoint"))
+    weights, state = unpacked(files_in(folder / "checkpoint"))
     change(state)
     for path, content in zip(
         ("model.safetensors", "state.safetensors", "state.json"),

@@ -20,9 +20,9 @@ from dure.contracts.stop import Stop
 from dure.errors import LossNotFiniteError, RunFolderError, WorkerFailedError
 from dure.federated.algorithms.fed_avg import FedAvg
 from dure.parallel.local.single import SingleWorker
-from dure.record.checkpoint import read_checkpoint, unpack_checkpoint
 from dure.run.train import _check_devices
 from small import network, same_bits, small_task, weights_of
+from written import files_in, unpacked
 
 FILES = {
     "config.json",
@@ -291,7 +291,7 @@ def test_a_loss_that_is_not_finite_names_step_and_rank_and_keeps_the_last_good_w
     ):
         train(9, task=small_task(loss=nan_at(4)), out=tmp_path)
     good = train(3)
-    weights, state = unpack_checkpoint(read_checkpoint(tmp_path / "checkpoint"))
+    weights, state = unpacked(files_in(tmp_path / "checkpoint"))
     assert state["position"]["step"] == 3
     assert all(torch.equal(value, good.model.state_dict()[name]) for name, value in weights.items())
     assert [line["step"] for line in lines(tmp_path) if line["kind"] == "step"] == [1, 2, 3]

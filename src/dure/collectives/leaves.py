@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
@@ -47,11 +48,18 @@ def gathered(group: Group, mine: Mapping[str, Leaf], place: Place) -> list[dict[
     arriving = [[Form(*form) for form in json.loads(part)] for part in told[1:]]
     plans = list(map(_messages, arriving))
     found = [{form.name: place(form) for form in forms} for forms in arriving]
-    for number in range(int(rounds)):
-        content = _packed(own[number], mine) if number < len(own) else b""
-        parts = group.gather_bytes(content)
-        for part, plan, leaves in zip(parts[1:], plans, found, strict=True):
-            _unpacked(part, plan[number] if number < len(plan) else (), leaves)
+    quiet = group.unmetered()
+    buffer = torch.empty(PIECE, dtype=torch.uint8)
+    with group.during("gathering of tensors"):
+        for number in range(int(rounds)):
+            if number < len(own):
+                quiet.send(_packed(own[number], mine, buffer), 0)
+            for source, (plan, leaves) in enumerate(zip(plans, found, strict=True), start=1):
+                if number < len(plan):
+                    message = plan[number]
+                    content = buffer[: sum(run.nbytes for run in message)]
+                    quiet.receive(content, source)
+                    _unpacked(content, message, leaves)
     return [dict(mine), *found] if told else []
 
 
@@ -63,8 +71,12 @@ def broadcast(
     Elsewhere than on rank 0 they go where `place` says. All ranks call it.
     """
     found = dict(leaves) if group.rank == 0 else {form.name: place(form) for form in forms}
+    buffer = torch.zeros(PIECE, dtype=torch.uint8)
     for message in _messages(forms):
-        content = group.broadcast_bytes(_packed(message, found) if group.rank == 0 else None)
+        content = buffer[: sum(run.nbytes for run in message)]
+        if group.rank == 0:
+            _packed(message, found, buffer)
+        group.broadcast_values([content], counted=False)
         if group.rank:
             _unpacked(content, message, found)
     return found
@@ -88,18 +100,21 @@ def _messages(forms: Iterable[Form]) -> list[list[_Run]]:
     return messages
 
 
-def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> bytes:
-    parts = []
+def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf], into: Tensor) -> Tensor:
+    """The bytes of a message, in a buffer that is used again: nothing is left between messages."""
+    at = 0
     for run in message:
-        piece = elements(leaves[run.form.name], run.start, run.stop).cpu()
-        parts.append(piece.resolve_conj().resolve_neg().view(torch.uint8).numpy())
-    return b"".join(parts)
+        piece = elements(leaves[run.form.name], run.start, run.stop)
+        plain = piece.cpu().resolve_conj().resolve_neg().contiguous()
+        into[at : at + run.nbytes] = plain.view(torch.uint8)
+        at += run.nbytes
+    return into[:at]
 
 
-def _unpacked(content: bytes, message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> None:
+def _unpacked(content: Tensor, message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> None:
     at = 0
     for run in message:
         # A copy, since a dtype wants its bytes at a multiple of its size.
-        piece = bytearray(content[at : at + run.nbytes])
-        put(leaves[run.form.name], run.start, torch.frombuffer(piece, dtype=run.form.kind))
+        piece = content[at : at + run.nbytes].clone().view(run.form.kind)
+        put(leaves[run.form.name], run.start, piece)
         at += run.nbytes

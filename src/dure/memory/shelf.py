@@ -2,19 +2,20 @@
 
 A checkpoint of a divided model is put together here, and so are its weights at the end: what the
 ranks hold arrives a block at a time, and goes into its place in a file. Small tensors lie in memory
-all the same, and where there is no disk all of them do.
+all the same, and where there is no disk, or it is full, all of them do.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dure.memory.mapped import LEAST, Disk, DiskError, nameless
+from dure.memory.mapped import LEAST, Disk, nameless
 from dure.record.on_disk import File, Form, Leaf, OnDisk, form_of, put
 
 
@@ -32,43 +33,36 @@ class Shelf:
         self._length = 0
 
     def place(self, form: Form) -> Leaf:
-        """Room for a tensor; its values are zeros until they are set (`dure.record.on_disk.put`).
-
-        Raises DiskError where the disk is full.
-        """
+        """Room for a tensor, whose values are zeros until they are set (`on_disk.put`)."""
         size = torch.Size(form.shape)
         nbytes = size.numel() * form.kind.itemsize
         file = self._opened() if self._least is not None and nbytes >= self._least else None
-        if file is None:
-            return torch.zeros(size, dtype=form.kind)
-        at = self._length
-        self._length += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            # All of it now: a disk that is full is told before anything is sent.
-            os.posix_fallocate(file.descriptor, at, self._length - at)
-        except OSError as error:
-            raise DiskError(
-                f"{nbytes / 1e9:.3g} GB more do not fit on the disk: {error.strerror}"
-            ) from error
-        return OnDisk(file, at, form.kind, size)
+        # All of the room now: a disk that is full later would be an error in the midst.
+        if file is not None and self._grown(file, nbytes):
+            return OnDisk(file, self._length - _whole_pages(nbytes), form.kind, size)
+        return torch.zeros(size, dtype=form.kind)
+
+    def _grown(self, file: File, nbytes: int) -> bool:
+        """Whether the file is longer by so many bytes now; not where the disk is full."""
+        length = _whole_pages(nbytes)
+        with suppress(OSError):
+            os.posix_fallocate(file.descriptor, self._length, length)
+            self._length += length
+            return True
+        return False
 
     def _opened(self) -> File | None:
         """The file; None where there is no disk."""
-        if self._file is None:
-            disk = self._disk()
-            if disk is None:
-                self._least = None
-            else:
-                self._file = File(nameless(disk.folder))
+        for folder in (self._folder, None) if self._file is None else ():
+            # One that is in memory, say, or somebody else's.
+            with suppress(OSError):
+                self._file = File(nameless(Disk(folder).folder))
+                return self._file
         return self._file
 
-    def _disk(self) -> Disk | None:
-        for folder in (self._folder, None):
-            try:
-                return Disk(folder)
-            except DiskError:
-                continue
-        return None
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 IN_MEMORY = Shelf(least=None)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PIECE = 16 << 20
+PIECE = 4 << 20
 """Bytes that are in memory at once while a tensor is on its way."""
 
 
@@ -152,10 +152,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def elements(leaf: Leaf, start: int, stop: int) -> Tensor:
-    """A copy of the elements [start, stop) of a tensor, in a row."""
+    """The elements [start, stop) of a tensor, in a row, to be read: a copy or a view."""
     if isinstance(leaf, OnDisk):
         return leaf.elements(start, stop)
-    return leaf.detach().reshape(-1)[start:stop].clone()
+    return leaf.detach().reshape(-1)[start:stop]
 
 
 def run_of(leaf: Leaf, start: int, stop: int) -> Leaf:

@@ -124,7 +124,7 @@ def elements_of(tensor: Tensor) -> memoryview:
 
 
 def weights_to_bytes(
-    weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    weights: Mapping[str, Leaf], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """The bytes of such a file, where they are to travel; into a file they go piece by piece."""
     return bytes(TensorFile(weights, metadata))

@@ -113,8 +113,9 @@ class Checkpoints:
     def read(self) -> Position | None:
         """Every rank takes over the newest checkpoint; returns its position, None if there is none.
 
-        Rank 0 hands it to the others, so that only rank 0 needs the folder (`dure.run.handing`). Raises RunFolderError
-        if a newer dure wrote it, or another number of ranks where each rank keeps its own part.
+        Rank 0 hands it to the others (`dure.run.handing`), so that only rank 0 needs the folder.
+        Raises RunFolderError if a newer dure wrote it, or another number of ranks where each rank
+        keeps its own part.
         """
         stored = self.folder.read_checkpoint() if self.folder is not None else None
         shelf = Shelf(self.job.folder)

@@ -29,6 +29,7 @@ from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
 from dure.record.checkpoint import pack_tree, unpack_tree
 from dure.record.disk import write_atomically
+from dure.record.on_disk import Leaf
 from dure.record.weights import TensorFile, pairs_in, weights_from_bytes
 
 VERSION = 2
@@ -102,7 +103,7 @@ def _write_index(
     state = model.state_dict(keep_vars=True)
     # JSON has no tensors: those among the settings go into the file of the rest.
     settings, tensors = pack_tree(division.groups())
-    rest = {
+    rest: dict[str, Leaf] = {
         name: value
         for name, value in state.items()
         if id(value) not in divided and isinstance(value, Tensor)

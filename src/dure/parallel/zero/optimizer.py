@@ -171,7 +171,7 @@ def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict
         # Without dimensions there is nothing to cut: a count of steps, or the state of a single
         # number.
         if tuple(value.shape) == tuple(shape) and value.dim():
-            return elements(value, piece.start, piece.stop)
+            return elements(value, piece.start, piece.stop).clone()
         return in_memory(value).clone()
 
     return {key: cut(value) for key, value in state.items()}

@@ -607,7 +607,9 @@ def _pieces(tensor: Tensor) -> Iterable[Tensor]:
     """A tensor in views of a few million bytes each; one with gaps is one piece."""
     if not tensor.is_contiguous():
         return [tensor]
-    return tensor.view(-1).split(max(1, PIECE // tensor.element_size()))
+    flat = tensor.view(-1)
+    most = PIECE // tensor.element_size()
+    return [flat[start : start + most] for start in range(0, len(flat), most)]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

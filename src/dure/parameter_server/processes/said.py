@@ -35,6 +35,7 @@ from dure.parameter_server import messages
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.scheduler import Work
 from dure.record.checkpoint import pack_tree, unpack_tree
+from dure.record.on_disk import in_memory
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
@@ -237,7 +238,7 @@ def shipped(snapshot: messages.Snapshot) -> Shipped:
         number=snapshot.number,
         tree=tree,
         names=list(tensors),
-        tensors=list(tensors.values()),
+        tensors=list(map(in_memory, tensors.values())),
     )
 
 

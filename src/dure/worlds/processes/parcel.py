@@ -19,7 +19,6 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -62,15 +61,25 @@ class _Pickler(own_code.Pickler):
         return super().reducer_override(obj)
 
 
-def _anonymous_file(on_disk: bool) -> int:
-    if on_disk:
-        # Where there is no disk, or it is full by now, memory has to do.
-        with suppress(OSError):
-            return nameless(Disk().folder)
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("dure-parcel")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _file_on_disk(nbytes: int) -> int | None:
+    """An anonymous file with room for so many bytes; None where there is no disk, or it is full."""
+    try:
+        descriptor = nameless(Disk().folder)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _write_all(descriptor: int, content: Any) -> None:
@@ -103,7 +112,10 @@ def pack(obj: Any, memory: int | None = None) -> int:
     _Pickler(stream, protocol=5, buffer_callback=keep_small).dump(obj)
     body = stream.getvalue()
     lengths = [len(body), *(buffer.raw().nbytes for buffer in buffers)]
-    descriptor = _anonymous_file(memory is not None and sum(lengths) >= memory)
+    descriptor = None
+    if memory is not None and sum(lengths) >= memory:
+        descriptor = _file_on_disk(sum(map(_whole_pages, [8 + 8 * len(lengths), *lengths])))
+    descriptor = _anonymous_file() if descriptor is None else descriptor
     _write_all(descriptor, struct.pack(f"<q{len(lengths)}q", len(lengths), *lengths))
     _write_page(descriptor, body)
     buffers.reverse()
