@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import another, seeded_model
 from dure.contracts.task import Task
+from dure.memory.mapped import leave_views
 from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
 
@@ -74,6 +75,8 @@ class FreshModel:
         """
         model = self._untouched()
         if weights:
+            # What is written over weights that were read from files is to lie on a disk as well.
+            leave_views([*model.parameters(), *model.buffers()])
             load_weights(model, weights, elsewhere)
             load_passing_buffers(model, buffers)
         else:
