@@ -113,9 +113,9 @@ def test_limits_of_the_process_and_of_its_group_are_kept() -> None:
             assert "does not fit into memory: the worker needs 144 MB and the activations" in text
             assert "(weights 36 MB, gradients 36 MB, optimizer's state 72 MB)" in text
             assert whose[what] in text
-            assert "tensor-parallel or pipeline with --workers 2" in text
+            assert "tensor-parallel or pipeline with --workers " in text
             # What lies in files is addressed as ever.
-            assert ("--offload optimizer would do" in text) == (what != "as")
+            assert ("or --offload optimizer" in text) == (what != "as")
 
 
 def refusal(free: int, strategy: dure.Strategy, world: dure.World, **room: bool) -> str | None:
@@ -171,7 +171,7 @@ def test_what_a_worker_holds_has_to_fit_and_what_fits_is_not_refused(strategy, e
 
 
 def test_what_would_do_has_room_to_spare() -> None:
-    told = refusal(110, dure.SingleWorker(), dure.Processes(1))
+    told = refusal(250, dure.SingleWorker(), dure.Processes(1))
     assert told is not None
     assert "--workers 4 (75 MB each)" in told
     assert told.endswith("or --offload optimizer,parameters,gradients would do")
@@ -185,7 +185,7 @@ def test_what_would_do_has_room_to_spare() -> None:
 def test_a_model_is_counted_as_it_is() -> None:
     model = network()
     need = need_of(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    assert need == Need(215 * 8, 215 * 8, 215 * 8) == need.of(divided(1))
+    assert need.of(divided(1)) == Need(215 * 8, 215 * 8, 215 * 8) == need._replace(passing=0)
     assert need_of(model, torch.optim.SGD).state == 0
     adam = need_of(model, torch.optim.Adam)
     # Two numbers a weight, and a counter of the steps for each of six parameters.

@@ -32,6 +32,9 @@ from torch import Tensor, nn
 from dure.machine.compiler import left_out
 from dure.randomness.seeds import generators_state, restore_generators
 
+_TEMPORARIES = 2
+"""Numbers for each element of a parameter that Adam makes on its way to an update."""
+
 
 class Shares(NamedTuple):
     """The parts of the undivided model that one worker has in memory."""
@@ -69,15 +72,19 @@ def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
 
 
 class Need(NamedTuple):
-    """Bytes that a model takes while it is trained, undivided."""
+    """Bytes that a model takes while it is trained, undivided.
+
+    passing: what an update makes of one parameter at a time, and drops: no part of the total.
+    """
 
     weights: int
     gradients: int
     state: int
+    passing: int = 0
 
     def of(self, shares: Shares) -> Need:
         """What a worker with these shares needs."""
-        parts = zip(self, shares, strict=True)
+        parts = zip(self[:3], shares, strict=True)
         return Need(*(int(nbytes * share) for nbytes, share in parts))
 
     @property
@@ -97,6 +104,7 @@ def need_of(
         weights=bytes_of(tensors_of(model)),
         gradients=sum(one.nbytes for one in dense),
         state=_state_bytes(trained, optimizer),
+        passing=_TEMPORARIES * max((one.nbytes for one in trained), default=0),
     )
 
 

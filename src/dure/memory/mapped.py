@@ -357,6 +357,18 @@ def is_mapped(tensor: Tensor) -> bool:
     return _storage(tensor) in _segments or _storage(tensor) in _views
 
 
+@torch.no_grad()
+def leave_views(tensors: Iterable[Tensor]) -> None:
+    """Those that lie in files of others move into files of their own, which take what is written.
+
+    The objects stay the same. Raises DiskError where there is no disk for them.
+    """
+    for tensor in tensors:
+        if _storage(tensor) in _views:
+            tensor.data = Disk().place(tensor)
+            release([tensor])
+
+
 def release(tensors: Iterable[Tensor]) -> None:
     """The pages of those that are mapped leave this process; the system writes them down."""
     _advise(tensors, mmap.MADV_DONTNEED)

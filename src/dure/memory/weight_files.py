@@ -15,6 +15,7 @@ file of each name.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -106,13 +107,16 @@ def digest_of(path: Path) -> str:
     total = sha256()
     for file in sorted(_files_of(path)):
         try:
-            total.update(_digest(file))
+            there = file.stat()
+            total.update(_digest(file, there.st_mtime_ns, there.st_size))
         except OSError as error:
             raise _unreadable(file, error) from error
     return total.hexdigest()
 
 
-def _digest(file: Path) -> bytes:
+@functools.lru_cache(64)
+def _digest(file: Path, changed: int, size: int) -> bytes:
+    """Of one file, as it was when it was changed last: the runs of a comparison share it."""
     own = sha256()
     with open(file, "rb") as opened:
         while content := opened.read(_CHUNK):

@@ -132,7 +132,7 @@ def _refusal(
     who = f"each of {count} workers" if count > 1 else "the worker"
     parts = ", ".join(
         f"{what} {_size(nbytes)}"
-        for what, nbytes in zip(("weights", "gradients", "optimizer's state"), own, strict=True)
+        for what, nbytes in zip(("weights", "gradients", "optimizer's state"), own[:3], strict=True)
         if nbytes
     )
     together = f", {_size(least)} together" if least > own.total else ""
@@ -152,11 +152,14 @@ def _ways(
     # What one machine has together is not more if more ranks share it.
     where = ", each on a machine of its own" if room.shared else ""
     for name, over in (("tensor-parallel or pipeline", divided), ("zero --stage 3", _zero)):
-        ranks = next((n for n in _counts() if _needed(need, over(n), room, 1) <= most), None)
+        ranks = next(
+            (n for n in _counts() if _needed(need, over(n), room, 1) + need.passing // n <= most),
+            None,
+        )
         if ranks is not None:
             yield f"{name} with --workers {ranks}{where} ({_size(need.of(over(ranks)).total)} each)"
     for parts in _offloads(strategy):
-        if _needed(need, _lying_in(room, shares, parts), room, count) <= most:
+        if _needed(need, _lying_in(room, shares, parts), room, count) + need.passing <= most:
             yield f"--offload {','.join(parts)}"
             return
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import another, seeded_model
 from dure.contracts.task import Task
-from dure.memory.mapped import release
+from dure.memory.mapped import leave_views, release
 from dure.memory.undivided import beside, in_files, lies_in_files, tensors_of, through
 from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
@@ -94,6 +94,8 @@ class FreshModel:
         """
         model = self._untouched()
         if weights:
+            # What is written over weights that were read from files is to lie on a disk as well.
+            leave_views(tensors_of(model))
             with through(model):
                 load_weights(model, weights, elsewhere)
                 load_passing_buffers(model, buffers)
