@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from dure.machine.compiler import left_out
 from dure.memory.mapped import in_own_file
 from dure.memory.offload.optimizer import OffloadedSteps
 from dure.memory.offload.store import Files
@@ -35,6 +36,13 @@ MAKERS: dict[str, Make] = {
 }
 
 PIECE = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_compiler() -> Iterator[None]:
+    """As in a run: a first step would load it."""
+    with left_out():
+        yield
 
 
 @pytest.fixture
