@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +77,15 @@ def digest(model: nn.Module) -> str:
 def one(asked: argparse.Namespace, offload: str) -> None:
     """A run in this process, which is in its control group already."""
     torch.set_num_threads(1)
-    ended: list[float] = []
-
-    def note(event: JSON) -> None:
-        ended.append(event["seconds"])
-
     started = time.perf_counter()
     run = dure.train(
         task(asked.width, asked.layers, asked.batch),
         dure.SingleWorker(batch_size=None, offload=offload),  # type: ignore[arg-type]
         stop=dure.Stop(steps=asked.steps),
-        on_progress=note,
     )
     steps = [one.seconds for one in run.history.steps]
     # The first step makes the state; the others are alike.
-    each = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
+    each = [later - earlier for earlier, later in pairwise(steps)]
     told = {
         "first_step": steps[0],
         "step": statistics.median(each),
