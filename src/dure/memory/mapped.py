@@ -22,7 +22,6 @@ Cost: a page that is written travels to the disk, if it lives long enough, and b
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import sys
@@ -76,7 +75,6 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
@@ -433,18 +431,6 @@ def pages_of(tensor: Tensor) -> tuple[int, int] | None:
     return start, -(-(end - start) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def advise(address: int, length: int, advice: int) -> bool:
-    """Tells the system what becomes of pages; whether it has taken the advice."""
-    return bool(_libc.madvise(address, length, advice) == 0)
-
-
-def write_down(address: int, length: int) -> None:
-    """Returns once the pages are on the disk. Raises DiskError if they cannot be written."""
-    if _libc.msync(address, length, _MS_SYNC) != 0:
-        number = ctypes.get_errno()
-        # A mapping that has just been taken away needs no writing.
-        if number != errno.ENOMEM:
-            raise DiskError(f"what was offloaded cannot be written: {os.strerror(number)}")
-
-
-_MS_SYNC = 4
+def advise(address: int, length: int, advice: int) -> None:
+    """Tells the system what becomes of pages; advice that it does not know is lost."""
+    _libc.madvise(address, length, advice)

@@ -27,6 +27,9 @@ from dure.parallel.divisible import check_steps_apart, is_element_wise
 
 NO_OFFLOAD = Offload()
 
+ON_GPU = ("optimizer", "activations")
+"""What a GPU can do without for a while; it computes only with what lies on it."""
+
 
 def check_offload(
     wanted: Offload,
@@ -49,8 +52,7 @@ def check_offload(
         return
     wanted.check(able, who, why)
     if device is not None and device.type != "cpu":
-        # A GPU computes with what lies on it; its state and activations go by way of copies.
-        wanted.check([part for part in able if part in ("optimizer", "activations")], "a GPU")
+        wanted.check([part for part in able if part in ON_GPU], "a GPU")
         return
     try:
         Disk(folder)
@@ -78,6 +80,8 @@ class Offloaded:
         device: torch.device,
         divided: bool = False,
     ) -> None:
+        if device.type != "cpu":
+            wanted.check(ON_GPU, "a GPU")
         self.wanted = wanted
         self.device = device
         self.divided = divided

@@ -1,6 +1,6 @@
 """What a forward pass keeps for backward, in files.
 
-    forward    a tensor that autograd keeps is copied into a file, and its pages are written
+    forward    a tensor that autograd keeps is copied into a file, and its pages are let go
     backward   it is read from there; the tensors that were kept before it are read ahead
 
 A tensor that several operations keep, or keep views of, has one copy. Parameters are not copied:

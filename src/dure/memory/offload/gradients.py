@@ -1,6 +1,6 @@
 """Gradients in mapped files: each goes there as soon as backward has made it.
 
-    g in memory -> g in its file, whose pages are written while backward goes on
+    g in memory -> g in its file, whose pages the system writes while backward goes on
 
 A parameter's gradient has one file for the whole run. A second backward pass adds to it there. In
 memory is the gradient that is being made.

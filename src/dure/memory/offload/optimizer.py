@@ -96,11 +96,12 @@ class OffloadedSteps:
         try:
             for group in groups:
                 group["params"] = []
-            for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
-                if following is not None:
-                    self._tell(self.store.ahead, following)
+            for number, piece in enumerate(pieces):
+                for following in pieces[number + 1 : number + 2]:
+                    for tensor in self._read_by(following):
+                        self.store.ahead([following.of(tensor)], tensor)
                 self._update(piece)
-                self._tell(self.store.behind, piece)
+                self.store.behind(map(piece.of, self._read_by(piece)))
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
@@ -133,9 +134,8 @@ class OffloadedSteps:
         gradient = parameter.grad
         return [*(() if gradient is None else (gradient,)), *_shaped(state, parameter).values()]
 
-    def _tell(self, what: Callable[[list[Tensor], Tensor], None], piece: _Piece) -> None:
-        for tensor in (piece.parameter, *self._beside(piece.parameter)):
-            what([piece.of(tensor)], tensor)
+    def _read_by(self, piece: _Piece) -> list[Tensor]:
+        return [piece.parameter, *self._beside(piece.parameter)]
 
     def _update(self, piece: _Piece) -> None:
         if piece.stop is None:

@@ -1,6 +1,6 @@
 """Where offloaded tensors lie: in files, or in the CPU's memory where a GPU computes.
 
-Files    mapped: computed with where they lie; read ahead and written behind by threads
+Files    mapped: computed with where they lie; read ahead by a thread, let go behind the computation
 Pinned   memory that a GPU copies from and to by itself: computed with as a copy on the GPU
 """
 
@@ -54,7 +54,7 @@ class Store(ABC):
         """They will be needed soon; as `Beside.ahead`."""
         return
 
-    def behind(self, tensors: Iterable[Tensor], owner: Tensor | None = None) -> None:
+    def behind(self, tensors: Iterable[Tensor]) -> None:
         """They will not be needed for a while; as `Beside.behind`."""
         return
 
@@ -86,8 +86,8 @@ class Files(Store):
     def ahead(self, tensors: Iterable[Tensor], owner: Tensor | None = None) -> None:
         self._beside.ahead(tensors, owner)
 
-    def behind(self, tensors: Iterable[Tensor], owner: Tensor | None = None) -> None:
-        self._beside.behind(tensors, owner)
+    def behind(self, tensors: Iterable[Tensor]) -> None:
+        self._beside.behind(tensors)
 
     def close(self) -> None:
         self._beside.close()
