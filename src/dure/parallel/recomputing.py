@@ -34,9 +34,9 @@ from dure.memory.again import compute_again
 from dure.memory.choosing import Choice, Chooser
 from dure.memory.formula import WHOLE, Need, Shares, need_of
 from dure.memory.recompute import Recompute
-from dure.parallel.pipeline.kept import changes, kept_by
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.settings import read_bytes
+from dure.tensors.kept import changes, kept_by
 
 NO_RECOMPUTE = Recompute()
 
