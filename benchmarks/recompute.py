@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from outcome import give, takes_result
-from torch import Tensor
 from torch.nn import functional as F
 
 import dure
@@ -37,11 +36,7 @@ def task(layers: int, width: int, examples: int) -> dure.Task:
     symbols = torch.randint(0, SYMBOLS, (examples, CONTEXT + 1), generator=torch.Generator())
     data = (symbols[:, :-1].contiguous(), symbols[:, 1:].contiguous())
     model = partial(Transformer, SYMBOLS, CONTEXT, layers=layers, heads=8, width=width, tied=True)
-    return dure.Task(model, _loss, data, optimizer=partial(torch.optim.AdamW, lr=1e-3))
-
-
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    return dure.Task(model, F.cross_entropy, data, optimizer=partial(torch.optim.AdamW, lr=1e-3))
 
 
 def measured(layers: int, width: int, batch: int, steps: int, fields: dict[str, Any]) -> Any:
