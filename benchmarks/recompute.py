@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -27,6 +28,9 @@ import dure
 from dure.tasks.models import Transformer
 
 SYMBOLS, CONTEXT = 64, 128
+
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""What a tensor takes goes back when the tensor goes: measured are tensors, and no holes between."""
 
 PARTS = (0.9, 0.75, 0.6, 0.45)
 """Budgets, as parts of the way from the least to what a step takes without recomputation."""
@@ -69,7 +73,11 @@ def _apart(arguments: argparse.Namespace, fields: dict[str, Any]) -> dict[str, A
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "width", "batch")]
     command = [sys.executable, __file__, *sizes, f"--steps={arguments.steps}"]
     out = subprocess.run(
-        [*command, "--fields", json.dumps(fields)], check=True, capture_output=True, text=True
+        [*command, "--fields", json.dumps(fields)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **MAPPED},
     )
     found: dict[str, Any] = json.loads(out.stdout)
     return found
