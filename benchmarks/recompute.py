@@ -30,7 +30,7 @@ from dure.tasks.models import Transformer
 SYMBOLS, CONTEXT = 64, 128
 
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""What a tensor takes goes back when the tensor goes: measured are tensors, and no holes between."""
+"""What a tensor takes goes back when it goes: measured are tensors, and no holes between them."""
 
 PARTS = (0.9, 0.75, 0.6, 0.45)
 """Budgets, as parts of the way from the least to what a step takes without recomputation."""
