@@ -9,7 +9,7 @@ and buffers are not counted, which are there anyway; the inputs are, if somethin
 The pass runs on a copy without data (torch's fake tensors), which takes no memory and next to no
 time, and keeps what a real one keeps: the same shapes, dtypes and kernels. Where that is not
 possible, as the model reads values, or has a recurrent layer whose kernel keeps a workspace of a
-size of its own, the pass is a real one, on a copy that shares the parameters.
+size of its own, the pass is a real one, on a real copy.
 """
 
 from __future__ import annotations
@@ -107,12 +107,13 @@ def where_possible(
 
 @contextmanager
 def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
-    """A copy of the model in the same memory, to be run; or itself, where there is none.
+    """A copy of the model, to be run; or itself, where there is none.
 
     After it torch's generators go on as if nothing had been computed. Raises ValueError where there
     is no copy, and the model is not `spare`.
     """
-    twin = copy_of(model, same_parameters=True)
+    # With parameters of its own: forward passes may change them, as max_norm does.
+    twin = copy_of(model)
     if twin is None and not spare:
         raise ValueError(
             "what the model keeps for its backward pass cannot be measured: there is no copy of it"

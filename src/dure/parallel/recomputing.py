@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,13 +34,14 @@ from dure.memory.again import compute_again
 from dure.memory.choosing import Choice, Chooser
 from dure.memory.formula import WHOLE, Need, Shares, need_of
 from dure.memory.recompute import Recompute
-from dure.parallel.pipeline.kept import changes, kept_by
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.settings import read_bytes
+from dure.tasks.modes import in_mode
+from dure.tensors.kept import changes, kept_by
 
 NO_RECOMPUTE = Recompute()
 
-TRIED = 4
+TRIED = 2
 """Examples of the trial, at most: more than one, for batch norm."""
 
 
@@ -118,17 +119,33 @@ def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | 
     if not asked:
         return None
     train, _ = examples_for(model, task)
-    spare = another(model, task, 0)
-    spare.train()
     batch = to_device(_first(train, asked.examples), _device_of(model))
     left = _Trial(task, model, train).left() if check and not _is_named(asked) else []
-    chooser = Chooser(
-        spare,
-        batch,
-        lambda outputs, targets: _loss(task, outputs, targets),
-        may=lambda name: not any(_lies_in(each, name) for each in left),
-        spare=True,
-    )
+    with in_mode(model, training=True):
+        chooser = _chooser(task, model, batch, left)
+        return _chosen_by(chooser, asked, task, model)
+
+
+def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> Chooser:
+    """left: names of what passes leave in Python, so that a module with it is not chosen."""
+
+    def make(model: nn.Module, spare: bool) -> Chooser:
+        return Chooser(
+            model,
+            batch,
+            lambda outputs, targets: _loss(task, outputs, targets),
+            may=lambda name: not any(_lies_in(each, name) for each in left),
+            spare=spare,
+        )
+
+    try:
+        return make(model, spare=False)
+    # Of which there is no copy: then a new one is used up.
+    except ValueError:
+        return make(another(model, task, 0).train(), spare=True)
+
+
+def _chosen_by(chooser: Chooser, asked: Asked, task: Task, model: nn.Module) -> Chosen:
     need = need_of(model, task.optimizer)
     if _is_named(asked):
         return Chosen(chooser.of(asked.recompute.names(model)), need, None)

@@ -11,7 +11,7 @@ examples with the same random numbers:
     stages    the first of each
 
 The model has to repeat itself: what a pass leaves in Python that the same pass did not leave before
-is state that a trace does not have (`dure.parallel.pipeline.kept`). The stages have to give the
+is state that a trace does not have (`dure.tensors.kept`). The stages have to give the
 model's outputs, gradients, parameters and buffers, but for rounding (`dure.parallel.proof`).
 
 Gradients are those of a sum of the outputs with random weights: each output has its part, and the
@@ -42,7 +42,6 @@ from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.foreign import first_foreign
-from dure.parallel.pipeline.kept import first_change, kept_by
 from dure.parallel.pipeline.place import place_of
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.proof import (
@@ -54,6 +53,7 @@ from dure.parallel.proof import (
 )
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import Computed, Share
+from dure.tensors.kept import first_change, kept_by
 
 ADVICE = "or trust the trace with check=False (--no-check)"
 
