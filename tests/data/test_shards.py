@@ -153,9 +153,9 @@ def test_each_block_is_read_once_an_epoch_and_few_windows_stay(made, monkeypatch
     read: list[int] = []
     begun = windows._Window.__init__
 
-    def count(self, blocks, rows, arrangement):
+    def count(self, blocks, *rest):
         read.extend(blocks.tolist())
-        begun(self, blocks, rows, arrangement)
+        begun(self, blocks, *rest)
 
     monkeypatch.setattr(windows._Window, "__init__", count)
     shards = made(4)

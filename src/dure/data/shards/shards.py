@@ -112,6 +112,10 @@ class Shards(Examples):
         if self._dtype is not None:
             columns = [one.to(self._dtype) if one.is_floating_point() else one for one in columns]
         named = dict(zip(self._names, columns, strict=True))
+        inputs, targets = self._columns
+        # The usual case without a walk through a tree, in every batch.
+        if isinstance(inputs, str) and isinstance(targets, str):
+            return named[inputs], named[targets]
         return cast("tuple[Any, Any]", tree_map(named.__getitem__, self._columns))
 
     def labels(self) -> Tensor | None:
