@@ -69,6 +69,16 @@ def test_what_a_run_tells_of_anybody_is_in_its_line_and_its_row():
     assert "epsilon" not in cells(summary("plain"))[0]
 
 
+def test_a_shuffle_has_columns_beside_runs_that_need_none():
+    mixed = summary("mixed", workers=2, shuffle_bytes=4_000_000, shuffle_seconds=0.5)
+    none = summary("ADMM", workers=2, shuffle_bytes=0, shuffle_seconds=0.0)
+    heading, one, other = cells(mixed, none)
+    place = heading.index("shuffled a worker")
+    assert one[place : place + 2] == ["2 MB", "250 ms"]
+    assert other[place : place + 2] == ["0 B", "0 s"]
+    assert "shuffled a worker" not in cells(none)[0]
+
+
 @pytest.mark.parametrize(
     ("stop", "unit", "expected"),
     [
