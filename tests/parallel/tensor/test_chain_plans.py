@@ -20,7 +20,7 @@ import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import Place
 from dure.parallel.tensor import Column, Row, parallelize, prove_plan
-from dure.parallel.tensor.chain_plans import MAKERS, chain_plan, chains_of
+from dure.parallel.tensor.chain_plans import MAKERS, chain_plan, chains_of, traced_chains
 from dure.parallel.tensor.dividing import check_plan
 from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import NAMES, TensorPlan
@@ -90,7 +90,10 @@ def divided(group: Group) -> dict[str, Any]:
     for plan in PLANS:
         made = chain_plan(plan, chain())
         found[plan] = {
-            "apart": max(compare(group, chain, batches(3), plan=made).values()),
+            "apart": max(
+                *compare(group, chain, batches(3), plan=made).values(),
+                *compare(group, written, batches(2), plan=chain_plan(plan, written())).values(),
+            ),
             # of an even number of layers, and of an odd one
             "sent": [sent(plan, widths, group) for widths in (WIDTHS, WIDTHS[:-1])],
         }
@@ -157,6 +160,42 @@ def test_every_linear_layer_of_any_chain_is_divided(
             assert plan == "alternating" or kind.gather_output is (name in whole)
 
 
+class Branching(nn.Module):
+    """Its code looks at numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Written(nn.Module):
+    """Chains in code of one's own: first, second; beside, whose outputs are used twice; last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 24)
+        self.second = nn.Linear(24, 12)
+        self.beside = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 12)
+        self.twice = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(nn.functional.dropout(self.first(x).relu(), 0.0, self.training))
+        z = torch.tanh(self.beside(y.softmax(-1)))
+        scores: Tensor = self.twice(self.twice(self.last(z + z)))
+        return scores
+
+
+def written() -> nn.Module:
+    torch.manual_seed(1)
+    return Written().double()
+
+
+def test_chains_are_found_in_code_of_ones_own() -> None:
+    assert traced_chains(written()) == [["first", "second"], ["beside"], ["last"]]
+    plan = plan_of(Written(), False, TensorPlan("columns"))
+    assert plan["second"] == Column(gather_output=True, features=True)
+
+
 class Wrapped(nn.Module):
     """Two chains, between which a model can be cut."""
 
@@ -215,8 +254,8 @@ def test_what_cannot_be_divided_so_is_refused() -> None:
     refused(nn.Sequential(nn.Linear(8, 9)), "rows", "0 with 8 inputs has 8 to divide")
     uneven = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 9))
     refused(uneven, "rows", "0 with 10 outputs has 10 to divide")
-    refused(nn.Sequential(nn.Conv1d(1, 1, 1)), "rows", "this Sequential has none")
-    refused(nn.Linear(6, 6), "alternating", "this Linear is no such model")
+    refused(nn.Sequential(nn.Conv1d(1, 1, 1)), "rows", "this Sequential has none that can be")
+    refused(Branching(), "alternating", "this Branching cannot be traced: symbolically traced")
     refused(odd, "rows", "the plan rows divides no sequences", sequence=True)
     with pytest.raises(ValueError, match="did you mean 'rows'"):
         TensorPlan("row")

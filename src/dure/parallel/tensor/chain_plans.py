@@ -1,8 +1,9 @@
 """Plans that divide every linear layer of a chain, in one of three ways.
 
-A chain is linear layers with only element-wise layers between them, in an `nn.Sequential` or in
-several inside of each other. Its inputs are whole on every rank, and so are its outputs. Layer l
-has n_l numbers of output, those of all examples together, and there are L layers; N ranks.
+A chain is linear layers with only element-wise operations between them, in an `nn.Sequential` or in
+several inside of each other; in other models it is found in a trace of `torch.fx`. Its inputs are
+whole on every rank, and so are its outputs. Layer l has n_l numbers of output, those of all
+examples together, and there are L layers; N ranks.
 
     plan         Y = X·A          Y = W·X        between two layers
     columns      A by columns     row-wise       outputs are parts: all-gather of features;
@@ -33,10 +34,13 @@ Training on GPU Clusters Using Megatron-LM", section 2.3 (its reason).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
 
 from dure.parallel.tensor.divided import is_transposed
 from dure.parallel.tensor.plan import Column, Kind, Plan, Row
@@ -64,6 +68,15 @@ ELEMENT_WISE = (
 )
 """What may stand between two layers of a chain."""
 
+_FUNCTIONS = {
+    *(F.relu, F.gelu, F.silu, F.tanh, F.sigmoid, F.leaky_relu, F.elu, F.selu, F.celu, F.relu6),
+    *(F.softplus, F.mish, F.hardtanh, F.hardswish, F.hardsigmoid, F.logsigmoid, F.softsign),
+    *(F.dropout, torch.relu, torch.tanh, torch.sigmoid),
+}
+"""The same as functions, of one tensor each."""
+
+_METHODS = {"relu", "tanh", "sigmoid"}
+
 Chain: TypeAlias = Sequence[str]
 """Names of linear layers, in order."""
 
@@ -87,6 +100,54 @@ def chains_of(layers: nn.Sequential, prefix: str = "") -> list[list[str]]:
         elif type(layer) not in ELEMENT_WISE:
             reached = False
     return chains
+
+
+def traced_chains(model: nn.Module) -> list[list[str]]:
+    """The longest chains of any model that `torch.fx` can trace, by the names of their layers.
+
+    Raises ValueError if it cannot.
+    """
+    try:
+        graph = fx.Tracer().trace(model)
+    # It is the user's code, and may do anything with what is no tensor.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"this {type(model).__name__} cannot be traced: {reason}") from None
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    layers = {node: model.get_submodule(str(node.target)) for node in calls}
+    times = Counter(id(layer) for layer in layers.values())
+    linear = [node for node in calls if is_linear(layers[node]) and times[id(layers[node])] == 1]
+    chains: list[list[str]] = []
+    place: dict[fx.Node, list[str]] = {}
+    for node in linear:
+        before = _reached_from(node, layers)
+        # A chain goes on where its last layer is all that this one computes on.
+        chain = place.get(before, []) if before is not None else []
+        if not chain:
+            chains.append(chain)
+        chain.append(str(node.target))
+        place[node] = chain
+    return chains
+
+
+def _reached_from(node: fx.Node, layers: Mapping[fx.Node, nn.Module]) -> fx.Node | None:
+    """The layer whose outputs alone, element by element, are this one's inputs."""
+    given = node.all_input_nodes
+    while len(given) == 1 and len(given[0].users) == 1:
+        (before,) = given
+        if before in layers and is_linear(layers[before]):
+            return before
+        if not _is_element_wise(before, layers):
+            return None
+        given = before.all_input_nodes
+    return None
+
+
+def _is_element_wise(node: fx.Node, layers: Mapping[fx.Node, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return type(layers[node]) in ELEMENT_WISE
+    known = _FUNCTIONS if node.op == "call_function" else _METHODS
+    return node.op.startswith("call_") and node.target in known
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -152,9 +213,21 @@ MAKERS: dict[str, Callable[[Chain], dict[str, Kind]]] = {
 """The plans, by name."""
 
 
-def chain_plan(name: str, layers: nn.Sequential, prefix: str = "") -> Plan:
-    """The plan of that name for all chains of a Sequential; empty if it has no linear layer."""
+def chain_plan(name: str, model: nn.Module) -> Plan:
+    """The plan of that name for all chains of a model.
+
+    Raises ValueError if the model has no linear layer, or cannot be looked through.
+    """
+    if isinstance(model, nn.Sequential) and is_sequential(model):
+        chains = chains_of(model)
+    else:
+        chains = traced_chains(model)
     plan: dict[str, Kind] = {}
-    for chain in chains_of(layers, prefix):
+    for chain in chains:
         plan |= MAKERS[name](chain)
+    if not plan:
+        raise ValueError(
+            f"the plan {name} divides linear layers, and this {type(model).__name__} has none that "
+            "can be divided"
+        )
     return plan

@@ -45,38 +45,15 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
     for kind, (prefix, make) in _HUGGING_FACE.items():
         if kind in kinds:
             return make(model, prefix, sequence, gather_scores)
-    found = _layers_of(model)
-    if found is not None and not sequence:
-        return _pairs(*found)
+    layers = model.layers if isinstance(model, TwoNN) else model
+    if isinstance(layers, nn.Sequential) and is_sequential(layers) and not sequence:
+        return _pairs(layers, "" if layers is model else "layers.")
     raise ValueError(
         f"there is no ready plan{' with sequence=True' if sequence else ''} for a "
         f"{type(model).__name__}; write one: "
         '{"layers.*.first": Column(), "layers.*.second": Row()} for modules one after the other; '
         "strategies take it as plan=, dure.parallel.tensor.parallelize in a loop of your own"
     )
-
-
-def _layers_of(model: nn.Module) -> tuple[nn.Sequential, str] | None:
-    """The layers that a model calls one after another, and the prefix of their names."""
-    layers = model.layers if isinstance(model, TwoNN) else model
-    if not isinstance(layers, nn.Sequential) or not is_sequential(layers):
-        return None
-    return layers, "" if layers is model else "layers."
-
-
-def chains_divided(model: nn.Module, name: str) -> Plan:
-    """The plan `rows`, `columns` or `alternating` for a model that is a Sequential.
-
-    Raises ValueError if it is none, or has no linear layer.
-    """
-    found = _layers_of(model)
-    plan = chain_plan(name, *found) if found is not None else {}
-    if not plan:
-        raise ValueError(
-            f"the plan {name} divides the linear layers of an nn.Sequential, and this "
-            f"{type(model).__name__} {'has none' if found else 'is no such model'}: write a plan"
-        )
-    return plan
 
 
 def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
@@ -94,7 +71,7 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
         return own.plan
     if own.is_ready:
         return _within(model, lambda module: plan_for(module, sequence=sequence))
-    return _within(model, lambda module: chains_divided(module, own.named))
+    return _within(model, lambda module: chain_plan(own.named, module))
 
 
 def _within(model: nn.Module, make: Callable[[nn.Module], Plan]) -> Plan:
