@@ -22,12 +22,14 @@ each kind of them. What grows with the parameter is scaled; the rest is what it 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dure.machine.compiler import left_out
 from dure.randomness.seeds import generators_state, restore_generators
@@ -97,7 +99,7 @@ def need_of(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ) -> Need:
     """What training the model with this optimizer takes."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [one for one in model.parameters() if one.requires_grad and not is_lazy(one)]
     sparse = _sparse(model)
     dense = [one for one in trained if one not in sparse]
     return Need(
@@ -109,9 +111,10 @@ def need_of(
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a model."""
-    yield from model.parameters()
-    yield from model.buffers()
+    """The parameters and buffers of a model, but for those whose shape is not known yet."""
+    for one in itertools.chain(model.parameters(), model.buffers()):
+        if not is_lazy(one):
+            yield one
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -115,7 +115,7 @@ def walk(
     gradients: dict[str, Tensor] = {}
     for part in place.group.gather_bytes(pickle.dumps(mine)):
         gradients |= pickle.loads(part)
-    state = learner.weights() | learner.state()["buffers"]
+    state = dict(learner.weights()) | learner.state()["buffers"]
     return Path(state, gradients, losses, learner.evaluate()), learner
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -39,14 +39,31 @@ SECONDS = 60.0
 _SERVER = ["dure.worlds.network.server.app", "dure.worlds.network.server.serving"]
 _CLIENT = ["dure.worlds.network.client.loop", "dure.worlds.network.client.policy"]
 _SPLIT = ["dure.split.network.served", "dure.run.split_site"]
-# What traces a model that is cut: seconds in each process that would load it by itself.
 _TRACING = ["torch._dynamo", "torch.export._trace", "torch.fx.experimental.symbolic_shapes"]
 _context = multiprocessing.get_context("forkserver")
-# Modules of the tests are not on its path.
-_context.set_forkserver_preload(
-    ["pytest", "torch", "dure.run.train", "dure.run.join", *_SERVER, *_CLIENT, *_SPLIT, *_TRACING]
-)
+
+
+def _load(modules: list[str]) -> None:
+    """Processes that are started from here on have these as well."""
+    # Another one begins with the next process.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    # Modules of the tests are not on its path.
+    _context.set_forkserver_preload(
+        ["pytest", "torch", "dure.run.train", "dure.run.join", *_SERVER, *_CLIENT, *modules]
+    )
+
+
+_load([])
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, processes have what traces a model that is cut: seconds in each that loads it."""
+    _load([*_SPLIT, *_TRACING])
+    yield
+    _load([])
+
 
 Tasks = Callable[[], dure.Task]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployed import Deployment, Ended, Plan, deployed
+from deployed import Deployment, Ended, Plan, deployed, tracing
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -22,6 +22,13 @@ from dure.data.own_part import divide
 from dure.data.partition import IID
 from dure.record.checkpoint import tree_from_bytes
 from small import CLASSES, FEATURES, small_task
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded() -> Iterator[None]:
+    with tracing():
+        yield
+
 
 Adam = partial(torch.optim.Adam, lr=0.01)
 
