@@ -206,5 +206,5 @@ def test_whether_memory_is_kept_follows_from_where_the_model_is_trained(
     monkeypatch.setattr(drive, "_drive", ends)
     place = types.SimpleNamespace(network=(lambda federation: None) if elsewhere else None)
     with pytest.raises(EndedError):
-        drive.drive(types.SimpleNamespace(strategy=strategy), place)
+        drive.drive(types.SimpleNamespace(strategy=strategy()), place)
     assert seen == [way]
