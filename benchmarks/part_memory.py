@@ -3,8 +3,9 @@
     base + weights + gradients + optimizer state + activations       of its part of the model
 
 base is what a rank takes that trains next to nothing by the same system, measured beside it. The
-ranks' resident memory (VmRSS in /proc, which counts the pages of mapped files too) is read fifty
-times a second by this process. Phases are told apart: "start" until the first step is done,
+ranks' memory (Pss in /proc: pages of mapped files count, and what ranks share counts once, divided
+over those that have it: ZeRO's parameters lie in memory that all ranks read) is read fifty times a
+second by this process. Phases are told apart: "start" until the first step is done,
 "training" until the run's limit is reached, "end" while the result goes to the user.
 
     python benchmarks/part_memory.py [--megabytes 400] [--optimizer sgd|adam]
@@ -109,10 +110,10 @@ def descendants(pid: int) -> list[int]:
 def resident(pid: int) -> int:
     """Bytes of a process in memory; 0 of one that is gone."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")]
     return found[0] if found else 0
 
 
