@@ -20,7 +20,7 @@ from dure.parallel.mesh.mesh import Mesh
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH = 1024
-LAYERS = 20
+LAYERS = 16
 WEIGHTS = LAYERS * WIDTH * (WIDTH + 1) * 8
 """Bytes of the parameters."""
 STEP = 5 * WEIGHTS

@@ -67,7 +67,8 @@ class TensorFile:
     ) -> None:
         said = dict(metadata or {})
         leaves: dict[str, Leaf] = leaves_of(weights)
-        pairs = [name for name, leaf in leaves.items() if leaf.dtype == torch.complex128]
+        # In one order, so that the same tensors have the same bytes.
+        pairs = sorted(name for name, leaf in leaves.items() if leaf.dtype == torch.complex128)
         if pairs:
             said[_PAIRS] = json.dumps(pairs)
         # The widest first, so that the elements of each lie at multiples of their size.
