@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import dure
-from dure.parallel.mesh.mesh import Mesh
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -32,7 +31,6 @@ SYSTEMS = {
     "tensor 2": dure.TensorParallel(batch_size=8, plan="alternating"),
     "pipeline 2": dure.Pipeline(batch_size=8, microbatches=2),
     "ZeRO 3 on 2": dure.ZeRO(stage=3, batch_size=8),
-    "ZeRO 3 on a mesh": dure.Parallel(mesh=Mesh(data=2), zero=3, batch_size=8, microbatches=1),
 }
 
 

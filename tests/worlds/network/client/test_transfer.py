@@ -87,9 +87,10 @@ class Shelf:
             self.spoils -= 1
             content[-1] ^= 1
         length = {"content-length": str(len(self.stream) - at)}
+        # Before it goes out: whoever has it asks what was served.
+        self.served.append((at, end))
         request.head(206 if at else 200, {**headers, **length})
         request.wfile.write(content)
-        self.served.append((at, end))
         if end < len(self.stream):
             request.hang_up()
 
