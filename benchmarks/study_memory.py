@@ -5,8 +5,9 @@ steps of AdamW on batches of 16, each run in a process of its own, with the rank
 has. What the peak of the largest rank grows by from the small model to the large one is what the
 model takes: what a process has anyway, and torch, are in both. By the formula that is
 
-    a·W + b·G + c·S    weights, gradients and the optimizer's state of the undivided model, of which
-                       a rank has these parts (dure.memory.formula)
+    a·W + b·G + c·S + d·U    weights, gradients and the optimizer's state of the undivided model,
+                             and what an update makes on its way, of which a rank has these parts
+                             (dure.memory.formula)
 
 Activations of such batches are less than a hundredth of that. Systems that do not say which parts
 their workers hold have no formula, and are told as a multiple of W.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -35,6 +37,7 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy
 from dure.machine.cores import available_cores
+from dure.machine.memory import in_huge_pages
 from dure.memory.formula import need_of
 
 JSON = dict[str, Any]
@@ -105,7 +108,10 @@ def peaks(name: str, width: int) -> list[int]:
 
 def in_a_process(name: str, width: int) -> list[int]:
     command = [sys.executable, __file__, "--one", name, "--width", str(width)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # As for the command line, and for ranks.
+    environment = {**os.environ}
+    in_huge_pages(environment)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     found: list[int] = json.loads(done.stdout.splitlines()[-1])
     return found
 

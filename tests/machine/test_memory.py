@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +103,36 @@ def test_memory_that_is_used_again_stays_with_the_rank() -> None:
 
 @glibc
 def test_thresholds_of_the_user_stay_in_ranks() -> None:
-    assert run(RANKS + "print(on_ranks())", MALLOC_MMAP_THRESHOLD_="262144") > PAGES_OF_A_TURN * 0.5
+    own = {"MALLOC_MMAP_THRESHOLD_": "262144", "THP_MEM_ALLOC_ENABLE": "0"}
+    assert run(RANKS + "print(on_ranks())", **own) > PAGES_OF_A_TURN * 0.5
+
+
+ADVISED = """
+import re, sys, torch, dure
+from pathlib import Path
+
+def flags(place):
+    \"\"\"Those of the mapping in which a large tensor lies.\"\"\"
+    large = torch.ones(1 << 24)
+    middle = large.data_ptr() + (1 << 25)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if mapping:
+            inside = int(mapping[1], 16) <= middle < int(mapping[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here"
+)
+def test_large_tensors_of_ranks_ask_for_huge_pages_unless_the_user_does_not() -> None:
+    found = ADVISED + "print(int('hg' in dure.Processes(2).run(flags, lambda event: None)))"
+    assert run(found) == 1
+    assert run(found, THP_MEM_ALLOC_ENABLE="0") == 0
 
 
 def test_ranks_heed_what_their_parent_has_set_since_the_fork_server_started(

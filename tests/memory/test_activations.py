@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from dure.machine.compiler import left_out
 from dure.memory.activations import observed, saved_bytes
-from dure.memory.peak import Live, step_peak
+from dure.memory.live import Live
+from dure.memory.peak import step_peak
 from dure.tasks.models import Transformer
 
 SYMBOLS, CONTEXT = 23, 16

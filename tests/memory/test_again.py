@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dure.machine.compiler import left_out
 from dure.memory.again import compute_again
 from dure.memory.choosing import Chooser
-from dure.memory.peak import Live
+from dure.memory.live import Live
 from dure.memory.recompute import as_recompute
 
 WIDTH = 8

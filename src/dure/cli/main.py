@@ -36,6 +36,7 @@ from dure.cli.flags import (
 from dure.cli.interrupted import STATUS, interrupts_end_imports
 from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
+from dure.machine.memory import in_huge_pages
 from dure.machine.streams import nobody_reads, open_streams
 from dure.report.words import printable
 from dure.worlds.launched import leads_here, under_torchrun
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin for milliseconds before they give their core back, and starve others
     # that need it. Set before torch loads OpenMP, which reads it then, and for ranks to inherit.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    in_huge_pages(os.environ)
     # Started without standard streams, as by a daemon, the first socket would get their number.
     open_streams()
     try:

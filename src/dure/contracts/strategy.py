@@ -340,8 +340,11 @@ class World(Told):
         """Whether programs run in other processes than this one, which only waits for them."""
         return False
 
-    def begin(self) -> None:
-        """Begins what takes time until the ranks can run, while the caller goes on."""
+    def begin(self, imports: Sequence[str] = ()) -> None:
+        """Begins what takes time until the ranks can run, while the caller goes on.
+
+        imports: modules that they will need (`Strategy.imports`).
+        """
 
     def ready(self) -> None:
         """Returns once nothing is left to be begun, so that no run is charged for it."""
@@ -419,6 +422,11 @@ class Strategy(Told):
     def spares_memory(self) -> bool:
         """Whether memory that is freed goes back at once, rather than waiting for the next step."""
         return False
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Modules that its ranks need and that take seconds to import: they begin with them."""
+        return ()
 
     @property
     def ranks(self) -> int | None:

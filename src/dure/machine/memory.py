@@ -14,12 +14,20 @@ A user who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOL
 do not listen. After the run what is free is given back, and the thresholds are those that glibc
 comes to once it has seen large blocks come and go.
 
+A block of 2 MB and more can lie in huge pages of as much each, which one fault maps. torch asks for
+them where `THP_MEM_ALLOC_ENABLE` is 1 when it is loaded: `in_huge_pages` sets it for processes that
+dure starts, and for the command line. Blocks of 32 MB and more, which are mapped anew in each step,
+gain most: a step of a convolution on pictures of 64 x 64 took 0.36 s where it had taken 0.54 s, an
+MLP's and a transformer's steps were no slower, and the heap has fewer holes (one worker's AdamW
+over 75 MB of weights grew by 340 MB where it had grown by 400 MB; medians of three runs each).
+
 The server of a federation whose clients are elsewhere trains nothing. There large blocks are mapped
 by themselves and go when they are freed, so that it needs memory for what it has now. The server of
 split learning trains its part of the model as any process does. It is the same while a model is
 made in files (`dure.memory.undivided`): what has moved there would leave holes in the heap.
 
-Source: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters".
+Sources: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters"; for huge pages
+Documentation/admin-guide/mm/transhuge.rst of Linux and `c10/core/alignment.h` of PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from dure.machine.limits import rooms
@@ -62,9 +70,20 @@ _OWN = (
 )
 """Variables by which a user sets these thresholds."""
 
+_HUGE = "THP_MEM_ALLOC_ENABLE"
+"""The variable by which torch is told to ask for huge pages."""
+
 _lock = threading.Lock()
 _wanted: list[tuple[int, int]] = []
 """The thresholds of the blocks that are entered, in their order."""
+
+
+def in_huge_pages(environment: MutableMapping[str, str]) -> None:
+    """Has a process that starts in this environment, and loads torch there, ask for huge pages.
+
+    What a user has said stands.
+    """
+    environment.setdefault(_HUGE, "1")
 
 
 def memory_kept() -> AbstractContextManager[None]:
@@ -88,6 +107,8 @@ def _thresholds(trim: int, mmap: int) -> Iterator[None]:
         return
     # The thresholds are the whole process's: the last block puts them back.
     with _lock:
+        # What was tried before leaves holes: they are the system's until they are filled.
+        give_back()
         _wanted.append((trim, mmap))
         _set(trim, mmap)
     try:

@@ -3,27 +3,31 @@
     weights     W    every parameter and buffer, once
     gradients   G    as many bytes as what is trained; sparse ones are less, and not counted
     state       S    what the optimizer keeps: AdamW two numbers a weight, SGD none
+    passing     U    what an update makes and drops: AdamW twice as much as the largest parameter,
+                     SGD nothing; with `foreach` all parameters are updated at once
 
-A worker that holds a part of each of these has a / W + b / G + c / S:
+A worker holds a part of each of these:
 
-    single worker, data parallel            W             G             S
-    ZeRO 1, 2, 3 on N ranks                 W, W, W/N     G, G/N, G/N   S/N
-    tensor parallel, pipeline on N ranks    W/N           G/N           S/N
-    parameters, gradients, state offloaded  0             0             0
+    single worker, data parallel            W             G             S      U
+    ZeRO 1, 2, 3 on N ranks                 W, W, W/N     G, G/N, G/N   S/N    U/N
+    tensor parallel, pipeline on N ranks    W/N           G/N           S/N    U/N
+    parameters, gradients, state offloaded  0             0             0      U
 
 The third line is the least: layers that a plan does not divide, and stages that are not alike, make
-a rank's part larger.
+a rank's part larger, and a stage's largest parameter may be the model's.
 
 Activations come on top, which `dure.memory.activations` measures, and what a process has anyway.
 
 How much an optimizer keeps is seen by letting it step over a parameter of a few elements, one for
-each kind of them. What grows with the parameter is scaled; the rest is what it is.
+each kind of them. What grows with the parameter is scaled; the rest is what it is. What an update
+passes is what lives beside the state while it steps over one such parameter, and over three.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -32,10 +36,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dure.machine.compiler import left_out
+from dure.memory.live import Live
 from dure.randomness.seeds import generators_state, restore_generators
 
-_TEMPORARIES = 2
-"""Numbers for each element of a parameter that Adam makes on its way to an update."""
+_SIDE = 32
+"""Rows and columns of a parameter on which an update is tried: few numbers are beside it."""
 
 
 class Shares(NamedTuple):
@@ -44,6 +49,7 @@ class Shares(NamedTuple):
     weights: Fraction = Fraction(1)
     gradients: Fraction = Fraction(1)
     state: Fraction = Fraction(1)
+    passing: Fraction = Fraction(1)
 
     def without(self, parts: Collection[str]) -> Shares:
         """The same where these lie elsewhere, by the names of `offload`."""
@@ -52,6 +58,7 @@ class Shares(NamedTuple):
             nothing if "parameters" in parts else self.weights,
             nothing if "gradients" in parts else self.gradients,
             nothing if "optimizer" in parts else self.state,
+            self.passing,
         )
 
 
@@ -70,13 +77,14 @@ def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
         weights=less if stage >= 3 else part,
         gradients=less if stage >= 2 else part,
         state=less if stage >= 1 else part,
+        passing=less if stage >= 1 else part,
     )
 
 
 class Need(NamedTuple):
     """Bytes that a model takes while it is trained, undivided.
 
-    passing: what an update makes of one parameter at a time, and drops: no part of the total.
+    passing: what an update makes on its way, and drops.
     """
 
     weights: int
@@ -86,13 +94,13 @@ class Need(NamedTuple):
 
     def of(self, shares: Shares) -> Need:
         """What a worker with these shares needs."""
-        parts = zip(self[:3], shares, strict=True)
+        parts = zip(self, shares, strict=True)
         return Need(*(int(nbytes * share) for nbytes, share in parts))
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.state
+        """All of it, as it is there at once during an update."""
+        return sum(self)
 
 
 def need_of(
@@ -106,7 +114,7 @@ def need_of(
         weights=bytes_of(tensors_of(model)),
         gradients=sum(one.nbytes for one in dense),
         state=_state_bytes(trained, optimizer),
-        passing=_TEMPORARIES * max((one.nbytes for one in trained), default=0),
+        passing=_passing_bytes(trained, optimizer),
     )
 
 
@@ -134,27 +142,59 @@ def _sparse(model: nn.Module) -> set[Tensor]:
     return {module.weight for module in found}
 
 
-def _state_bytes(
-    parameters: Iterable[nn.Parameter],
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-) -> int:
+_Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _state_bytes(parameters: Iterable[nn.Parameter], make: _Make) -> int:
     """Bytes of the optimizer's state over these; 0 where it cannot be tried."""
     real = list(parameters)
     small = [_small(parameter) for parameter in real]
+    optimizer = _tried(small, make)
+    if optimizer is None:
+        return 0
+    return sum(
+        _scaled(optimizer.state.get(tried, {}), tried, parameter)
+        for tried, parameter in zip(small, real, strict=True)
+    )
+
+
+def _tried(
+    parameters: Sequence[nn.Parameter], make: _Make, live: Live | None = None
+) -> torch.optim.Optimizer | None:
+    """The optimizer after a step over these; None where there is none. live: counts meanwhile."""
     before = generators_state()
     try:
-        with left_out(), torch.enable_grad():
-            optimizer = make(small)
+        with left_out(), torch.enable_grad(), live or nullcontext():
+            optimizer = make(parameters)
             optimizer.step()
-        return sum(
-            _scaled(optimizer.state.get(tried, {}), tried, parameter)
-            for tried, parameter in zip(small, real, strict=True)
-        )
+        return optimizer
     # It is the user's: it may want what only the real parameters have.
     except Exception:
-        return 0
+        return None
     finally:
         restore_generators(before)
+
+
+def _passing_bytes(parameters: Sequence[nn.Parameter], make: _Make) -> int:
+    """Bytes that an update of these makes at most at one time, and drops."""
+    if not parameters:
+        return 0
+    one, three = (_passing(count, make) for count in (1, 3))
+    sizes = [parameter.nbytes for parameter in parameters]
+    # All at once, or one after another.
+    return int(one * (sum(sizes) if three >= 3 * one else max(sizes)))
+
+
+def _passing(count: int, make: _Make) -> Fraction:
+    """What an update makes and drops, for a byte of one of so many parameters."""
+    tried = [nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)]
+    gradients = [torch.zeros_like(parameter) for parameter in tried]
+    for parameter, gradient in zip(tried, gradients, strict=True):
+        parameter.grad = gradient
+    live = Live([*tried, *gradients])
+    optimizer = _tried(tried, make, live)
+    # What still lives is the optimizer's state.
+    return Fraction(0) if optimizer is None else Fraction(live.peak - live.bytes, tried[0].nbytes)
 
 
 def _small(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,70 +1,23 @@
-"""The most that tensors take at one time while something is computed.
-
-    with Live() as live:        every storage that is made inside counts from its first tensor to
-        step()                  its last
-    live.peak                   bytes
-
-Seen is what operations return. What a kernel needs for itself and gives back is not.
+"""The most that tensors of a step will take at one time, said before anything is trained.
 
 On tensors without data a step of a model takes no memory, and the peak is that of the real step:
-`step_peak` says before anything is trained what forward and backward will need beside parameters
-and buffers: activations, gradients, and what lies between two operations.
+what forward and backward need beside parameters and buffers, which are activations, gradients, and
+what lies between two operations.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dure.machine.compiler import left_out
 from dure.memory.activations import faked, spare_copy, where_possible
 from dure.memory.again import compute_again
-
-
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that are alive.
-
-    known: tensors that were there before, and are not counted. bytes: now. peak: at most.
-    """
-
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-        self.peak = 0
-        self._storages: dict[int, weakref.ref[Any]] = {}
-        for tensor in known:
-            self._note(tensor, counted=False)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._note(leaf, counted=True)
-        return result
-
-    def _note(self, tensor: Tensor, counted: bool) -> None:
-        # The object lives as long as its memory does, whoever holds it, and so tells when it goes.
-        storage = tensor.untyped_storage()
-        if id(storage) in self._storages:
-            return
-        size = storage.nbytes() if counted else 0
-        gone = partial(self._gone, id(storage), size)
-        self._storages[id(storage)] = weakref.ref(storage, gone)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-    def _gone(self, key: int, size: int, _: Any) -> None:
-        del self._storages[key]
-        self.bytes -= size
+from dure.memory.live import Live
 
 
 def step_peak(

@@ -161,7 +161,7 @@ def _chosen_by(chooser: Chooser, asked: Asked, task: Task, model: nn.Module) -> 
         raise ValueError(
             f"memory {asked.memory}: a step takes {_size(least)} at least, whatever is computed "
             f"again (weights {_size(held.weights)}, gradients {_size(held.gradients)}, optimizer's "
-            f"state {_size(held.state)}, the rest activations)"
+            f"state {_size(held.state)}, the rest activations or the update)"
         )
     return Chosen(choice, held, budget)
 

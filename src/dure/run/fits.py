@@ -1,10 +1,12 @@
 """Whether a run fits into memory: asked before it starts, and refused with what would do.
 
-    least a worker needs    its shares of weights, gradients and optimizer's state
+    least a worker needs    its shares of weights, gradients and optimizer's state, and what an
+                            update makes on its way
     what there is           the least that a limit leaves (`dure.machine.limits`)
 
 Activations are left out, which differ from batch to batch: what is refused cannot fit, and what is
-not refused may yet be too much. What is said to do has at least a tenth to spare for them.
+not refused may yet be too much. What is said to do has a tenth to spare for them, and 64 MB for
+threads and what they load.
 """
 
 from __future__ import annotations
@@ -30,6 +32,13 @@ _MOST = 1024
 
 _SPARE = Fraction(9, 10)
 """The part of what there is that may be needed where something is said to do."""
+
+_BESIDES = 64 << 20
+"""Bytes that nobody needs for the model where something is said to do: stacks of threads, buffers
+of libraries, what they import when they are used first."""
+
+_PARTS = ("weights", "gradients", "optimizer's state", "update")
+"""What a worker needs, in words."""
 
 _MANY = 16
 """No optimizer keeps as many numbers for a weight: with less than this nothing is asked."""
@@ -131,9 +140,7 @@ def _refusal(
     own = need.of(_lying_in(room, shares, strategy.offloaded))
     who = f"each of {count} workers" if count > 1 else "the worker"
     parts = ", ".join(
-        f"{what} {_size(nbytes)}"
-        for what, nbytes in zip(("weights", "gradients", "optimizer's state"), own[:3], strict=True)
-        if nbytes
+        f"{what} {_size(nbytes)}" for what, nbytes in zip(_PARTS, own, strict=True) if nbytes
     )
     together = f", {_size(least)} together" if least > own.total else ""
     ways = list(_ways(need, shares, strategy, room, free, count))
@@ -148,18 +155,18 @@ def _ways(
     need: Need, shares: Shares, strategy: Strategy, room: Room, free: int, count: int
 ) -> Iterator[str]:
     """What would fit, in the words of the command line."""
-    most = int(free * _SPARE)
+    most = min(int(free * _SPARE), free - _BESIDES)
     # What one machine has together is not more if more ranks share it.
     where = ", each on a machine of its own" if room.shared else ""
     for name, over in (("tensor-parallel or pipeline", divided), ("zero --stage 3", _zero)):
         ranks = next(
-            (n for n in _counts() if _needed(need, over(n), room, 1) + need.passing // n <= most),
+            (n for n in _counts() if _needed(need, over(n), room, 1) <= most),
             None,
         )
         if ranks is not None:
             yield f"{name} with --workers {ranks}{where} ({_size(need.of(over(ranks)).total)} each)"
     for parts in _offloads(strategy):
-        if _needed(need, _lying_in(room, shares, parts), room, count) + need.passing <= most:
+        if _needed(need, _lying_in(room, shares, parts), room, count) <= most:
             yield f"--offload {','.join(parts)}"
             return
 

@@ -446,7 +446,7 @@ def prepare(
     for name, every in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and every < 1:
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
-    world.begin()  # while this process looks at what is asked
+    world.begin(strategy.imports)  # while this process looks at what is asked
     strategy = strategy.planned(task, stop)
     strategy.check(task, world.workers)
     strategy.check_in(world)
@@ -464,7 +464,8 @@ def prepare(
             model = fresh_model(task, seed, divided)
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
-    with beside(model):
+    # Optimizers are made to be looked at: the first would load the compiler, which takes seconds.
+    with left_out(), beside(model):
         proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
     job = Job(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from dure.memory.offload.store import Store
 
-PIECE = 4 << 20
+PIECE = 1 << 20
 """Elements of a long parameter that are updated at once; temporaries of an update are as long.
 
 A multiple of what a processor computes at once, so that the pieces have the bits of the whole.

@@ -76,6 +76,7 @@ from dure.privacy.per_example.refused import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
+from dure.tensors.backward import backward_from
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -417,7 +418,7 @@ class DataParallelLearner(SingleLearner):
         if sending:
             self.reducer.begin()
         # As if a loss had these gradients: they are accumulated, and leave, as ever.
-        torch.autograd.backward(private.parameters, sums)
+        backward_from(private.parameters, sums)
         if sending:
             self.reducer.finish()
         computed = self.reducer.computed if sending else time.perf_counter()

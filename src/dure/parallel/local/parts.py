@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from dure.tensors.backward import backward_from
+
 
 def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
     """The first sizes[0] examples of every tensor in `tree`, the next sizes[1], and so on.
@@ -94,7 +96,7 @@ def backward(tree: Any, gradients: Sequence[Tensor | None]) -> None:
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if grad is not None]
     if pairs:
-        torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+        backward_from([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
 
 
 def nbytes(tree: Any) -> int:

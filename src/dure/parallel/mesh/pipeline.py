@@ -31,6 +31,7 @@ from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.schedule import Schedule, is_own
+from dure.parallel.pipeline.trace import TRACES
 from dure.settings import parse_fields
 
 
@@ -81,6 +82,10 @@ class Pipeline(Strategy):
         strategy = self.on(1)
         own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        return (TRACES,)
 
     @property
     def spares_memory(self) -> bool:

@@ -84,6 +84,7 @@ from dure.parallel.pipeline.proof import prove_cut
 from dure.parallel.pipeline.runtime import Engine
 from dure.parallel.pipeline.schedule import Schedule, is_own
 from dure.parallel.pipeline.stage import Stage
+from dure.parallel.pipeline.trace import TRACES
 from dure.parallel.pipeline.uncut import UncutModel
 from dure.parallel.recomputing import (
     NO_RECOMPUTE,
@@ -214,6 +215,10 @@ class Parallel(Strategy):
     @property
     def ranks(self) -> int | None:
         return self.mesh.size
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        return (TRACES,) if self.mesh.pipeline > 1 else ()
 
     def holds_parts(self, workers: int | None) -> bool:
         mesh = self.mesh

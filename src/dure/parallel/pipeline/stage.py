@@ -28,6 +28,7 @@ from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.program import Program
 from dure.parallel.pipeline.trace import leaves_of
 from dure.tasks.loss_shares import Computed, Share
+from dure.tensors.backward import backward_from
 
 
 @dataclass
@@ -198,16 +199,17 @@ class Stage:
             self._compute_again(kept, number, batch, program)
         if self.last:
             # A loss without a gradient is an error, as everywhere.
-            wanted = [(kept.ends[0], torch.ones_like(kept.ends[0]))]
+            ends, given = [kept.ends[0]], [torch.ones_like(kept.ends[0])]
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
             ends = [end for end, value in leaving if value.differentiable]
             # A frozen stage's ends have no graph, though a gradient comes for each.
             pairs = zip(ends, gradients, strict=True)
             wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
+            ends, given = [end for end, _ in wanted], [gradient for _, gradient in wanted]
         # A stage may have nothing that learns, and nothing before it.
-        if wanted:
-            torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
+        if ends:
+            backward_from(ends, given)
         if self._remaining is not None:
             # The list is that of all stages of the rank; these belong to this micro-batch.
             self._weights[number] = list(self._remaining)

@@ -21,6 +21,7 @@ model does apart from its operations is not in it; where that can be seen
 
 from __future__ import annotations
 
+import importlib
 import logging
 import operator
 import warnings
@@ -52,6 +53,9 @@ from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness.seeds import generators_state, restore_generators
+
+TRACES = "torch.export._trace"
+"""The module that traces. It takes seconds to import."""
 
 _SYMBOLS = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
@@ -390,7 +394,7 @@ def _why(error: Exception, model: nn.Module) -> tuple[str, bool]:
 @contextmanager
 def _settings(places: bool) -> Iterator[None]:
     """Those of torch while it traces, and then what they were."""
-    from torch.export import _trace  # here, for it takes long to import
+    _trace = importlib.import_module(TRACES)
 
     # Settings of the whole process: they are put back, whatever happens.
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -407,7 +411,7 @@ def _settings(places: bool) -> Iterator[None]:
         yield
     finally:
         _SYMBOLS.setLevel(level)
-        del _trace.print  # type: ignore[attr-defined]
+        del _trace.print
         torch.backends.mha.set_fastpath_enabled(fast)
         fx.config.do_not_emit_stack_traces = without_stacks
 

@@ -21,6 +21,7 @@ from dure.randomness.seeds import seed_generators
 from dure.split.apart.form import Form, flatten
 from dure.split.sides import Loss
 from dure.tasks.parts import PLACES
+from dure.tensors.backward import backward_from
 
 
 def seed_part(seed: int, place: int, step: int, number: int) -> None:
@@ -174,7 +175,7 @@ class ModuleStage:
         ]
         # A part may have nothing that learns, and nothing before it that does.
         if wanted:
-            torch.autograd.backward([end for end, _ in wanted], [given for _, given in wanted])
+            backward_from([end for end, _ in wanted], [given for _, given in wanted])
 
     # What got no gradient
 

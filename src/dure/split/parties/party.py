@@ -28,6 +28,7 @@ from dure.split.parties.messages import (
     party,
 )
 from dure.split.parties.part import TrainedPart
+from dure.tensors.backward import backward_from
 
 Read = Callable[[Tensor, int], Tensor]
 """read(rows, step): the columns of a party of the people in these rows."""
@@ -118,7 +119,7 @@ class Party:
         gradients = self._gradients(sent, message)
         self._sent = None
         if gradients is not None:
-            torch.autograd.backward(sent, gradients)
+            backward_from([sent], [gradients])
         # Also where nothing came: schedules go on.
         self.part.update(message.step)
         self.done += 1

@@ -11,7 +11,7 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -150,7 +150,7 @@ class Network(World):
     def serves(self) -> bool:
         return True
 
-    def begin(self) -> None:
+    def begin(self, imports: Sequence[str] = ()) -> None:
         """Raises ValueError where it could not serve: before anything is made or written."""
         self.context()
         self.listed()

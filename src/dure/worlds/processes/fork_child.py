@@ -47,10 +47,19 @@ def serve(descriptor: int, first: Sequence[str]) -> None:
     # This brings torch in, which takes seconds: once for all ranks, and with the signals ignored.
     from dure.worlds.processes.rank import rank_main
 
+    _ask_for_huge_pages()
     _load(first)
     serving = _Serving(socket.socket(fileno=descriptor), rank_main)
     serving.loop()
     serving.clear_up()
+
+
+def _ask_for_huge_pages() -> None:
+    """For all ranks: torch reads what this process was started with when it makes the first large
+    tensor, and a rank has the variables of the parent by then."""
+    import torch
+
+    torch.empty(1 << 20)
 
 
 def _load(modules: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from dure.machine.memory import in_huge_pages
 from dure.machine.streams import open_streams
 from dure.worlds.processes.fork_child import ENDS
 
@@ -97,12 +98,15 @@ class ForkServer:
         """The server's process, if it runs."""
         return self._process.pid if self._process is not None else None
 
-    def start(self) -> None:
-        """Starts the server if it does not run yet; it gets ready while the caller goes on."""
-        with self._lock:
-            self._connected()
+    def start(self, imports: Sequence[str] = ()) -> None:
+        """Starts the server if it does not run yet; it gets ready while the caller goes on.
 
-    def _connected(self) -> socket.socket:
+        imports: what it then imports as well. One that runs does so when the first rank needs it.
+        """
+        with self._lock:
+            self._connected(imports)
+
+    def _connected(self, imports: Sequence[str] = ()) -> socket.socket:
         """The socket of a server that lives, which is started if need be."""
         alive = (
             self._process is not None
@@ -114,13 +118,13 @@ class ForkServer:
         open_streams()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = self._started(theirs.fileno())
+            self._process = self._started(theirs.fileno(), imports)
         self._socket = ours
         self._owner = os.getpid()
         self._loaded = set()
         return ours
 
-    def _started(self, descriptor: int) -> subprocess.Popen[bytes]:
+    def _started(self, descriptor: int, imports: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             # sys.path as it is here: a rank must import what the user's process can.
@@ -128,11 +132,12 @@ class ForkServer:
             # OpenBLAS starts its threads when it is imported, and no thread survives a fork.
             "OPENBLAS_NUM_THREADS": "1",
         }
+        in_huge_pages(environment)
         # The child inherits the mask: it begins with these blocked, until it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:
             return subprocess.Popen(
-                [sys.executable, *_flags(), "-c", _START, str(descriptor), *self._first],
+                [sys.executable, *_flags(), "-c", _START, str(descriptor), *self._first, *imports],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -15,7 +15,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -77,9 +77,9 @@ class Processes(World):
     def elsewhere(self) -> bool:
         return self.workers > 1
 
-    def begin(self) -> None:
+    def begin(self, imports: Sequence[str] = ()) -> None:
         if self.elsewhere:
-            server.start()  # it loads torch meanwhile
+            server.start(imports)  # it loads torch, and these, meanwhile
 
     def ready(self) -> None:
         if self.elsewhere:

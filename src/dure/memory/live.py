@@ -1,0 +1,59 @@
+"""The most that tensors take at one time while something is computed.
+
+    with Live() as live:        every storage that is made inside counts from its first tensor to
+        step()                  its last
+    live.peak                   bytes
+
+Seen is what operations return. What a kernel needs for itself and gives back is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that are alive.
+
+    known: tensors that were there before, and are not counted. bytes: now. peak: at most.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        for tensor in known:
+            self._note(tensor, counted=False)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self._note(leaf, counted=True)
+        return result
+
+    def _note(self, tensor: Tensor, counted: bool) -> None:
+        # The object lives as long as its memory does, whoever holds it, and so tells when it goes.
+        storage = tensor.untyped_storage()
+        if id(storage) in self._storages:
+            return
+        size = storage.nbytes() if counted else 0
+        gone = partial(self._gone, id(storage), size)
+        self._storages[id(storage)] = weakref.ref(storage, gone)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _gone(self, key: int, size: int, _: Any) -> None:
+        del self._storages[key]
+        self.bytes -= size
