@@ -98,13 +98,12 @@ def train(system: str, blocks: int, optimizer: str, phase: Path) -> None:
     dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=STEPS), on_progress=told)
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below one."""
+def children(pid: int) -> list[int]:
+    """The processes that one has started; none of one that is gone."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:
         return []
-    return [one for child in map(int, children) for one in (child, *descendants(child))]
 
 
 def resident(pid: int) -> int:
@@ -118,7 +117,10 @@ def resident(pid: int) -> int:
 
 
 def watched(system: str, blocks: int, optimizer: str) -> dict[str, dict[str, int]]:
-    """By phase: the most memory of any rank, and of the process that started them."""
+    """By phase: the most memory of any rank, and of the process that started them.
+
+    Ranks are children of a process that has torch loaded, and trains nothing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         phase = Path(folder, "phase")
         phase.write_text("start")
@@ -128,8 +130,8 @@ def watched(system: str, blocks: int, optimizer: str) -> dict[str, dict[str, int
         while process.poll() is None:
             now = most.setdefault(phase.read_text() or "start", {"rank": 0, "parent": 0})
             now["parent"] = max(now["parent"], resident(process.pid))
-            below = descendants(process.pid)
-            now["rank"] = max([now["rank"], *map(resident, below)])
+            ranks = [rank for one in children(process.pid) for rank in children(one)]
+            now["rank"] = max([now["rank"], *map(resident, ranks)])
             time.sleep(0.02)
         if process.returncode:
             raise SystemExit(f"{system} failed")

@@ -3,7 +3,9 @@
 A chain of linear layers of 1,536 features and one of 256 are trained by each system for a few
 steps of AdamW on batches of 16, each run in a process of its own, with the ranks that the system
 has. What the peak of the largest rank grows by from the small model to the large one is what the
-model takes: what a process has anyway, and torch, are in both. By the formula that is
+model takes: what a process has anyway, and torch, are in both. Memory is Pss of /proc, where what
+several ranks share counts once, divided over them; it is read some fifty times a second. By the
+formula that is
 
     a·W + b·G + c·S + d·U    weights, gradients and the optimizer's state of the undivided model,
                              and what an update makes on its way, of which a rank has these parts
@@ -21,10 +23,10 @@ Progress and a table go to standard error, the result as JSON to standard output
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from outcome import give, takes_result
 from pages import fill, table
+from part_memory import children, resident
 from torch import nn
 
 import dure
@@ -45,7 +48,7 @@ LAYERS = 8
 BATCH = 16
 SMALL = 256
 LARGE = 1536
-STEPS = 3
+STEPS = 6
 
 
 def show(text: str) -> None:
@@ -97,23 +100,32 @@ def task_of(width: int) -> dure.Task:
     )
 
 
-def peaks(name: str, width: int) -> list[int]:
-    """Bytes at the peak of each rank, of a run in this process and those that it starts."""
+def train(name: str, width: int) -> None:
+    """A run, in this process and those that it starts."""
     strategy, ranks = systems()[name]
     world = dure.Processes(ranks) if ranks > 1 else None
     unit = {"rounds": 1} if strategy.unit == "round" else {"steps": STEPS}
-    run = dure.train(task_of(width), strategy, world, dure.Stop(**unit), seed=0, check=False)
-    return [one["peak_memory"] for one in run.summary["per_worker"]]
+    dure.train(task_of(width), strategy, world, dure.Stop(**unit), seed=0, check=False)
 
 
-def in_a_process(name: str, width: int) -> list[int]:
+def peak(name: str, width: int) -> int:
+    """Bytes at the peak of the largest rank, of a run in a process of its own."""
     command = [sys.executable, __file__, "--one", name, "--width", str(width)]
     # As for the command line, and for ranks.
     environment = {**os.environ}
     in_huge_pages(environment)
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    found: list[int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    alone = systems()[name][1] == 1
+    most = 0
+    with subprocess.Popen(command, env=environment) as process:
+        while process.poll() is None:
+            # Ranks are children of a process that has torch loaded, and trains nothing.
+            started = children(process.pid)
+            ranks = [rank for one in started for rank in children(one)]
+            most = max([most, *map(resident, [process.pid] if alone else ranks)])
+            time.sleep(0.02)
+    if process.returncode:
+        raise ValueError(f"{name} fails with status {process.returncode}")
+    return most
 
 
 def formula(name: str, width: int) -> tuple[int, int | None]:
@@ -127,10 +139,7 @@ def formula(name: str, width: int) -> tuple[int, int | None]:
 
 def row_of(name: str, asked: argparse.Namespace) -> JSON:
     ranks = systems()[name][1]
-    try:
-        small, large = (max(in_a_process(name, width)) for width in (SMALL, asked.large))
-    except subprocess.CalledProcessError as error:
-        raise ValueError(f"{name} fails: {error.stderr[-2000:]}") from None
+    small, large = (peak(name, width) for width in (SMALL, asked.large))
     weights, said = formula(name, asked.large)
     less, said_small = formula(name, SMALL)
     return {
@@ -176,7 +185,7 @@ def main() -> None:
     takes_result(parser)
     asked = parser.parse_args()
     if asked.one is not None:
-        print(json.dumps(peaks(asked.one, asked.width)))
+        train(asked.one, asked.width)
         return
     rows = []
     for name in asked.systems:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,3 +281,23 @@ def test_columns_of_arrow_that_are_no_tensors_are_refused(tmp_path):
     _write(tmp_path, "0.parquet", b"nothing of it")
     with pytest.raises(DataError, match="no Parquet file"):
         dure.Shards(tmp_path)
+
+
+ENDS = """
+import sys, torch, dure
+from dure.data.batches import Batches
+
+train = dure.Shards(sys.argv[1], window=4096)
+batches = Batches(len(train), 8, 0, order=train.order())
+train.batch(batches.at(0))
+"""
+
+
+def test_a_process_ends_well_while_a_window_is_read(tmp_path: Path) -> None:
+    for number in range(4):
+        columns = {"inputs": torch.zeros(4096, 2048), "targets": torch.zeros(4096)}
+        save_file(columns, tmp_path / f"{number}.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

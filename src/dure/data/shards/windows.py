@@ -46,21 +46,19 @@ class _Window:
         own = lengths[blocks]
         self._first = self._ends - own
         self._starts = own.cumsum() - own
-        self._length = int(own.sum())
-        self._columns: list[Tensor] = []
+        # Room is made here: what a thread has freed does not stay with the process.
+        self._columns = rows.room(int(own.sum()))
         self._error: BaseException | None = None
-        # A daemon: a process that ends does not wait for what nobody will use.
-        self._thread = threading.Thread(target=self._read, name="dure shards", daemon=True)
+        # A process that ends waits for it: a thread that is cut off inside a library aborts it.
+        self._thread = threading.Thread(target=self._read, name="dure shards")
         self._thread.start()
 
     def _read(self) -> None:
         try:
-            columns = self._rows.room(self._length)
             for first, end, at in zip(
                 self._first.tolist(), self._ends.tolist(), self._starts.tolist(), strict=True
             ):
-                self._rows.fill([column[at : at + end - first] for column in columns], first)
-            self._columns = columns
+                self._rows.fill([column[at : at + end - first] for column in self._columns], first)
         except BaseException as error:
             self._error = error
 
