@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,18 @@ def train(system: str, blocks: int, optimizer: str, phase: Path) -> None:
     )
     strategy, ranks = SYSTEMS[system]
 
+    told = notes(phase, STEPS)
+    dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=STEPS), on_progress=told)
+
+
+def notes(phase: Path, steps: int) -> Callable[[dict[str, Any]], None]:
+    """Writes into a file in which phase a run of so many steps is."""
+
     def told(event: dict[str, Any]) -> None:
         step = event["step"]
-        phase.write_text("start" if step < 1 else "training" if step < STEPS else "end")
+        phase.write_text("start" if step < 1 else "training" if step < steps else "end")
 
-    dure.train(task, strategy, dure.Processes(ranks), dure.Stop(steps=STEPS), on_progress=told)
+    return told
 
 
 def children(pid: int) -> list[int]:
@@ -116,16 +124,17 @@ def resident(pid: int) -> int:
     return found[0] if found else 0
 
 
-def watched(system: str, blocks: int, optimizer: str) -> dict[str, dict[str, int]]:
+def watched(*command: str, **variables: str) -> dict[str, dict[str, int]]:
     """By phase: the most memory of any rank, and of the process that started them.
 
-    Ranks are children of a process that has torch loaded, and trains nothing.
+    command: a program of Python, to which the file for the phase is given as well. Ranks are
+    children of a process that has torch loaded, and trains nothing.
     """
     with tempfile.TemporaryDirectory() as folder:
         phase = Path(folder, "phase")
         phase.write_text("start")
-        how = ["--only", system, str(blocks), optimizer, str(phase)]
-        process = subprocess.Popen([sys.executable, __file__, *how])
+        environment = {**os.environ, **variables}
+        process = subprocess.Popen([sys.executable, *command, str(phase)], env=environment)
         most: dict[str, dict[str, int]] = {}
         while process.poll() is None:
             now = most.setdefault(phase.read_text() or "start", {"rank": 0, "parent": 0})
@@ -134,15 +143,16 @@ def watched(system: str, blocks: int, optimizer: str) -> dict[str, dict[str, int
             now["rank"] = max([now["rank"], *map(resident, ranks)])
             time.sleep(0.02)
         if process.returncode:
-            raise SystemExit(f"{system} failed")
+            raise SystemExit(f"{' '.join(command)} failed")
     return most
 
 
 def compared(system: str, megabytes: int, optimizer: str) -> dict[str, Any]:
     """What a system's ranks take, beside the formula."""
     blocks = max(1, round(megabytes * 1e6 / (4 * 8 * WIDTH * WIDTH)))
-    small = watched(system, 1, optimizer)
-    found = watched(system, blocks, optimizer)
+    small, found = (
+        watched(__file__, "--only", system, str(count), optimizer) for count in (1, blocks)
+    )
     _, ranks = SYSTEMS[system]
     nbytes = sum(one.nbytes for one in Make(blocks)().parameters())
     share = COPIES[optimizer] * nbytes / ranks

@@ -4,8 +4,8 @@ A chain of linear layers of 1,536 features and one of 256 are trained by each sy
 steps of AdamW on batches of 16, each run in a process of its own, with the ranks that the system
 has. What the peak of the largest rank grows by from the small model to the large one is what the
 model takes: what a process has anyway, and torch, are in both. Memory is Pss of /proc, where what
-several ranks share counts once, divided over them; it is read some fifty times a second. By the
-formula that is
+several ranks share counts once, divided over them; it is read some fifty times a second, from the
+start to the last step. By the formula that is
 
     a·W + b·G + c·S + d·U    weights, gradients and the optimizer's state of the undivided model,
                              and what an update makes on its way, of which a rank has these parts
@@ -23,10 +23,7 @@ Progress and a table go to standard error, the result as JSON to standard output
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from typing import Any
 import torch
 from outcome import give, takes_result
 from pages import fill, table
-from part_memory import children, resident
+from part_memory import notes, watched
 from torch import nn
 
 import dure
@@ -100,32 +97,24 @@ def task_of(width: int) -> dure.Task:
     )
 
 
-def train(name: str, width: int) -> None:
-    """A run, in this process and those that it starts."""
+def train(name: str, width: int, phase: Path) -> None:
+    """A run, in this process and those that it starts; the phase is written into a file."""
     strategy, ranks = systems()[name]
     world = dure.Processes(ranks) if ranks > 1 else None
-    unit = {"rounds": 1} if strategy.unit == "round" else {"steps": STEPS}
-    dure.train(task_of(width), strategy, world, dure.Stop(**unit), seed=0, check=False)
+    count = 1 if strategy.unit == "round" else STEPS
+    stop = dure.Stop(**{f"{strategy.unit}s": count})
+    told = notes(phase, count)
+    dure.train(task_of(width), strategy, world, stop, seed=0, check=False, on_progress=told)
 
 
 def peak(name: str, width: int) -> int:
-    """Bytes at the peak of the largest rank, of a run in a process of its own."""
-    command = [sys.executable, __file__, "--one", name, "--width", str(width)]
+    """Bytes at the peak of the largest rank until the last step, of a run in its own process."""
     # As for the command line, and for ranks.
-    environment = {**os.environ}
-    in_huge_pages(environment)
-    alone = systems()[name][1] == 1
-    most = 0
-    with subprocess.Popen(command, env=environment) as process:
-        while process.poll() is None:
-            # Ranks are children of a process that has torch loaded, and trains nothing.
-            started = children(process.pid)
-            ranks = [rank for one in started for rank in children(one)]
-            most = max([most, *map(resident, [process.pid] if alone else ranks)])
-            time.sleep(0.02)
-    if process.returncode:
-        raise ValueError(f"{name} fails with status {process.returncode}")
-    return most
+    variables: dict[str, str] = {}
+    in_huge_pages(variables)
+    phases = watched(__file__, "--one", name, str(width), **variables)
+    who = "parent" if systems()[name][1] == 1 else "rank"
+    return max(phases.get(phase, {}).get(who, 0) for phase in ("start", "training"))
 
 
 def formula(name: str, width: int) -> tuple[int, int | None]:
@@ -179,13 +168,13 @@ def main() -> None:
     )
     parser.add_argument("--systems", nargs="+", choices=list(systems()), default=list(systems()))
     parser.add_argument("--large", type=int, default=LARGE, metavar="WIDTH", help="features")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--page", type=Path, help="the page whose table is filled")
     takes_result(parser)
     asked = parser.parse_args()
     if asked.one is not None:
-        train(asked.one, asked.width)
+        name, width, phase = asked.one
+        train(name, int(width), Path(phase))
         return
     rows = []
     for name in asked.systems:
