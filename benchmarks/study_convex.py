@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=[setting.name for setting in SETTINGS])
     parser.add_argument("--passes", type=float, default=None, help="instead of each task's own")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.01, 0.03, 0.1, 0.3, 1.0])
-    parser.add_argument("--rhos", nargs="+", type=float, default=[0.01, 0.03, 0.1, 0.3])
+    parser.add_argument("--rhos", nargs="+", type=float, default=[0.01, 0.03, 0.1, 0.3, 1.0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/study-convex"))
     parser.add_argument("--figures", type=Path, default=None, help="folder for the figures")

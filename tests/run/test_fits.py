@@ -179,14 +179,14 @@ def test_what_a_worker_holds_has_to_fit_and_what_fits_is_not_refused(strategy, e
 
 
 def test_what_would_do_has_room_to_spare() -> None:
-    told = refusal(250, dure.SingleWorker(), dure.Processes(1))
-    assert told is not None
-    assert "--workers 2 (150 MB each)" in told
-    assert told.endswith("or --offload optimizer,parameters would do")
-    told = refusal(200, dure.SingleWorker(), dure.Processes(1))
-    assert told is not None
-    assert "--workers 4 (75 MB each)" in told
-    assert told.endswith("or --offload optimizer,parameters would do")
+    for free, workers, each, offload in (
+        (299, 4, 75, "optimizer"),
+        (250, 8, 37.5, "optimizer,parameters"),
+    ):
+        told = refusal(free, dure.SingleWorker(), dure.Processes(1))
+        assert told is not None
+        assert f"--workers {workers} ({each} MB each)" in told
+        assert told.endswith(f"or --offload {offload} would do")
     told = refusal(0, dure.SingleWorker(offload="optimizer"), dure.Processes(1))
     assert told is not None
     assert "workers" not in told

@@ -6,7 +6,7 @@
 
 Activations are left out, which differ from batch to batch: what is refused cannot fit, and what is
 not refused may yet be too much. What is said to do has a tenth to spare for them, and 64 MB for
-threads and what they load.
+threads and what they load, or 192 MB in a rank, which may have to trace the model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _SPARE = Fraction(9, 10)
 """The part of what there is that may be needed where something is said to do."""
 
 _BESIDES = 64 << 20
+_BESIDES_OF_RANK = 192 << 20
 """Bytes that nobody needs for the model where something is said to do: stacks of threads, buffers
-of libraries, what they import when they are used first."""
+of libraries, what they import when they are used first, as torch.export is by ranks."""
 
 _PARTS = ("weights", "gradients", "optimizer's state", "update")
 """What a worker needs, in words."""
@@ -155,18 +156,20 @@ def _ways(
     need: Need, shares: Shares, strategy: Strategy, room: Room, free: int, count: int
 ) -> Iterator[str]:
     """What would fit, in the words of the command line."""
-    most = min(int(free * _SPARE), free - _BESIDES)
+    here, in_rank = (
+        min(int(free * _SPARE), free - besides) for besides in (_BESIDES, _BESIDES_OF_RANK)
+    )
     # What one machine has together is not more if more ranks share it.
     where = ", each on a machine of its own" if room.shared else ""
     for name, over in (("tensor-parallel or pipeline", divided), ("zero --stage 3", _zero)):
         ranks = next(
-            (n for n in _counts() if _needed(need, over(n), room, 1) <= most),
+            (n for n in _counts() if _needed(need, over(n), room, 1) <= in_rank),
             None,
         )
         if ranks is not None:
             yield f"{name} with --workers {ranks}{where} ({_size(need.of(over(ranks)).total)} each)"
     for parts in _offloads(strategy):
-        if _needed(need, _lying_in(room, shares, parts), room, count) <= most:
+        if _needed(need, _lying_in(room, shares, parts), room, count) <= here:
             yield f"--offload {','.join(parts)}"
             return
 
