@@ -75,13 +75,13 @@ with limited(resource.RLIMIT_AS, 0, NEED // 10):
     found["as", "unmade"] = outcome()
 kinds = (("as", resource.RLIMIT_AS, 0), ("data", resource.RLIMIT_DATA, 5))
 for name, kind, field in kinds:
-    with limited(kind, field, NEED * 5 // 8):
+    with limited(kind, field, NEED * 3 // 4):
         tried(name)
 group = Path(sys.argv[1])
 with contextlib.suppress(OSError):
     group.mkdir()
     limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
-    limit.write_text(str(NEED * 5 // 8))
+    limit.write_text(str(NEED * 3 // 4))
     (group / "cgroup.procs").write_text(str(os.getpid()))
     tried("group")
     limit.write_text(str(NEED * 3))
