@@ -1,6 +1,6 @@
 """The memory of a rank against the formula, for every system.
 
-A chain of linear layers of 1,536 features and one of 256 are trained by each system for a few
+A chain of linear layers of 2,048 features and one of 256 are trained by each system for a few
 steps of AdamW on batches of 16, each run in a process of its own, with the ranks that the system
 has. What the peak of the largest rank grows by from the small model to the large one is what the
 model takes: what a process has anyway, and torch, are in both. Memory is Pss of /proc, where what
@@ -44,7 +44,7 @@ JSON = dict[str, Any]
 LAYERS = 8
 BATCH = 16
 SMALL = 256
-LARGE = 1536
+LARGE = 2048
 STEPS = 6
 
 
