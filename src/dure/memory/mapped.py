@@ -116,17 +116,20 @@ class Disk:
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
         """A tensor of this shape and these strides here. values: with its values."""
-        flat = self._flat(tensor.untyped_storage().nbytes())
+        storage = tensor.untyped_storage()
+        # Bytes are the values, unless they are to be conjugated or negated when they are read.
+        as_bytes = values and not tensor.is_conj() and not tensor.is_neg()
+        flat = self._flat(storage.nbytes(), storage if as_bytes else None)
         own = torch.empty(0, dtype=tensor.dtype)
         own.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
-        if values:
+        if values and not as_bytes:
             own.copy_(tensor)
         return own
 
-    def _flat(self, nbytes: int) -> Tensor:
-        """So many bytes of zeros; at least one."""
+    def _flat(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
+        """So many bytes, at least one: those of `content`, or zeros."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        address = self._map(length)
+        address = self._map(length, content)
         array = (ctypes.c_uint8 * length).from_address(address)
         with _lock:
             _segments[address] = length
@@ -134,12 +137,14 @@ class Disk:
         weakref.finalize(array, _unmap, address, length)
         return torch.frombuffer(array, dtype=torch.uint8, count=max(1, nbytes))
 
-    def _map(self, length: int) -> int:
+    def _map(self, length: int, content: torch.UntypedStorage | None) -> int:
         try:
             file = nameless(self.folder)
             try:
                 # All of it now: a disk that is full is an error here, and later a killed process.
                 os.posix_fallocate(file, 0, length)
+                if content is not None:
+                    _write(file, content)
                 flags = mmap.PROT_READ | mmap.PROT_WRITE
                 address = _libc.mmap(None, length, flags, mmap.MAP_SHARED, file, 0)
                 number = ctypes.get_errno()
@@ -196,6 +201,17 @@ def nameless(folder: Path) -> int:
         file, name = tempfile.mkstemp(prefix=".dure-", dir=folder)
         os.unlink(name)
         return file
+
+
+def _write(file: int, content: torch.UntypedStorage) -> None:
+    """Writes the bytes into a file; as a copy into its pages, each of these would be a fault."""
+    raw: Any = torch.empty(0, dtype=torch.uint8).set_(content).numpy()
+    left = memoryview(raw)
+    at = 0
+    while left.nbytes:
+        done = os.pwrite(file, left[: 1 << 30], at)
+        left = left[done:]
+        at += done
 
 
 def _unmap(address: int, length: int) -> None:
