@@ -15,11 +15,12 @@ do not listen. After the run what is free is given back, and the thresholds are 
 comes to once it has seen large blocks come and go.
 
 A block of 2 MB and more can lie in huge pages of as much each, which one fault maps. torch asks for
-them where `THP_MEM_ALLOC_ENABLE` is 1 when it is loaded: `in_huge_pages` sets it for processes that
-dure starts, and for the command line. Blocks of 32 MB and more, which are mapped anew in each step,
-gain most: a step of a convolution on pictures of 64 x 64 took 0.36 s where it had taken 0.54 s, an
-MLP's and a transformer's steps were no slower, and the heap has fewer holes (one worker's AdamW
-over 75 MB of weights grew by 340 MB where it had grown by 400 MB; medians of three runs each).
+them if `THP_MEM_ALLOC_ENABLE` is 1 when it makes its first large tensor: `in_huge_pages` sets it
+for processes that dure starts, and for the command line. Blocks of 32 MB and more, which are mapped
+anew in each step, gain most: a step of a convolution on pictures of 64 x 64 took 0.36 s where it
+had taken 0.54 s, an MLP's and a transformer's steps were no slower, and the heap has fewer holes
+(one worker's AdamW over 75 MB of weights grew by 340 MB where it had grown by 400 MB; medians of
+three runs each).
 
 The server of a federation whose clients are elsewhere trains nothing. There large blocks are mapped
 by themselves and go when they are freed, so that it needs memory for what it has now. The server of
@@ -79,7 +80,7 @@ _wanted: list[tuple[int, int]] = []
 
 
 def in_huge_pages(environment: MutableMapping[str, str]) -> None:
-    """Has a process that starts in this environment, and loads torch there, ask for huge pages.
+    """Has torch ask for huge pages in a process of this environment that has no large tensor yet.
 
     What a user has said stands.
     """

@@ -11,7 +11,7 @@ A worker holds a part of each of these:
     single worker, data parallel            W             G             S      U
     ZeRO 1, 2, 3 on N ranks                 W, W, W/N     G, G/N, G/N   S/N    U/N
     tensor parallel, pipeline on N ranks    W/N           G/N           S/N    U/N
-    parameters, gradients, state offloaded  0             0             0      U
+    parameters, gradients, state offloaded  0             0             0      0
 
 The third line is the least: layers that a plan does not divide, and stages that are not alike, make
 a rank's part larger, and a stage's largest parameter may be the model's.
@@ -58,7 +58,8 @@ class Shares(NamedTuple):
             nothing if "parameters" in parts else self.weights,
             nothing if "gradients" in parts else self.gradients,
             nothing if "optimizer" in parts else self.state,
-            self.passing,
+            # It then steps piece by piece.
+            nothing if "optimizer" in parts else self.passing,
         )
 
 

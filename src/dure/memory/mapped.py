@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.machine.compiler import left_out
+from dure.record.on_disk import write_at
 
 LEAST = 1 << 20
 """Bytes from which on a tensor is worth a file of its own."""
@@ -206,12 +207,7 @@ def nameless(folder: Path) -> int:
 def _write(file: int, content: torch.UntypedStorage) -> None:
     """Writes the bytes into a file; as a copy into its pages, each of these would be a fault."""
     raw: Any = torch.empty(0, dtype=torch.uint8).set_(content).numpy()
-    left = memoryview(raw)
-    at = 0
-    while left.nbytes:
-        done = os.pwrite(file, left[: 1 << 30], at)
-        left = left[done:]
-        at += done
+    write_at(file, memoryview(raw), 0)
 
 
 def _unmap(address: int, length: int) -> None:

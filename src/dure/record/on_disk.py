@@ -108,11 +108,7 @@ class OnDisk:
     def put(self, start: int, elements: Tensor) -> None:
         """Writes a row of elements into their place. Raises OSError."""
         view = _bytes_of(elements.detach().to("cpu", self.dtype).contiguous().view(-1))
-        at = self.at + start * self.dtype.itemsize
-        while view.nbytes:
-            done = os.pwrite(self.file.descriptor, view[: 1 << 30], at)
-            view = view[done:]
-            at += done
+        write_at(self.file.descriptor, view, self.at + start * self.dtype.itemsize)
 
     def pieces(self) -> Iterator[memoryview]:
         """The bytes, a few million at a time."""
@@ -143,6 +139,14 @@ def form_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Form:
 def forms_of(leaves: Mapping[str, Leaf]) -> list[Form]:
     """The forms of tensors, in their order."""
     return [form_of(name, leaf.dtype, leaf.shape) for name, leaf in leaves.items()]
+
+
+def write_at(descriptor: int, content: memoryview, at: int) -> None:
+    """Writes all of it into an open file, from this byte on. Raises OSError."""
+    while content.nbytes:
+        done = os.pwrite(descriptor, content[: 1 << 30], at)
+        content = content[done:]
+        at += done
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

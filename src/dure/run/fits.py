@@ -34,9 +34,11 @@ _SPARE = Fraction(9, 10)
 """The part of what there is that may be needed where something is said to do."""
 
 _BESIDES = 64 << 20
+"""Bytes that the model may not need where something is said to do: stacks of threads, buffers of
+libraries."""
+
 _BESIDES_OF_RANK = 192 << 20
-"""Bytes that nobody needs for the model where something is said to do: stacks of threads, buffers
-of libraries, what they import when they are used first, as torch.export is by ranks."""
+"""The same in ranks, which may have to import torch.export."""
 
 _PARTS = ("weights", "gradients", "optimizer's state", "update")
 """What a worker needs, in words."""

@@ -418,7 +418,7 @@ class DataParallelLearner(SingleLearner):
         if sending:
             self.reducer.begin()
         # As if a loss had these gradients: they are accumulated, and leave, as ever.
-        backward_from(private.parameters, sums)
+        backward_from(zip(private.parameters, sums, strict=True))
         if sending:
             self.reducer.finish()
         computed = self.reducer.computed if sending else time.perf_counter()

@@ -96,7 +96,7 @@ def backward(tree: Any, gradients: Sequence[Tensor | None]) -> None:
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if grad is not None]
     if pairs:
-        backward_from([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+        backward_from(pairs)
 
 
 def nbytes(tree: Any) -> int:

@@ -199,17 +199,16 @@ class Stage:
             self._compute_again(kept, number, batch, program)
         if self.last:
             # A loss without a gradient is an error, as everywhere.
-            ends, given = [kept.ends[0]], [torch.ones_like(kept.ends[0])]
+            wanted = [(kept.ends[0], torch.ones_like(kept.ends[0]))]
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
             ends = [end for end, value in leaving if value.differentiable]
             # A frozen stage's ends have no graph, though a gradient comes for each.
             pairs = zip(ends, gradients, strict=True)
             wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
-            ends, given = [end for end, _ in wanted], [gradient for _, gradient in wanted]
         # A stage may have nothing that learns, and nothing before it.
-        if ends:
-            backward_from(ends, given)
+        if wanted:
+            backward_from(wanted)
         if self._remaining is not None:
             # The list is that of all stages of the rank; these belong to this micro-batch.
             self._weights[number] = list(self._remaining)

@@ -175,7 +175,7 @@ class ModuleStage:
         ]
         # A part may have nothing that learns, and nothing before it that does.
         if wanted:
-            backward_from([end for end, _ in wanted], [given for _, given in wanted])
+            backward_from(wanted)
 
     # What got no gradient
 

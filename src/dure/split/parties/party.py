@@ -119,7 +119,7 @@ class Party:
         gradients = self._gradients(sent, message)
         self._sent = None
         if gradients is not None:
-            backward_from([sent], [gradients])
+            backward_from([(sent, gradients)])
         # Also where nothing came: schedules go on.
         self.part.update(message.step)
         self.done += 1
