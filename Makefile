@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,16 +22,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is fetched from one place is fetched while something else is installed or looked at.
 MAKEFLAGS += --jobs=2
 
-# Tests run two at a time: threads that wait have to give their core back.
+# Tests run next to each other, and more of them than there are cores, since many wait for a dead peer to be missed:
+# threads that wait have to give their core back.
 pytest: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check pytest install install-test browser iproute2 lint types docs format clean
+.PHONY: help run test check proofs pytest install install-test browser iproute2 lint types docs format clean
 
 help:
 	@echo "make run     install dure into .venv and compare all systems on the built-in digits"
 	@echo "make test    lint, types, documentation, tests"
 	@echo "make check   lint, types, and the tests that start no other process: for a change under way"
+	@echo "make proofs  the slow tests that make test leaves out: before a release"
 	@echo "make lint    ruff, check and format"
 	@echo "make types   mypy"
 	@echo "make docs    the documentation as HTML, in site/"
@@ -56,7 +58,11 @@ check: lint types
 
 pytest: | lint browser iproute2
 	@echo "documentation and tests"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof"
+
+proofs: export OMP_WAIT_POLICY ?= PASSIVE
+proofs: install-test browser iproute2
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist load -m proof
 
 lint: install-test
 	@echo "lint"

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import settings
 
 from dure.worlds.processes.fork_server import server
 from process_tree import descendants, has_children
+from proofs import PROOFS
 from two_hosts import TwoHosts, two_hosts
 
 # How long an example takes is the machine's business. Every run draws others, so half of the usual
@@ -56,6 +58,11 @@ SLOW = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOW.isdisjoint(item.path.parts))
+    here = Path(__file__).parent
+    for item in items:
+        slow = PROOFS.get(item.path.relative_to(here).as_posix(), ())
+        if item.name.startswith(slow):
+            item.add_marker(pytest.mark.proof)
     if not torch.cuda.device_count():
         for item in items:
             if item.get_closest_marker("needs_cuda"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import dure
+from proofs import PROOFS
 
 SOURCE = Path(dure.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -169,3 +170,10 @@ def test_a_file_imports_no_higher_floor(name: str) -> None:
 
 def test_a_newcomer_finds_few_files_at_the_door() -> None:
     assert len(list(SOURCE.glob("*.py"))) <= 8
+
+
+@pytest.mark.parametrize("file", PROOFS)
+def test_what_is_listed_as_slow_is_there(file: str) -> None:
+    text = (Path(__file__).parent / file).read_text()
+    for name in PROOFS[file]:
+        assert f"def {name.partition('[')[0]}" in text

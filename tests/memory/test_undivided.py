@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import Place, Strategy, another
+from dure.machine.limits import Room
 from dure.memory import mapped as mapping
 from dure.memory import undivided
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped
@@ -86,16 +87,28 @@ def test_learners_take_parts_of_a_model_in_files_and_train_to_the_same_bits() ->
         assert left == 0, f"{name}: what a rank keeps has moved into memory, and the rest has gone"
 
 
-def test_the_process_that_waits_has_its_model_in_files_too() -> None:
+def test_the_process_that_waits_has_its_model_in_files_unless_it_is_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     strategy = SYSTEMS["pipeline"]
+    small = dure.train(TASK, strategy, dure.Processes(2), dure.Stop(steps=1))
+    assert not lies_in_files(small.model)
+    # With so much free, it is not.
+    weights = sum(one.nbytes for one in tensors_of(small.model))
+    room = Room(undivided._SMALL * weights // 2, 0, "what this test leaves", shared=True)
+    monkeypatch.setattr(undivided, "rooms", lambda: [room])
     world = dure.Processes(2)
     job, _ = prepare(TASK, strategy, world, dure.Stop(steps=1), 0)
     assert job.fresh is not None
     assert lies_in_files(job.fresh._untouched())
     run = dure.train(TASK, strategy, world, dure.Stop(steps=1))
     assert lies_in_files(run.model)
+    first = next(run.model.parameters())
+    assert not is_mapped(first), "what there is room for is in memory"
     alone = dure.train(TASK, dure.SingleWorker(8), stop=dure.Stop(steps=1))
     assert not lies_in_files(alone.model)
+    both = zip(run.model.parameters(), small.model.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in both)
     for mine, other in zip(run.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
 

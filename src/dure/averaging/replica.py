@@ -24,6 +24,7 @@ from dure.data.arrangement import Order
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
+from dure.parallel.first_weights import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
@@ -69,11 +70,7 @@ class Replica:
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule)
-        # for models whose first weights do not follow from the seed alone, such as those read from
-        # a file
-        self.group.broadcast_values(
-            [*self.model.parameters(), *self.buffers.of(self.model)], counted=False
-        )
+        share_weights(self.model, self.group)
         # as the optimizer was made: usually empty
         self._fresh = copy.deepcopy(self.optimizer.state_dict()["state"])
         train, self.test_examples = examples_for(self.model, task)

@@ -250,13 +250,15 @@ def kind_of(folder: Path) -> str:
 class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets leave what was used, a window at a time, and moves what is made to the disk.
 
-    disk: None moves nothing. least: bytes of the smallest that is moved.
+    disk: None moves nothing. least: bytes of the smallest that is moved. spared: bytes that are
+    made before anything is moved.
     """
 
-    def __init__(self, disk: Disk | None, least: int) -> None:
+    def __init__(self, disk: Disk | None, least: int, spared: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.disk = disk
         self.least = least
+        self.spared = spared
         # Where what is resident lies, and its bytes.
         self._resident: dict[int, int] = {}
         self._nbytes = 0
@@ -283,6 +285,10 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def move(tensor: Tensor) -> Tensor:
             # What shares memory with an input was made before: views, and what is changed in place.
             if not self._is_large(tensor) or _storage(tensor) in known:
+                return tensor
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes <= self.spared:
+                self.spared -= nbytes
                 return tensor
             if id(tensor) not in moved:
                 moved[id(tensor)] = disk.place(tensor, values)
@@ -335,13 +341,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 @contextmanager
-def mapped(disk: Disk, least: int = LEAST) -> Iterator[Disk]:
+def mapped(disk: Disk, least: int = LEAST, spared: int = 0) -> Iterator[Disk]:
     """Inside, every tensor of `least` bytes or more that this thread makes on the CPU lies there.
 
-    Views, what is changed in place, and what other threads make stay where they are. What is used
-    leaves memory, as in `passing`.
+    Views, what is changed in place, and what other threads make stay where they are, and so do the
+    first `spared` bytes. What is used leaves memory, as in `passing`.
     """
-    with _entered(_Mapping(disk, least)):
+    with _entered(_Mapping(disk, least, spared)):
         yield disk
 
 

@@ -4,6 +4,8 @@ A model has to be whole before it can be divided: its constructor draws one para
 a trace follows the whole of it, a plan is tried beside it. None of that needs memory for the whole.
 
     model = in_files(make)       made, with the same draws; its large tensors lie in files
+    model = unless_small(make)   the same in a process that is no rank: in memory, if that is far
+                                 more than the model takes
     with beside(model): …        what is made of such a model lies in files as well: copies,
                                  gradients, the parts of its layers
     with through(model): …       a pass over it; its parameters leave memory as they were used
@@ -30,20 +32,40 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dure.machine.limits import rooms
 from dure.machine.memory import memory_returned
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped, passing, release
 
 Made = TypeVar("Made")
 
 
-def in_files(make: Callable[[], Made]) -> Made:
-    """What `make` makes, its large tensors in files; in memory where there is no disk for them."""
+_SMALL = 16
+"""A model that takes less than this part of what is free is made in memory by `unless_small`.
+
+A pipeline's proof has up to six of its size at once, and activations come on top.
+"""
+
+
+def in_files(make: Callable[[], Made], spared: int = 0) -> Made:
+    """What `make` makes, its large tensors in files; in memory where there is no disk for them.
+
+    spared: bytes that are made in memory before the first file.
+    """
     try:
-        with _on(Disk()):
+        with _on(Disk(), spared):
             return make()
     except DiskError:
         # There is none, or it is full: then memory may still do.
         return make()
+
+
+def unless_small(make: Callable[[], Made]) -> Made:
+    """As `in_files`, in a process that is no rank: what is small beside free memory lies in memory.
+
+    There copies and proofs of it take half of the time.
+    """
+    free = min((room.nbytes for room in rooms()), default=0)
+    return in_files(make, free // _SMALL)
 
 
 def why_not() -> str | None:
@@ -86,9 +108,12 @@ def aside(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _on(disk: Disk) -> Iterator[None]:
-    """Inside, what is made lies there; what has moved there leaves no hole in the heap."""
-    with memory_returned(), mapped(disk):
+def _on(disk: Disk, spared: int = 0) -> Iterator[None]:
+    """Inside, what is made lies there; what has moved there leaves no hole in the heap.
+
+    spared: bytes that are made in memory before.
+    """
+    with memory_returned(), mapped(disk, spared=spared):
         yield
 
 

@@ -97,7 +97,9 @@ def compare(
         raise ValueError("there is nothing to compare: give at least one strategy")
     with exit_is_a_failure("the task", "making the model"):
         # Every run in this process begins with a copy of it.
-        model = fresh_model(task, seed, all(_holds_parts(*pair) for pair in pairs))
+        divided = all(_holds_parts(*pair) for pair in pairs)
+        waits = divided and all(world.elsewhere for _, world in pairs)
+        model = fresh_model(task, seed, divided, waits)
     prepared = [
         _prepared(
             task,

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from dure.contracts.strategy import another, seeded_model
 from dure.contracts.task import Task
 from dure.memory.mapped import leave_views, release
-from dure.memory.undivided import beside, in_files, lies_in_files, tensors_of, through
+from dure.memory.undivided import (
+    beside,
+    in_files,
+    lies_in_files,
+    tensors_of,
+    through,
+    unless_small,
+)
 from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
 
@@ -25,7 +32,8 @@ class FreshModel:
     own.
 
     keep: the model serves other runs as well, so that learners take copies of it. divided: learners
-    take parts of it; undivided it lies in files.
+    take parts of it; undivided it lies in files. waits: this process is no rank, and only waits for
+    those that are.
     """
 
     def __init__(
@@ -35,11 +43,13 @@ class FreshModel:
         model: nn.Module | None,
         keep: bool = False,
         divided: bool = False,
+        waits: bool = False,
     ) -> None:
         self.task = task
         self.seed = seed
         self.keep = keep
         self.divided = divided
+        self.waits = waits
         self._model = model
         self._shell: _Shell | None = None
 
@@ -111,13 +121,19 @@ class FreshModel:
             return self._model
         if self._shell is not None:
             return self._shell.opened()
-        return fresh_model(self.task, self.seed, self.divided)
+        return fresh_model(self.task, self.seed, self.divided, self.waits)
 
 
-def fresh_model(task: Task, seed: int, divided: bool) -> nn.Module:
-    """The task's model under the seed. divided: it lies in files, for ranks that hold parts."""
+def fresh_model(task: Task, seed: int, divided: bool, waits: bool = False) -> nn.Module:
+    """The task's model under the seed.
+
+    divided: it lies in files, for ranks that hold parts. waits: this process is none of them, and
+    has it in memory if it is small.
+    """
     make = partial(seeded_model, task, seed)
-    return in_files(make) if divided else make()
+    if not divided:
+        return make()
+    return unless_small(make) if waits else in_files(make)
 
 
 class _Shell:

@@ -461,7 +461,7 @@ def prepare(
     # Only after the cheap checks: to make a large model takes long.
     if model is None:
         with made_in_memory():
-            model = fresh_model(task, seed, divided)
+            model = fresh_model(task, seed, divided, world.elsewhere)
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
     # Optimizers are made to be looked at: the first would load the compiler, which takes seconds.
@@ -480,7 +480,7 @@ def prepare(
         checkpoint_every=checkpoint_every,
         check=check,
         proofs=(*_told_of_files(divided), *proofs),
-        fresh=FreshModel(task, seed, model, keep, divided),
+        fresh=FreshModel(task, seed, model, keep, divided, world.elsewhere),
     )
     return job, config_of(job, world, task)
 

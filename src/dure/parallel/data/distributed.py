@@ -42,6 +42,7 @@ from dure.collectives.tail import Field, Numbers, each, summed
 from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer, check_alike
+from dure.parallel.first_weights import share_weights
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.tensors.buffers import Buffers
 
@@ -119,7 +120,7 @@ class DistributedDataParallel(nn.Module):
         everything = [*module.parameters(), *module.buffers()]
         check_weights_stay(module, self.group.size)
         check_alike(everything, self.group)
-        self.group.broadcast_values(everything, counted=False)
+        share_weights(module, self.group)
         self._speaking = speaker_of(module) if broadcast_buffers else None
         self._buffers_at_start = Buffers(module)
         # with a static graph: the buffers that the first step has changed

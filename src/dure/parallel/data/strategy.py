@@ -59,6 +59,7 @@ from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
+from dure.parallel.first_weights import share_weights
 from dure.parallel.local.replicas import ReplicasLearner
 from dure.parallel.local.single import SingleLearner, check_gradient
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
@@ -321,11 +322,7 @@ class DataParallelLearner(SingleLearner):
         )
         self.strategy = strategy
         check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
-        # for models whose first weights do not follow from the seed alone, such as those read from
-        # a file
-        self.group.broadcast_values(
-            [*self.model.parameters(), *self.model.buffers()], counted=False
-        )
+        share_weights(self.model, self.group)
         self.speaking = speaker_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)

@@ -21,6 +21,7 @@ from dure.machine.devices import to_device
 from dure.machine.memory import available_memory, give_back
 from dure.memory.mapped import WINDOW
 from dure.memory.undivided import lies_in_files
+from dure.parallel.first_weights import share_weights
 from dure.parallel.mesh.mesh import Groups
 from dure.parallel.tensor.plan import Plan
 from dure.parallel.tensor.proof import prove_plan
@@ -46,11 +47,14 @@ def prove_layers(
 ) -> Proof:
     """Tries the plan on the examples of `indices`; all ranks of the mesh call it together.
 
+    Rank 0's weights are afterwards those of its tensor group, also where nothing could be tried.
+
     group: all ranks. Raises PlanError where the divided model computes something else.
     """
     started = time.perf_counter()
     missing = _missing(model, group, groups.tensor.size, device)
     if missing is not None:
+        share_weights(model, groups.tensor)
         return Proof(f"the plan was not tried: {missing}", time.perf_counter() - started)
     inputs, targets = _read(examples, indices, device)
     losses = CountedLoss(_own(task.loss), examples)

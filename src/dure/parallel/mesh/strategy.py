@@ -48,6 +48,7 @@ from dure.memory.formula import Shares, divided
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import ALL, Recompute
 from dure.memory.undivided import beside, through
+from dure.parallel.first_weights import share_weights
 from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
     EVALUATED,
@@ -95,8 +96,8 @@ from dure.parallel.recomputing import (
     prove_recompute,
 )
 from dure.parallel.speaker import Speaker
-from dure.parallel.tensor import parallelize
 from dure.parallel.tensor.divided import draws_of
+from dure.parallel.tensor.dividing import divide
 from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import TensorPlan
@@ -460,7 +461,9 @@ class ParallelLearner(Learner):
                 device=self.device,
             )
             self.proofs = [proof]
-        parallelize(model, plan, self.groups.tensor)
+        else:
+            share_weights(model, self.groups.tensor)
+        divide(model, plan, self.groups.tensor)
 
     def _cut(self, model: nn.Module) -> CutModel | UncutModel:
         """The model, cut where rank 0 says: measured times differ between ranks."""

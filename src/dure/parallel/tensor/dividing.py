@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
-from dure.memory.mapped import release
+from dure.parallel.first_weights import share_weights
 from dure.parallel.tensor.changes import Tensors
 from dure.parallel.tensor.divided import Divided, Parts, mark_parts, parts_of
 from dure.parallel.tensor.draws import Draws
@@ -55,15 +55,6 @@ def parallelize(
     found = _found(model, plan)
     share_weights(model, group)
     _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
-
-
-def share_weights(model: nn.Module, group: Group) -> None:
-    """Rank 0's weights and buffers become everybody's."""
-    # One message a tensor, so that no second copy of the whole model is needed.
-    for tensor in (*model.parameters(), *model.buffers()):
-        group.broadcast_values([tensor.detach()], counted=False)
-        # Where the undivided model lies in files, what has travelled need not stay.
-        release([tensor])
 
 
 def divide(model: nn.Module, plan: Plan, group: Group) -> None:

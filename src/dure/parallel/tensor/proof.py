@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
 from dure.errors import DureError, PlanError, described
+from dure.parallel.first_weights import share_weights
 from dure.parallel.proof import SMALL, first_difference, tolerance_of
 from dure.parallel.settled import Drawn
-from dure.parallel.tensor.dividing import divide, fits, share_weights
+from dure.parallel.tensor.dividing import divide, fits
 from dure.parallel.tensor.plan import Plan, several
 from dure.parallel.tensor.state import divisions, gradient_norm
 from dure.parallel.tensor.trial import (

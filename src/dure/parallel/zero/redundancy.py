@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
-from dure.memory.mapped import release
 from dure.memory.shelf import IN_MEMORY, Shelf
 from dure.parallel.alike import Alike
 from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.divisible import check_element_wise
+from dure.parallel.first_weights import share_weights
 from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero import checkpoint
 from dure.parallel.zero.arriving import Arriving, check_reads
@@ -41,7 +41,6 @@ from dure.parallel.zero.units import Units
 from dure.parallel.zero.whole import Whole
 from dure.parallel.zero.wire import Algorithm, Wire
 from dure.record.meter import Meter
-from dure.record.on_disk import PIECE
 from dure.tensors.flat import check_apart
 
 NO_RIDER = Rider()
@@ -135,7 +134,7 @@ class ZeroRedundancy:
             mean=reduce == "mean",
             planned=overlap_gather,
         )
-        self._begin_alike()
+        share_weights(self.model, self.group)
         # From here on the parameters are the shares'; the optimizer gets pieces of them.
         cuts = divide(
             model,
@@ -213,15 +212,6 @@ class ZeroRedundancy:
                 "the optimizer's pieces (zero.parts()) were changed outside of step(), which other "
                 "ranks do not see: change parameters inside gathered(), on all ranks alike"
             )
-
-    def _begin_alike(self) -> None:
-        """Gives all ranks the parameters and buffers of rank 0."""
-        # Each in pieces, so that no second copy is needed, of the whole model or of a tensor. One
-        # that lies in a file (`dure.memory.mapped`) leaves memory again.
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            for piece in _pieces(tensor.detach()):
-                self.group.broadcast_values([piece], counted=False)
-            release([tensor])
 
     def _stand_by_the_loop(self) -> None:
         """Puts this before and after what a training loop calls."""
@@ -601,15 +591,6 @@ class ZeroRedundancy:
         checkpoint.load(Path(folder), self.model, self.shares, self.division, group=self._quiet)
         self._accept()
         self._whole.meet()
-
-
-def _pieces(tensor: Tensor) -> Iterable[Tensor]:
-    """A tensor in views of a few million bytes each; one with gaps is one piece."""
-    if not tensor.is_contiguous():
-        return [tensor]
-    flat = tensor.view(-1)
-    most = PIECE // tensor.element_size()
-    return [flat[start : start + most] for start in range(0, len(flat), most)]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

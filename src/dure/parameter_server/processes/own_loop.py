@@ -40,6 +40,7 @@ from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError, described
 from dure.parallel.data.reducer import check_alike
+from dure.parallel.first_weights import share_weights
 from dure.parallel.zero.agreement import agreed
 from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.holding import Standing
@@ -128,7 +129,7 @@ def join(
     everything = [*model.parameters(), *model.buffers()]
     check_alike(everything, group)
     _check_same(plan, terms.recipe, group)
-    group.broadcast_values(everything, counted=False)
+    share_weights(model, group)
     port = meet(group, plan, model)
     if group.rank > servers:
         return _work(plan, terms, model, group.rank - 1 - servers, port, deadline)

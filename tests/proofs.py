@@ -1,0 +1,92 @@
+"""What `make test` leaves to `make proofs`: slow tests whose kind has a faster one in the suite.
+
+    make test      everything else, within 20 minutes on two cores
+    make proofs    these alone; before a release, and where their subject was changed
+
+By folder and file: names of tests as pytest shows them, or how these begin. pytest without a
+selection runs both.
+"""
+
+PROOFS: dict[str, tuple[str, ...]] = {
+    "averaging/test_admm.py": (
+        "test_logistic_regression_agrees_on_the_point_where_the_joint_gradient_vanishes",
+    ),
+    "collectives/conformance/test_conformance_groups.py": (
+        "test_groups_of_some_ranks[c-4]",
+        "test_groups_of_some_ranks[torch-4]",
+    ),
+    "collectives/conformance/test_conformance_worlds.py": (
+        "test_a_torchrun_job_trains_on_it",
+        "test_scripts_without_a_world_of_dure_use_it_and_end[without a word]",
+    ),
+    "collectives/shared_memory/test_core.py": (
+        "test_a_sanitizer_sees_no_race",
+        "test_an_exchange_that_is_broken_on_purpose_is_seen",
+        "test_what_is_broken_on_purpose_is_seen",
+    ),
+    "collectives/shared_memory/two_hosts/test_across.py": (
+        "test_a_hung_rank_is_named_on_both_hosts_and_is_told_too[no leader]",
+        "test_a_hung_rank_is_named_on_both_hosts_and_is_told_too[the first leader]",
+        "test_who_is_lost_while_planned_calls_are_under_way_is_named[torch-",
+    ),
+    "equivalence/test_what_losses_count.py": (
+        "test_admm_goes_to_the_minimum_of_the_loss_of_all_data",
+    ),
+    "federated/aggregate/test_processors.py": (
+        "test_a_model_has_the_same_bits_with_and_without_fused_multiply_add[avx512]",
+    ),
+    "parallel/data/test_distributed.py": (
+        "test_every_all_reduce_size_of_bucket_and_way_walks_the_path_of_one_process[3]",
+        "test_uneven_data_without_join_names_the_rank_that_has_ended[gloo]",
+        "test_uneven_data_without_join_names_the_rank_that_has_ended[torch's own gloo]",
+    ),
+    "parallel/mesh/test_mesh_strategy.py": (
+        "test_a_language_model_of_hugging_face_on_meshes",
+        "test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm",
+    ),
+    "parallel/pipeline/test_pipeline_checkpoint.py": (
+        "test_a_run_goes_on_with_other_ranks_and_schedules[groups]",
+        "test_groups_of_the_optimizer_go_to_other_meshes[1]",
+    ),
+    "parallel/pipeline/test_pipeline_equal.py": (
+        "test_steps_are_those_of_the_undivided_model[3]",
+        "test_steps_are_those_of_the_undivided_model[4]",
+        "test_data_groups_of_pipelines",
+    ),
+    "parallel/pipeline/test_pipeline_models.py": ("test_language_models_of_hugging_face",),
+    "parallel/pipeline/test_pipeline_random_models.py": ("test_random_models_learn_the_same[1]",),
+    "parallel/tensor/test_tensor_models.py": ("test_models_of_hugging_face",),
+    "parallel/tensor/test_tensor_tables.py": ("test_meshes_walk_the_path_of_one_worker[pipeline]",),
+    "parallel/zero/test_zero.py": ("test_a_rank_holds_the_bytes_of_the_formula[2]",),
+    "parallel/zero/test_zero_models.py": (
+        "test_every_model_walks_the_path_of_one_process[a rank without examples]",
+    ),
+    "parameter_server/test_histories.py": (
+        "test_over_streams_nothing_need_be_said_again_by_the_clock",
+    ),
+    "parameter_server/test_own_loop.py": ("test_the_loop_of_the_page_runs_under_torchrun",),
+    "report/test_report_browser.py": (
+        "test_an_unusual_run_opens_too[thousand",
+        "test_an_unusual_run_opens_too[no-labels",
+        "test_fifteen_runs_open_and_fit",
+    ),
+    "run/test_resume.py": ("test_a_killed_run_goes_on_to_the_same_bits[threads]",),
+    "test_example_scripts.py": ("test_an_example_is_short_and_runs[lora]",),
+    "worlds/network/test_bad_links.py": (
+        "test_a_run_over_bad_links_has_the_bits_of_one_over_good_ones[plain]",
+    ),
+    "worlds/network/test_killed.py": (
+        "test_a_server_that_is_killed_goes_on_with_the_same_bits[SCAFFOLD]",
+        "test_clients_that_are_killed_go_on_with_the_same_bits[SCAFFOLD]",
+    ),
+    "worlds/network/test_split_deployed.py": (
+        "test_deployed_split_learning_has_the_bits_of_the_simulation[in turn]",
+        "test_a_server_that_is_killed_goes_on_with_the_turn_after[strategy1]",
+        "test_the_round_goes_on_without_a_client_that_never_takes_over",
+    ),
+    "worlds/torchrun/test_elastic.py": ("test_a_machine_joins_and_the_one_with_rank_0_is_killed",),
+    "worlds/torchrun/test_torchrun.py": (
+        "test_ranks_that_hold_parts_of_the_model_end_well[zero --stage 3]",
+        "test_servers_and_workers_are_ranks_and_all_of_them_end_well",
+    ),
+}
