@@ -27,6 +27,7 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World
 from dure.contracts.task import Task
 from dure.data import partition
@@ -36,10 +37,13 @@ from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.plan import (
+    CANNOT,
+    TRAINS_WITH,
     check_compressed,
     check_compression,
     check_model,
     check_under,
+    check_unfreeze,
     check_world,
 )
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
@@ -92,6 +96,7 @@ class Downpour(Strategy):
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
     unit: ClassVar[str] = "round"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     led: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -128,7 +133,6 @@ class Downpour(Strategy):
             period=self.period,
             replicas=self.copies,
             slows_stale=False,
-            clip_norm=None,
             compression=self.compression,
             pace=Pace(self.fetch_every, self.push_every, self.overlap),
             partitions=self.partitions,
@@ -138,6 +142,11 @@ class Downpour(Strategy):
             gamma=self.gamma,
             alpha=self.alpha,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if self.partitions > 1:
+            return self.plan.pipe.parallel.cannot(part, kind)
+        return CANNOT.get(part)
 
     def check(self, task: Task, workers: int | None) -> None:
         for name in (
@@ -182,6 +191,7 @@ class Downpour(Strategy):
         check_no_tables(model)
         check_compressed(self.plan, model)
         self.plan.terms(task, model)
+        check_unfreeze(task, self.plan.skips(task, model))
         together = None if self.batch_size is None else self.batch_size * self.replicas
         check_own_batches(task, model, together, self.replicas)
         if self.partitions > 1:

@@ -32,6 +32,7 @@ from dure.parameter_server.scheduler import Work
 from dure.parameter_server.tables import Rows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype
 
@@ -74,7 +75,6 @@ class Gradients:
         bulk: bool,
         skips: bool,
         groups: int = 1,
-        clip_norm: float | None = None,
         compressed: bool = False,
     ) -> None:
         self.model = model
@@ -82,7 +82,8 @@ class Gradients:
         self.bulk = bulk
         self.compressed = compressed
         self.skips = skips
-        self.clip_norm = clip_norm
+        self.task = task
+        self.trimming = Trimming(task, model.named_parameters())
         trained = dense_of(model)
         self._has_sparse = bool(embeddings_of(model))
         self.flat = FlatParameters(model, trained)
@@ -94,6 +95,7 @@ class Gradients:
             for n in range(groups)
         ]
         self._names = {id(one): name for name, one in model.named_parameters()}
+        self._device = next(model.parameters()).device
         self._vectors = list(by_dtype(trained).values())
 
     @property
@@ -193,13 +195,13 @@ class Gradients:
         for parameter in self.model.parameters():
             parameter.grad = None
         inputs, targets = self.examples.batch(part)
-        found = self.losses.mean(self.model(inputs), targets, len(part))
+        with computing(self.task, self._device):
+            found = self.losses.mean(self.model(inputs), targets, len(part))
         loss = float(found.loss.item())
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, who, f"step {place[0] + 1}")
         found.loss.backward()  # type: ignore[no-untyped-call]
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.trimming.at(place[0])
         for vector, room in zip(self._vectors, out, strict=True):
             self._write(vector, found.counted, room)
         return Computed(

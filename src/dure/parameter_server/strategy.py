@@ -30,17 +30,21 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import (
+    CANNOT,
+    TRAINS_WITH,
     Plan,
     check_compressed,
     check_compression,
     check_model,
     check_sparse,
     check_under,
+    check_unfreeze,
     check_world,
     recipe_of,
 )
@@ -66,7 +70,6 @@ class ParameterServer(Strategy):
         groups: of workers, which share the weights and do not wait for each other; each goes over
             all the data, in an order of its own.
         slows_stale: an update whose gradient is n updates old counts one n-th.
-        clip_norm: the largest norm that the gradient of a push may have; by default any.
         compression: of what workers push, such as top-k:0.01.
     """
 
@@ -78,13 +81,13 @@ class ParameterServer(Strategy):
     replicas: int = 0
     groups: int = 1
     slows_stale: bool = False
-    clip_norm: float | None = None
     compression: Compression = field(default_factory=NoCompression)
 
     name: ClassVar[str] = "parameter-server"
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
     unit: ClassVar[str] = "round"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     led: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -121,9 +124,11 @@ class ParameterServer(Strategy):
             period=self.period,
             replicas=self.replicas,
             slows_stale=self.slows_stale,
-            clip_norm=self.clip_norm,
             compression=self.compression,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return CANNOT.get(part)
 
     def check(self, task: Task, workers: int | None) -> None:
         for name in ("servers", "workers", "groups"):
@@ -145,8 +150,6 @@ class ParameterServer(Strategy):
             )
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}, but a largest norm is above zero")
         if self.slows_stale and self.staleness == 0:
             raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
         check_compression(self.compression)
@@ -164,7 +167,8 @@ class ParameterServer(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
-        check_sparse(task, model, self.clip_norm)
+        check_sparse(task, model)
+        check_unfreeze(task, recipe_of(task, model).plain)
         check_compressed(self.plan, model)
         recipe_of(task, model)
         check_pieces(task, model, self.batch_size, self.workers // self.groups)

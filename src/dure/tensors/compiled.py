@@ -38,6 +38,18 @@ def under_own_names(model: nn.Module) -> nn.Module:
     return _unwrapped(model) if isinstance(model, wrapper) else model
 
 
+def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
+    """The model, from now on called as torch's compiler has it, if `how` says so.
+
+    how: whether, or by which of its backends. What it compiles is done at the first call.
+    """
+    if how is True:
+        model.compile()
+    elif how:
+        model.compile(backend=how)
+    return model
+
+
 def _unwrapped(compiled: Any) -> nn.Module:
     """The module inside, which from now on is called as compiled."""
     for hooks in _HOOKS:

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 from torch import Tensor, nn
 
+from dure.contracts.learning import Part
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import (
     Kind,
@@ -48,7 +49,6 @@ from dure.memory.formula import Shares, divided
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import ALL, Recompute
 from dure.memory.undivided import beside, through
-from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
     EVALUATED,
     check_cut,
@@ -112,6 +112,9 @@ from dure.tensors.optimizer_state import forget
 EVERY = (1 << 48) - 1
 """As many bits as a float64 keeps, and some less: values that the last stage may receive."""
 
+TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm"})
+"""Of what a task may ask for, what ranks of a mesh can do."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Parallel(Strategy):
@@ -136,7 +139,6 @@ class Parallel(Strategy):
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
         zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides
             the gradients too, 3 the parameters too.
-        clip_norm: the largest norm that a step's gradient may have; by default any.
         plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
             rows, columns or alternating (of a chain of linear layers), or a plan of your own.
         offload: what lies in files while it is not needed, such as optimizer,activations: of
@@ -155,7 +157,6 @@ class Parallel(Strategy):
     memory: str | None = None
     sequence: bool = False
     zero: Literal[0, 1, 2, 3] = 0
-    clip_norm: float | None = None
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
@@ -163,6 +164,7 @@ class Parallel(Strategy):
     name: ClassVar[str] = "parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}
@@ -235,7 +237,6 @@ class Parallel(Strategy):
         if workers is not None:
             self.mesh.check(workers)
         check_joint_batch(self.batch_size, len(task.train), self.mesh.data)
-        check_gradient(1, self.clip_norm)
         if self.microbatches < 1:
             raise ValueError(
                 f"microbatches is {self.microbatches}, but a batch is one micro-batch at least"
@@ -599,8 +600,8 @@ class ParallelLearner(Learner):
         self._drop_gradients(missed)
         gradients = (gradient for _, gradient in summed_gradients(held))
         mean = self.losses.settle(loss, indices, count, gradients)
-        if self.strategy.clip_norm is not None:
-            clip(held, self.strategy.clip_norm)
+        if self.task.clip_norm is not None:
+            clip(held, self.task.clip_norm)
         return mean, count, wish
 
     def gradients(self, indices: Tensor) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
@@ -38,12 +39,11 @@ from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.memory.shelf import Shelf
 from dure.memory.undivided import bring
-from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.local.single import SingleLearner, check_accumulate
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
-from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
@@ -66,8 +66,6 @@ class ZeRO(Strategy):
         algorithm: how sums and parameters travel: native (the backend's own), ring or one_shot.
         accumulate: pieces in which a worker computes its part of a batch, one after another. From
             stage 2 on each is reduced at once, so that memory stays what it is.
-        clip_norm: the largest norm that a step's gradient may have; by default any.
-        precision: full, or bf16 to compute in bfloat16 and update in full.
         unit_size: elements that are gathered at once in stage 3; by default a million.
         prefetch: units gathered ahead in stage 3, alongside the computation; by default one, or
             none on busy cores.
@@ -87,8 +85,6 @@ class ZeRO(Strategy):
     batch_size: int | None = 64
     algorithm: Algorithm = "native"
     accumulate: int = 1
-    clip_norm: float | None = None
-    precision: Precision = "full"
     unit_size: int | None = None
     prefetch: int | None = None
     overlap_gather: bool = False
@@ -101,6 +97,7 @@ class ZeRO(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = frozenset({"clip_norm", "precision"})
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
@@ -115,7 +112,7 @@ class ZeRO(Strategy):
 
     @property
     def label(self) -> str:
-        return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
+        return f"ZeRO {self.stage}"
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.stage == 3 and workers != 1
@@ -125,9 +122,9 @@ class ZeRO(Strategy):
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
-        check_settings(self.stage, self.precision, self.prefetch, self.overlap_gather)
+        check_settings(self.stage, task.precision, self.prefetch, self.overlap_gather)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
-        check_gradient(self.accumulate, self.clip_norm)
+        check_accumulate(self.accumulate)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
         check_offload(
@@ -194,7 +191,7 @@ class ZeROLearner(SingleLearner):
             strategy.stage,
             self.group,
             reduce="sum",
-            precision=strategy.precision,
+            precision=task.precision,
             units=strategy.unit_size,
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
@@ -267,9 +264,11 @@ class ZeROLearner(SingleLearner):
             self._take_buffers(heard["changed"])
         gradients = (part.grad for part in self.zero.parts() if part.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        if self.strategy.clip_norm is not None:
-            self.zero.clip_grad_norm_(self.strategy.clip_norm)
         return Progress(mean, len(indices), int(heard["wish"][0]))
+
+    def trim(self) -> None:
+        if self.task.clip_norm is not None:
+            self.zero.clip_grad_norm_(self.task.clip_norm)
 
     def backward(self, piece: Tensor, share: Share) -> None:
         """Forward and backward over a piece of the joint batch, as this share of it.

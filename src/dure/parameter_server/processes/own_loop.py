@@ -117,7 +117,6 @@ def join(
         period=None,
         replicas=replicas,
         slows_stale=slows_stale,
-        clip_norm=None,
         compression=NoCompression(),
     )
     with agreed(group, "the checks of the parameter server"):
