@@ -27,6 +27,7 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner, Progress
 from dure.record.meter import Meter
+from dure.record.on_disk import TensorsOnDisk
 
 STATE = "ema"
 """What of a learner's state in a checkpoint is the average's."""
@@ -53,6 +54,7 @@ class Averaged(Learner):
         self.proofs = learner.proofs
         self.elsewhere = learner.elsewhere
         self.resizes = learner.resizes
+        self.by_parts = learner.by_parts
         self._trained = dict(learner.averages())
         with torch.no_grad():
             self._average = {name: one.detach().clone() for name, one in self._trained.items()}
@@ -161,6 +163,8 @@ class Averaged(Learner):
         return self.learner.facts()
 
 
-def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies: what the learner gives may lie in the memory that it trains in."""
+def _apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copies: what the learner gives may lie in the memory that it trains in, if in no file."""
+    if isinstance(weights, TensorsOnDisk):
+        return weights
     return {name: one.detach().clone() for name, one in weights.items()}

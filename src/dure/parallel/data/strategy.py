@@ -59,7 +59,7 @@ from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.local.replicas import COMPILES_ALONE, ReplicasLearner
-from dure.parallel.local.single import SingleLearner, check_accumulate, check_private
+from dure.parallel.local.single import SingleLearner, check_private
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
 from dure.parallel.recomputing import (
     NO_RECOMPUTE,
@@ -75,6 +75,7 @@ from dure.privacy.per_example.refused import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.backward import backward_from
 
 if TYPE_CHECKING:

@@ -60,20 +60,14 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.pieces import check_accumulate
 from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.flat import trained_in
 from dure.tensors.optimizer_state import forget, load_optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def check_accumulate(accumulate: int) -> None:
-    """Raises ValueError for a number of pieces that no gradient can have."""
-    if accumulate < 1:
-        raise ValueError(
-            f"accumulate is {accumulate}, but a part is computed in at least one piece"
-        )
 
 
 @dataclass(frozen=True)
@@ -474,7 +468,7 @@ class SingleLearner(Learner):
         return evaluate(self.task, self.model, self.test_examples, group=self.group, step=self.step)
 
     def averages(self) -> Mapping[str, Tensor]:
-        return {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        return trained_in(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:
         weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))

@@ -28,7 +28,7 @@ from dure.contracts.task import Task
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner
+from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
 from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.schedule import Schedule, is_own
@@ -110,6 +110,9 @@ class Pipeline(Strategy):
             offload=self.offload,
             offload_folder=self.offload_folder,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return cannot(part)
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 from torch import Tensor, nn
 
-from dure.contracts.learning import Part
+from dure.contracts.learning import Part, trained_from
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import (
     Kind,
@@ -112,8 +112,19 @@ from dure.tensors.optimizer_state import forget
 EVERY = (1 << 48) - 1
 """As many bits as a float64 keeps, and some less: values that the last stage may receive."""
 
-TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm"})
+TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze"})
 """Of what a task may ask for, what ranks of a mesh can do."""
+
+
+def cannot(part: Part, zero: int = 0) -> str | None:
+    """Why ranks of a mesh cannot do a part of learning; None if they can."""
+    if part == "precision":
+        return "its layers and stages are divided, and proved, in the precision of the weights"
+    if part == "compile":
+        return "its layers and stages are divided or traced, and called one by one"
+    if zero and part in ("ema", "unfreeze"):
+        return "zero divides what an optimizer updates into pieces of several parameters"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +201,9 @@ class Parallel(Strategy):
 
     def shares(self, workers: int | None) -> Shares | None:
         return divided(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return cannot(part, self.zero)
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
@@ -358,6 +372,7 @@ class ParallelLearner(Learner):
     parted = True
     resizes = True
     by_parts = True
+    averages_parts = True
 
     def __init__(
         self,
@@ -416,6 +431,7 @@ class ParallelLearner(Learner):
             zero=strategy.zero,
         )
         self.held.folder = place.folder
+        self._trained_from = trained_from(task, self.held.parameters)
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
         self._without: dict[int, list[str]] = {}
@@ -600,6 +616,7 @@ class ParallelLearner(Learner):
         self._drop_gradients(missed)
         gradients = (gradient for _, gradient in summed_gradients(held))
         mean = self.losses.settle(loss, indices, count, gradients)
+        self._drop_frozen()
         if self.task.clip_norm is not None:
             clip(held, self.task.clip_norm)
         return mean, count, wish
@@ -674,6 +691,15 @@ class ParallelLearner(Learner):
         for name in self._without[missed]:
             if name in self.held.parameters:
                 self.held.parameters[name].grad = None
+
+    def _drop_frozen(self) -> None:
+        """Takes the gradients of what is not yet trained."""
+        for name, first in self._trained_from.items():
+            if self.held.step < first:
+                self.held.parameters[name].grad = None
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.held.parameters
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""

@@ -28,7 +28,7 @@ from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner
+from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
 from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.tensor.written_plan import TensorPlan
@@ -98,6 +98,9 @@ class TensorParallel(Strategy):
             recompute=bool(self.recompute),
             memory=self.memory,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return cannot(part)
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)

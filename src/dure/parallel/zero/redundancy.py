@@ -416,6 +416,15 @@ class ZeroRedundancy:
     def _parts(self) -> list[nn.Parameter]:
         return [held.part for share in self.trained for held in share.held]
 
+    def parts_by_name(self) -> list[tuple[str, nn.Parameter]]:
+        """`parts`, each with the name of the parameter whose elements they are."""
+        self.parts()
+        return [
+            (share.block.names[held.place], held.part)
+            for share in self.trained
+            for held in share.held
+        ]
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

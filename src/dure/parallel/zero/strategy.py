@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
-from dure.contracts.learning import Part
+from dure.contracts.learning import Part, trained_from
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
@@ -39,7 +39,7 @@ from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.memory.shelf import Shelf
 from dure.memory.undivided import bring
-from dure.parallel.local.single import SingleLearner, check_accumulate
+from dure.parallel.local.single import SingleLearner
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.speaker import check_weights_stay, speaker_of
@@ -52,8 +52,9 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_apart, trained_in
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class ZeRO(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = frozenset({"clip_norm", "precision"})
+    trains_with: ClassVar[frozenset[Part]] = frozenset({"clip_norm", "precision", "unfreeze"})
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
@@ -181,6 +182,7 @@ class ZeROLearner(SingleLearner):
         self.strategy = strategy
         self.folder = place.folder
         check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
+        self._trained_from = trained_from(task, trained_in(self.model))
         # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
         # gradients are summed, and not averaged, since each is multiplied with its share of the
@@ -267,6 +269,10 @@ class ZeROLearner(SingleLearner):
         return Progress(mean, len(indices), int(heard["wish"][0]))
 
     def trim(self) -> None:
+        for name, part in self.zero.parts_by_name():
+            # Whole parameters are frozen, and so are the pieces of them that are here.
+            if self.step < self._trained_from.get(name, 0):
+                part.grad = None
         if self.task.clip_norm is not None:
             self.zero.clip_grad_norm_(self.task.clip_norm)
 
