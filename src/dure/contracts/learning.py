@@ -20,12 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from dure.contracts.task import Task
 
 Precision = Literal["full", "bf16"]
 
@@ -46,7 +43,22 @@ _UNASKED: Mapping[Part, Any] = {
 }
 
 
-def asked_of(task: Task) -> dict[Part, Any]:
+class Asks(Protocol):
+    """What a `Task` says of it."""
+
+    @property
+    def clip_norm(self) -> float | None: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def ema(self) -> float | None: ...
+    @property
+    def compile(self) -> bool | str: ...
+    @property
+    def unfreeze(self) -> Mapping[str, int] | None: ...
+
+
+def asked_of(task: Asks) -> dict[Part, Any]:
     """The fields that ask for something, by name."""
     values: dict[Part, Any] = {
         "clip_norm": task.clip_norm,
@@ -58,7 +70,7 @@ def asked_of(task: Task) -> dict[Part, Any]:
     return {name: value for name, value in values.items() if value != _UNASKED[name]}
 
 
-def check_learning(task: Task) -> None:
+def check_learning(task: Asks) -> None:
     """Raises ValueError for a value that a field of these cannot have."""
     norm = task.clip_norm
     if norm is not None and not (_is_number(norm) and norm > 0):
@@ -97,7 +109,7 @@ def _check_unfreeze(unfreeze: object) -> None:
             )
 
 
-def trained_from(task: Task, names: Iterable[str]) -> dict[str, int]:
+def trained_from(task: Asks, names: Iterable[str]) -> dict[str, int]:
     """The step from which on parameters are trained, by name, of those that begin frozen.
 
     The first pattern that fits a name counts.
@@ -111,7 +123,7 @@ def trained_from(task: Task, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def check_unfrozen(task: Task, model: nn.Module) -> None:
+def check_unfrozen(task: Asks, model: nn.Module) -> None:
     """Raises ValueError for a pattern that fits no parameter, or where none is trained at first."""
     if task.unfreeze is None:
         return

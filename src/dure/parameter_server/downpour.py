@@ -51,6 +51,7 @@ from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
+from dure.tasks.pieces import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Downpour(Strategy):
             quantity-skew:1.
         copies: of each server's weights, 0 or 1: with one, a server may die.
         compression: of what replicas push, such as top-k:0.01.
+        accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
     replicas: int = 4
@@ -91,6 +93,7 @@ class Downpour(Strategy):
     partition: Partition = field(default_factory=IID)
     copies: int = 0
     compression: Compression = field(default_factory=NoCompression)
+    accumulate: int = 1
 
     name: ClassVar[str] = "downpour"
     kind: ClassVar[Kind] = "ranks"
@@ -134,6 +137,7 @@ class Downpour(Strategy):
             replicas=self.copies,
             slows_stale=False,
             compression=self.compression,
+            accumulate=self.accumulate,
             pace=Pace(self.fetch_every, self.push_every, self.overlap),
             partitions=self.partitions,
             microbatches=self.microbatches,
@@ -173,6 +177,12 @@ class Downpour(Strategy):
                 f"or one at another server"
             )
         check_compression(self.compression)
+        check_accumulate(self.accumulate)
+        if self.accumulate > 1 and self.partitions > 1:
+            raise ValueError(
+                "a replica of several partitions computes its batch in microbatches: leave "
+                "accumulate out"
+            )
         check_batch_size(self.batch_size)
         self.partition.divide(self.replicas, len(task.train), task.train.labels(), task.train.keys)
         if workers is not None and workers != self.ranks:
@@ -193,7 +203,7 @@ class Downpour(Strategy):
         self.plan.terms(task, model)
         check_unfreeze(task, self.plan.skips(task, model))
         together = None if self.batch_size is None else self.batch_size * self.replicas
-        check_own_batches(task, model, together, self.replicas)
+        check_own_batches(task, model, together, self.replicas, self.accumulate)
         if self.partitions > 1:
             self.plan.pipe.check(task, model)
 

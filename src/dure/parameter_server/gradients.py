@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from dure.parameter_server.scheduler import Work
 from dure.parameter_server.tables import Rows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.pieces import learn
 from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype
@@ -76,6 +78,7 @@ class Gradients:
         skips: bool,
         groups: int = 1,
         compressed: bool = False,
+        accumulate: int = 1,
     ) -> None:
         self.model = model
         self.seed = seed
@@ -83,6 +86,7 @@ class Gradients:
         self.compressed = compressed
         self.skips = skips
         self.task = task
+        self.accumulate = accumulate
         self.trimming = Trimming(task, model.named_parameters())
         trained = dense_of(model)
         self._has_sparse = bool(embeddings_of(model))
@@ -194,24 +198,32 @@ class Gradients:
             return Computed(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
         for parameter in self.model.parameters():
             parameter.grad = None
-        inputs, targets = self.examples.batch(part)
-        with computing(self.task, self._device):
-            found = self.losses.mean(self.model(inputs), targets, len(part))
-        loss = float(found.loss.item())
-        if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, who, f"step {place[0] + 1}")
-        found.loss.backward()  # type: ignore[no-untyped-call]
+        found = learn(
+            self.losses,
+            part,
+            self.accumulate,
+            outputs_of=self._outputs_of,
+            backward=Tensor.backward,
+            parameters=self.model.parameters(),
+        )
+        if not math.isfinite(found.loss):
+            raise LossNotFiniteError(found.loss, who, f"step {place[0] + 1}")
         self.trimming.at(place[0])
         for vector, room in zip(self._vectors, out, strict=True):
             self._write(vector, found.counted, room)
         return Computed(
             gradients=list(out),
             weight=1.0,
-            loss=loss,
+            loss=found.loss,
             counted=found.counted,
             examples=len(part),
             seconds=time.perf_counter() - started,
         )
+
+    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
+        inputs, targets = self.examples.batch(indices)
+        with computing(self.task, self._device):
+            return self.model(inputs), targets
 
     def _rows(self, found: Sequence[Rows | None], counted: float) -> list[Rows]:
         """The gradients of tables, by shard; of one that had none, of no row."""

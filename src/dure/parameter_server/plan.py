@@ -49,7 +49,7 @@ class Plan:
     """How many there are of each, and how they work together.
 
     groups: the workers of each, by number. staleness, batch_size, period, replicas, slows_stale,
-    compression: as in `ParameterServer`.
+    compression, accumulate: as in `ParameterServer`.
     """
 
     servers: int
@@ -60,6 +60,7 @@ class Plan:
     replicas: int
     slows_stale: bool
     compression: Compression
+    accumulate: int
 
     copies_field: ClassVar[str] = "replicas"
     """What users call `replicas`."""
@@ -185,6 +186,7 @@ class Plan:
             skips=recipe_of(task, model).plain,
             groups=len(self.groups),
             compressed=self.compression.compresses,
+            accumulate=self.accumulate,
         )
 
 
@@ -261,6 +263,15 @@ def check_compressed(plan: Plan, model: nn.Module) -> None:
         )
     for keys in plan.shards(model):
         coding.codec(keys)
+
+
+def check_tables_whole(model: nn.Module, accumulate: int) -> None:
+    """Raises ValueError for tables, of which the rows of a whole part are asked for at once."""
+    if accumulate > 1 and embeddings_of(model):
+        raise ValueError(
+            f"accumulate is {accumulate}, but {next(iter(embeddings_of(model)))} is sparse, and a "
+            f"worker asks for the rows of its whole part at once: take accumulate=1"
+        )
 
 
 def check_unfreeze(task: Task, skips: bool) -> None:

@@ -43,6 +43,7 @@ from dure.parameter_server.plan import (
     check_compression,
     check_model,
     check_sparse,
+    check_tables_whole,
     check_under,
     check_unfreeze,
     check_world,
@@ -53,6 +54,7 @@ from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedLearner
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
+from dure.tasks.pieces import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class ParameterServer(Strategy):
             all the data, in an order of its own.
         slows_stale: an update whose gradient is n updates old counts one n-th.
         compression: of what workers push, such as top-k:0.01.
+        accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
     servers: int = 1
@@ -82,6 +85,7 @@ class ParameterServer(Strategy):
     groups: int = 1
     slows_stale: bool = False
     compression: Compression = field(default_factory=NoCompression)
+    accumulate: int = 1
 
     name: ClassVar[str] = "parameter-server"
     kind: ClassVar[Kind] = "ranks"
@@ -125,6 +129,7 @@ class ParameterServer(Strategy):
             replicas=self.replicas,
             slows_stale=self.slows_stale,
             compression=self.compression,
+            accumulate=self.accumulate,
         )
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
@@ -153,6 +158,7 @@ class ParameterServer(Strategy):
         if self.slows_stale and self.staleness == 0:
             raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
         check_compression(self.compression)
+        check_accumulate(self.accumulate)
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
         if workers is not None and workers != self.ranks:
             raise ValueError(
@@ -168,10 +174,11 @@ class ParameterServer(Strategy):
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
         check_sparse(task, model)
+        check_tables_whole(model, self.accumulate)
         check_unfreeze(task, recipe_of(task, model).plain)
         check_compressed(self.plan, model)
         recipe_of(task, model)
-        check_pieces(task, model, self.batch_size, self.workers // self.groups)
+        check_pieces(task, model, self.batch_size, self.workers // self.groups, self.accumulate)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that workers do not have."""

@@ -118,6 +118,7 @@ def join(
         replicas=replicas,
         slows_stale=slows_stale,
         compression=NoCompression(),
+        accumulate=1,
     )
     with agreed(group, "the checks of the parameter server"):
         _check(plan, group, deadline)
