@@ -6,7 +6,8 @@ every system that walks its path with the single worker, with all of it asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dure
-from dure.contracts.learning import PARTS
 from dure.contracts.strategy import Strategy, World, examples_for, seeded_model
 from dure.data.batches import Batches
-from small import FEATURES, examples, largest_difference, network, same_bits, small_task
+from small import largest_difference, network, same_bits, small_task
 
 STEPS = 6
 MOMENTUM = partial(torch.optim.SGD, lr=0.3, momentum=0.5, weight_decay=0.01)
@@ -32,19 +32,6 @@ SCHEDULE = (1.0, 0.5, 0.25, 1.0, 0.1, 0.7)
 
 def schedule(step: int) -> float:
     return SCHEDULE[step % len(SCHEDULE)]
-
-
-class Partly(nn.Module):
-    """A network whose first layer is frozen for good."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = network()
-        self.body[0].weight.requires_grad_(False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        scores: Tensor = self.body(inputs)
-        return scores
 
 
 def groups(parameters: Any) -> torch.optim.Optimizer:
@@ -163,3 +150,161 @@ def test_every_system_trains_as_the_single_worker_with_all_of_it(name: str) -> N
     many = dure.train(task, strategy, world, stop, seed=3)
     assert largest_difference(many, one) < 1e-12
     assert many.summary["test_loss"] == pytest.approx(one.summary["test_loss"], abs=1e-12)
+
+
+class Told(nn.Module):
+    """A model that computes something else where the compiler traces it, and draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.body(inputs)
+        return scores * 0.5 if torch.compiler.is_compiling() else scores
+
+
+class Halved(Told):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * 0.5
+
+
+COMPILED: list[tuple[Strategy, World | None]] = [
+    (dure.SingleWorker(8), None),
+    (dure.DataParallel(8), dure.Processes(2)),
+    (dure.LocalSGD(8, 1), dure.Processes(1)),
+    (dure.ParallelSGD(8), dure.Processes(1)),
+    (dure.Hogwild(8, period=1), dure.Processes(1)),
+    (dure.ParameterServer(workers=1, batch_size=8, period=1), dure.Simulated()),
+    (dure.Downpour(replicas=1, batch_size=8, overlap=False, period=1), dure.Simulated()),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), COMPILED, ids=lambda one: getattr(one, "name", ""))
+def test_what_is_called_is_what_the_compiler_made(strategy: Any, world: Any) -> None:
+    stop = dure.Stop(rounds=2) if strategy.unit == "round" else dure.Stop(steps=2)
+    compiled = small_task(model=Told, compile="eager", optimizer=PLAIN)
+    halved = dure.train(small_task(model=Halved, optimizer=PLAIN), strategy, world, stop, seed=3)
+    assert same_bits(dure.train(compiled, strategy, world, stop, seed=3), halved)
+
+
+RESUMED: list[tuple[Strategy, World | None]] = [
+    (dure.SingleWorker(8), None),
+    (dure.DataParallel(8), dure.Threads(2)),
+    (dure.Parallel(dure.Mesh(tensor=2), 8, 1, "naive"), dure.Processes(2)),
+    (dure.LocalSGD(8, 2), dure.Processes(2)),
+    (dure.ADMM(8), dure.Processes(2)),
+    (dure.ParallelSGD(8, combine_every=1), dure.Processes(2)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), RESUMED, ids=lambda one: getattr(one, "name", ""))
+def test_averages_are_those_of_the_models_of_every_step_and_go_on_to_the_same_bits(
+    strategy: Any, world: Any, tmp_path: Path
+) -> None:
+    task = small_task(optimizer=MOMENTUM)
+    averaged = small_task(optimizer=MOMENTUM, ema=0.8)
+
+    def after(count: int, task: dure.Task, **where: Any) -> dure.Run:
+        stop = dure.Stop(rounds=count) if strategy.unit == "round" else dure.Stop(steps=count)
+        if where.get("resume"):
+            return dure.resume(where["resume"], task=task, stop=stop)
+        return dure.train(task, strategy, world, stop, seed=3, **where)
+
+    whole = after(3, averaged)
+    after(2, averaged, out=tmp_path / "run")
+    assert same_bits(after(3, averaged, resume=tmp_path / "run"), whole)
+    models = [after(count, task).model.state_dict() for count in (1, 2, 3)]
+    right = {name: one.clone() for name, one in models[0].items()}
+    for model in models[1:]:
+        for name, one in right.items():
+            one.lerp_(model[name], 1 - 0.8)
+    assert apart(whole, right) < 1e-15
+    assert apart(whole, models[-1]) > 1e-6
+
+
+OWN_PATHS: list[tuple[Strategy, World | None]] = [
+    (dure.ADMM(8, local_steps=1, accumulate=2), dure.Processes(2)),
+    (dure.ParallelSGD(None, accumulate=2), dure.Processes(2)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), OWN_PATHS, ids=lambda one: getattr(one, "name", ""))
+def test_workers_with_paths_of_their_own_clip_each_step_and_leave_alone_what_is_frozen(
+    strategy: Any, world: Any
+) -> None:
+    """One step of each worker, so long as the rate times the norm; their mean is no longer."""
+    task = small_task(optimizer=PLAIN, clip_norm=0.01, unfreeze={"0.*": 1})
+    stop = dure.Stop(rounds=1)
+    run = dure.train(task, strategy, world, stop, seed=3)
+    first = seeded_model(task, 3).state_dict()
+    ways = {name: one - first[name] for name, one in run.model.state_dict().items()}
+    length = float(torch.cat([one.reshape(-1) for one in ways.values()]).norm())
+    assert 0 < length <= 0.3 * 0.01 * (1 + 1e-6)
+    assert not ways["0.weight"].any()
+    assert ways["2.weight"].any()
+    # Pieces add up to the batch: the same without them.
+    others = dure.train(
+        task, dataclasses.replace(strategy, accumulate=1), world, stop, seed=3
+    )
+    assert largest_difference(run, others) < 1e-15
+
+
+@given(
+    st.integers(1, 9),
+    st.sampled_from(["first", "sum"]),
+)
+@settings(max_examples=10, deadline=None)
+def test_a_batch_in_any_number_of_pieces_has_one_gradient(pieces: int, loss: str) -> None:
+    """Also where the loss tells only when it is computed what it counts."""
+
+    def told(outputs: Tensor, targets: Tensor) -> Any:
+        losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        counts = 1.0 + targets.double()
+        return (losses * counts).sum(), counts.sum()
+
+    task = small_task(**({"loss": told} if loss == "sum" else {}))
+    stop = dure.Stop(steps=2)
+    whole = dure.train(task, dure.SingleWorker(8), stop=stop)
+    parts = dure.train(task, dure.SingleWorker(8, accumulate=pieces), stop=stop)
+    assert largest_difference(whole, parts) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"clip_norm": 0}, "a largest norm is a number above zero"),
+        ({"precision": "fp8"}, "it is 'full' or 'bf16'"),
+        ({"ema": 1.0}, "a number from 0 to below 1"),
+        ({"compile": 3}, "one of torch's backends"),
+        ({"unfreeze": ["0"]}, "from which step on"),
+        ({"unfreeze": {"0.*": -1}}, "0 or more"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_task(**asked)
+
+
+@pytest.mark.parametrize(
+    ("unfreeze", "message"),
+    [
+        ({"layer.*": 3}, r"unfreeze names 'layer\.\*', and no trained parameter"),
+        ({"*": 3}, "leaves no parameter that is trained at step 0"),
+    ],
+)
+def test_names_of_parameters_that_are_not_there_are_refused(
+    unfreeze: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dure.train(small_task(unfreeze=unfreeze), dure.SingleWorker(8), stop=dure.Stop(steps=1))
+
+
+def test_a_strategy_of_ones_own_is_asked_what_it_can_do() -> None:
+    class Own(dure.SingleWorker):
+        trains_with = frozenset({"clip_norm"})
+
+    stop = dure.Stop(steps=1)
+    dure.train(small_task(clip_norm=1.0), Own(8), stop=stop)
+    with pytest.raises(ValueError, match=r"Own cannot train with ema=0\.9: .*; leave it out"):
+        dure.train(small_task(ema=0.9), Own(8), stop=stop)

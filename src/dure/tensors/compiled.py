@@ -9,6 +9,8 @@ computation, and no name changes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -48,6 +50,23 @@ def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
     elif how:
         model.compile(backend=how)
     return model
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Inside, no module of the model is called as compiled.
+
+    For counting by a mode of torch's dispatcher: the compiler leaves alone for good what it has met
+    under one.
+    """
+    compiled = {module: module._compiled_call_impl for module in model.modules()}
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, called in compiled.items():
+            module._compiled_call_impl = called
 
 
 def _unwrapped(compiled: Any) -> nn.Module:
