@@ -110,9 +110,9 @@ ALIKE: dict[str, tuple[Strategy, World | None, dict[str, Any]]] = {
     "layers-per-core": (dure.LayersPerCore(8, 2), dure.Threads(2), {}),
     "hogwild": (dure.Hogwild(8, period=1, accumulate=2), dure.Threads(1), {}),
     "hogwild, processes": (dure.Hogwild(8, period=1), dure.Processes(1), {"ema": None}),
-    "zero 1": (dure.ZeRO(1, 8, accumulate=2), dure.Processes(2), {"ema": None}),
-    "zero": (dure.ZeRO(2, 8), dure.Processes(2), {"ema": None}),
-    "zero 3": (dure.ZeRO(3, 8), dure.Processes(2), {"ema": None}),
+    "zero 1": (dure.ZeRO(1, 8, accumulate=2), dure.Processes(2), {}),
+    "zero": (dure.ZeRO(2, 8), dure.Processes(2), {}),
+    "zero 3": (dure.ZeRO(3, 8), dure.Processes(2), {}),
     "tensor-parallel": (dure.TensorParallel(8), dure.Processes(2), {}),
     "pipeline": (dure.Pipeline(8, 2), dure.Processes(2), {}),
     "parallel": (dure.Parallel(dure.Mesh(2, 2), 8, 2), dure.Processes(4), {}),
@@ -193,6 +193,8 @@ RESUMED: list[tuple[Strategy, World | None]] = [
     (dure.DataParallel(8), dure.Threads(2)),
     (dure.Parallel(dure.Mesh(tensor=2), 8, 1, "naive"), dure.Processes(2)),
     (dure.LocalSGD(8, 2), dure.Processes(2)),
+    (dure.ZeRO(1, 8), dure.Processes(2)),
+    (dure.ZeRO(3, 8), dure.Processes(2)),
     (dure.ADMM(8), dure.Processes(2)),
     (dure.ParallelSGD(8, combine_every=1), dure.Processes(2)),
 ]
@@ -244,9 +246,7 @@ def test_workers_with_paths_of_their_own_clip_each_step_and_leave_alone_what_is_
     assert not ways["0.weight"].any()
     assert ways["2.weight"].any()
     # Pieces add up to the batch: the same without them.
-    others = dure.train(
-        task, dataclasses.replace(strategy, accumulate=1), world, stop, seed=3
-    )
+    others = dure.train(task, dataclasses.replace(strategy, accumulate=1), world, stop, seed=3)
     assert largest_difference(run, others) < 1e-15
 
 

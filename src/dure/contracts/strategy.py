@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
@@ -146,6 +146,10 @@ class Learner(ABC):
         By the names of `weights`, unless `averages_parts`. Of a strategy that trains with ema.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method averages")
+
+    def changing_averages(self) -> AbstractContextManager[object]:
+        """Around a change of what `averages` gives, on all ranks together."""
+        return nullcontext()
 
     @abstractmethod
     def flops_per_step(self) -> float:

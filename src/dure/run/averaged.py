@@ -103,10 +103,11 @@ class Averaged(Learner):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for name, trained in self._trained.items():
-            kept = trained.detach().clone()
-            trained.copy_(self._average[name])
-            self._average[name].copy_(kept)
+        with self.learner.changing_averages():
+            for name, trained in self._trained.items():
+                kept = trained.detach().clone()
+                trained.copy_(self._average[name])
+                self._average[name].copy_(kept)
 
     def evaluate(self) -> dict[str, float]:
         with self._shown():

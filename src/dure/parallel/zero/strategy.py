@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
-from dure.contracts.learning import Part, trained_from
+from dure.contracts.learning import ALL, Part, trained_from
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
@@ -98,7 +99,7 @@ class ZeRO(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
-    trains_with: ClassVar[frozenset[Part]] = frozenset({"clip_norm", "precision", "unfreeze"})
+    trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
@@ -120,6 +121,11 @@ class ZeRO(Strategy):
 
     def shares(self, workers: int | None) -> Shares | None:
         return divided(1, self.stage, workers or 1)
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "compile":
+            return "its hooks gather and reduce while the layers of the model are called one by one"
+        return super().cannot(part, kind)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
@@ -163,6 +169,7 @@ class ZeROLearner(SingleLearner):
     """
 
     by_parts = True
+    averages_parts = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(
@@ -345,6 +352,15 @@ class ZeROLearner(SingleLearner):
                 step=self.step,
                 idle=idle,
             )
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return dict(self.zero.parts_by_name())
+
+    @contextmanager
+    def changing_averages(self) -> Iterator[None]:
+        # What travels for it is no training.
+        with self.zero.uncounted(), self.zero.parts_changed():
+            yield
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.zero.weights(Shelf(self.folder))
