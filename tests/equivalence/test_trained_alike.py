@@ -34,6 +34,14 @@ def schedule(step: int) -> float:
     return SCHEDULE[step % len(SCHEDULE)]
 
 
+def partly_frozen() -> nn.Sequential:
+    """The first weights are frozen for good."""
+    model = network()
+    assert isinstance(model, nn.Sequential)
+    model[0].weight.requires_grad_(False)
+    return model
+
+
 def groups(parameters: Any) -> torch.optim.Optimizer:
     """Two groups of parameters, with rates of their own."""
     first, *others = list(parameters)
@@ -47,6 +55,7 @@ EVERYTHING: Mapping[str, Any] = {
     "ema": 0.8,
     "unfreeze": {"2.*": 3},
     "lr_schedule": schedule,
+    "model": partly_frozen,
 }
 
 
@@ -115,7 +124,8 @@ ALIKE: dict[str, tuple[Strategy, World | None, dict[str, Any]]] = {
     "zero 3": (dure.ZeRO(3, 8), dure.Processes(2), {}),
     "tensor-parallel": (dure.TensorParallel(8), dure.Processes(2), {}),
     "pipeline": (dure.Pipeline(8, 2), dure.Processes(2), {}),
-    "parallel": (dure.Parallel(dure.Mesh(2, 2), 8, 2), dure.Processes(4), {}),
+    "parallel": (dure.Parallel(dure.Mesh(2, 2), 8, 2, zero=1), dure.Processes(4), {}),
+    "parallel, zero 3": (dure.Parallel(dure.Mesh(2), 8, 2, zero=3), dure.Processes(2), {}),
     "local-sgd": (dure.LocalSGD(8, 1, accumulate=2), dure.Processes(1), {}),
     "diloco": (
         dure.DiLoCo(8, 1, outer_lr=1.0, outer_momentum=0.0),
@@ -149,6 +159,8 @@ def test_every_system_trains_as_the_single_worker_with_all_of_it(name: str) -> N
     one = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=STEPS), seed=3)
     many = dure.train(task, strategy, world, stop, seed=3)
     assert largest_difference(many, one) < 1e-12
+    first = seeded_model(task, 3).state_dict()["0.weight"]
+    assert torch.equal(many.model.state_dict()["0.weight"], first)
     assert many.summary["test_loss"] == pytest.approx(one.summary["test_loss"], abs=1e-12)
 
 
@@ -192,6 +204,7 @@ RESUMED: list[tuple[Strategy, World | None]] = [
     (dure.SingleWorker(8), None),
     (dure.DataParallel(8), dure.Threads(2)),
     (dure.Parallel(dure.Mesh(tensor=2), 8, 1, "naive"), dure.Processes(2)),
+    (dure.Parallel(dure.Mesh(2), 8, 2, zero=2), dure.Processes(2)),
     (dure.LocalSGD(8, 2), dure.Processes(2)),
     (dure.ZeRO(1, 8), dure.Processes(2)),
     (dure.ZeRO(3, 8), dure.Processes(2)),

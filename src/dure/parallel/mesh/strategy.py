@@ -21,6 +21,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
@@ -70,7 +71,7 @@ from dure.parallel.mesh.held import hold, optimizer_of
 from dure.parallel.mesh.mesh import Mesh, groups_on
 from dure.parallel.mesh.proof import prove_layers
 from dure.parallel.mesh.reading import Reading
-from dure.parallel.mesh.zero import account, zero_of
+from dure.parallel.mesh.zero import account, parts_changed, trained_parts, zero_of
 from dure.parallel.mesh.zero import check as check_zero
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.offloaded import check_optimizer as check_steps_of
@@ -116,14 +117,12 @@ TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze"})
 """Of what a task may ask for, what ranks of a mesh can do."""
 
 
-def cannot(part: Part, zero: int = 0) -> str | None:
+def cannot(part: Part) -> str | None:
     """Why ranks of a mesh cannot do a part of learning; None if they can."""
     if part == "precision":
         return "its layers and stages are divided, and proved, in the precision of the weights"
     if part == "compile":
         return "its layers and stages are divided or traced, and called one by one"
-    if zero and part in ("ema", "unfreeze"):
-        return "zero divides what an optimizer updates into pieces of several parameters"
     return None
 
 
@@ -203,7 +202,7 @@ class Parallel(Strategy):
         return divided(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
-        return cannot(part, self.zero)
+        return cannot(part)
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
@@ -694,12 +693,17 @@ class ParallelLearner(Learner):
 
     def _drop_frozen(self) -> None:
         """Takes the gradients of what is not yet trained."""
-        for name, first in self._trained_from.items():
-            if self.held.step < first:
-                self.held.parameters[name].grad = None
+        if not self._trained_from:
+            return
+        for name, part in trained_parts(self.held).items():
+            if self.held.step < self._trained_from.get(name, 0):
+                part.grad = None
 
     def averages(self) -> Mapping[str, Tensor]:
-        return self.held.parameters
+        return trained_parts(self.held)
+
+    def changing_averages(self) -> AbstractContextManager[object]:
+        return parts_changed(self.held)
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""
