@@ -321,3 +321,32 @@ def test_a_strategy_of_ones_own_is_asked_what_it_can_do() -> None:
     dure.train(small_task(clip_norm=1.0), Own(8), stop=stop)
     with pytest.raises(ValueError, match=r"Own cannot train with ema=0\.9: .*; leave it out"):
         dure.train(small_task(ema=0.9), Own(8), stop=stop)
+
+
+HALVED: list[tuple[Strategy, World | None]] = [
+    (dure.DataParallel(8), dure.Threads(2)),
+    (dure.LayersPerCore(8, 2), dure.Threads(2)),
+    (dure.Hogwild(8, period=1), dure.Threads(1)),
+    (dure.LocalSGD(8, 1), dure.Processes(1)),
+    (dure.ADMM(8, local_steps=1), dure.Processes(1)),
+    (dure.ParallelSGD(8), dure.Processes(1)),
+    (dure.ParameterServer(workers=1, batch_size=8, period=1), dure.Simulated()),
+    (dure.Downpour(replicas=1, batch_size=8, overlap=False, period=1), dure.Simulated()),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), HALVED, ids=lambda one: getattr(one, "name", ""))
+def test_bf16_computes_roughly_and_keeps_weights(strategy: Any, world: Any) -> None:
+    stop = dure.Stop(rounds=2) if strategy.unit == "round" else dure.Stop(steps=2)
+    runs = [
+        dure.train(
+            small_task(model=partial(network, torch.float32), precision=precision, optimizer=PLAIN),
+            strategy,
+            world,
+            stop,
+            seed=3,
+        )
+        for precision in ("bf16", "full")
+    ]
+    assert 0 < largest_difference(*runs) < 0.05
+    assert all(one.dtype is torch.float32 for one in runs[0].model.parameters())
