@@ -74,14 +74,14 @@ class Hogwild(Strategy):
 
     Args:
         batch_size: examples of a worker's step; None is all the data in every step.
-        accumulate: pieces in which a worker computes a batch, one after another.
         period: steps, of all workers together, until they meet to be evaluated or saved; None is an
             epoch.
+        accumulate: pieces in which a worker computes a batch, one after another.
     """
 
     batch_size: int | None = 64
-    accumulate: int = 1
     period: int | None = None
+    accumulate: int = 1
 
     name: ClassVar[str] = "hogwild"
     kind: ClassVar[Kind] = "threads"
