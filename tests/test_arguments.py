@@ -67,7 +67,7 @@ def test_a_slip_is_answered_by_what_to_write(call: Callable[[], Any], sentence: 
         (lambda: dure.FedAvg(clients=2.5), "clients is 2.5, but it has to be a whole number or"),  # type: ignore[arg-type]
         (lambda: dure.FedAvg(clients=True), "clients is True"),
         (lambda: dure.FedAvg(partition=7), "partition is 7, but it has to be a Partition"),  # type: ignore[arg-type]
-        (lambda: dure.DataParallel(precision=16), "it has to be 'full' or 'bf16'"),  # type: ignore[arg-type]
+        (lambda: dure.DataParallel(overlap=16), "it has to be 'auto'"),  # type: ignore[arg-type]
         (lambda: dure.Parallel(mesh={"data": 2}), "it has to be a Mesh"),  # type: ignore[arg-type]
         (lambda: dure.FedBuff(buffer=10**30), "buffer is 10+, and no run ever counts so far"),
         (lambda: dure.LocalSGD(period=10**20), "period is 10+, and no run ever counts so far"),

@@ -332,7 +332,7 @@ def test_optimizers_and_clipping_that_tables_cannot_have_are_refused_by_name() -
     with pytest.raises(ValueError, match=r"momentum=0\.9, which the table words\.weight"):
         check_all(dure.ParameterServer(), task(optimizer=momentum), None)
     with pytest.raises(ValueError, match=r"words\.weight is sparse, and torch takes no norms"):
-        check_all(dure.ParameterServer(clip_norm=1.0), task(), None)
+        check_all(dure.ParameterServer(), task(clip_norm=1.0), None)
 
 
 def test_ids_beyond_the_table_raise_as_torch_does() -> None:

@@ -236,7 +236,6 @@ def test_what_has_no_gradient_stays_as_it_is_or_is_named() -> None:
         ({"replicas": 1}, "replicas is 1 with servers=1"),
         ({"servers": 2, "replicas": 2}, "replicas is 2"),
         ({"period": 0}, "period is 0"),
-        ({"clip_norm": 0.0}, "clip_norm is 0"),
         ({"slows_stale": True}, "with staleness=0 none is"),
         ({"workers": 9, "batch_size": 8}, "joint batch of 8 cannot be divided over 9"),
     ],

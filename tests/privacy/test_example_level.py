@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -296,16 +297,21 @@ def test_no_file_of_a_run_has_its_noise_or_its_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "asked", "reason"),
     [
-        ({"compression": dure.TopK(0.1)}, "before noise is added"),
-        ({"precision": "bf16"}, "three digits"),
+        ({"compression": dure.TopK(0.1)}, {}, "before noise is added"),
+        ({}, {"precision": "bf16"}, "three digits"),
+        ({}, {"compile": True}, "leave compile out"),
     ],
 )
-def test_data_parallel_refuses_what_is_not_bounded(fields: dict[str, Any], reason: str) -> None:
+def test_data_parallel_refuses_what_is_not_bounded(
+    fields: dict[str, Any], asked: dict[str, Any], reason: str
+) -> None:
     strategy = dure.DataParallel(privacy="dp-sgd:1:1", **fields)
     with pytest.raises(ValueError, match=reason):
-        dure.train(task_of(), strategy, world=dure.Processes(2), stop=dure.Stop(steps=1))
+        dure.train(
+            replace(task_of(), **asked), strategy, world=dure.Processes(2), stop=dure.Stop(steps=1)
+        )
 
 
 def test_threads_are_refused() -> None:

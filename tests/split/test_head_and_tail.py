@@ -650,7 +650,7 @@ def test_one_file_alone_is_not_trained_here() -> None:
 def test_parts_with_optimizers_of_their_own_are_not_trained_as_one() -> None:
     mine, _ = two_files()
     other = dure.TailTask(model=tail, loss=cross_entropy, optimizer=OPTIMIZERS["adam"])
-    with pytest.raises(ValueError, match="optimizers or schedules of their own"):
+    with pytest.raises(ValueError, match="optimizers, schedules or fields"):
         trained(dure.joined(mine, other), dure.FedAvg(clients=2))
 
 

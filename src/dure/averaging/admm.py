@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from dure.averaging.meeting import Meeting, Momentum, check_exchange
 from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
 from dure.collectives.all_reduce import Algorithm
+from dure.contracts.learning import ALL, Part
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
 from dure.data import partition
@@ -53,8 +54,9 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import mean_over
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.flat import FlatParameters, check_apart
+from dure.tensors.flat import FlatParameters, check_apart, trained_in
 
 BALANCE = 10.0
 FACTOR = 2.0
@@ -78,6 +80,7 @@ class ADMM(Strategy):
         momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
         all_reduce: how the consensus is summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
+        accumulate: pieces in which a worker computes a batch, one after another.
     """
 
     batch_size: int | None = 64
@@ -89,11 +92,13 @@ class ADMM(Strategy):
     partition: Partition = field(default_factory=IID)
     momentum: Momentum = "keep"
     all_reduce: Algorithm = "ring"
+    accumulate: int = 1
 
     name: ClassVar[str] = "admm"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -118,13 +123,14 @@ class ADMM(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on, or shared memory."""
         check_apart(model)
-        check_own_batches(task, model, self.batch_size, workers)
+        check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
     def shares(self, workers: int | None) -> Shares | None:
         return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
+        check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, self.momentum)
         check_partition(self.partition, task, workers)
         if not (math.isfinite(self.rho) and self.rho > 0):
@@ -155,7 +161,7 @@ class ADMMLearner(Learner):
         self.task = task
         self.group = place.group
         self.strategy = strategy
-        self.replica = Replica(task, place, seed)
+        self.replica = Replica(task, place, seed, strategy.accumulate)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
         self.consensus = another(self.replica.model, task, seed)
@@ -291,6 +297,9 @@ class ADMMLearner(Learner):
             group=self.group,
             step=self.round,
         )
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return trained_in(self.consensus)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.consensus.state_dict())

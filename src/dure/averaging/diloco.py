@@ -32,6 +32,7 @@ from dure.averaging.meeting import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import ALL, Part
 from dure.contracts.strategy import Kind, Learner, Place, Strategy
 from dure.contracts.task import Task
 from dure.memory.formula import WHOLE, Shares
@@ -55,6 +56,7 @@ class DiLoCo(Strategy):
         all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
         compression: of the differences that are exchanged: none, cast:bfloat16, …
+        accumulate: pieces in which a worker computes a batch, one after another.
     """
 
     batch_size: int | None = 64
@@ -65,11 +67,13 @@ class DiLoCo(Strategy):
     momentum: Momentum = "keep"
     all_reduce: Algorithm = "ring"
     compression: Compression = field(default_factory=NoCompression)
+    accumulate: int = 1
 
     name: ClassVar[str] = "diloco"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -115,6 +119,7 @@ class DiLoCo(Strategy):
             momentum=self.momentum,
             all_reduce=self.all_reduce,
             compression=self.compression,
+            accumulate=self.accumulate,
         )
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:

@@ -31,6 +31,7 @@ from dure.averaging.replica import Replica
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import ALL, Part
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
@@ -40,8 +41,9 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import scale_of
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_apart, trained_in
 from dure.tensors.optimizer_state import load_optimizer
 
 
@@ -58,6 +60,7 @@ class LocalSGD(Strategy):
         all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
         compression: of the differences that are exchanged: none, cast:bfloat16, …
+        accumulate: pieces in which a worker computes a batch, one after another.
     """
 
     batch_size: int | None = 64
@@ -66,11 +69,13 @@ class LocalSGD(Strategy):
     momentum: Momentum = "keep"
     all_reduce: Algorithm = "ring"
     compression: Compression = field(default_factory=NoCompression)
+    accumulate: int = 1
 
     name: ClassVar[str] = "local-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -87,6 +92,7 @@ class LocalSGD(Strategy):
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
+        check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, self.momentum)
         if self.period < 1:
             raise ValueError(f"period is {self.period}, but a round has at least one step")
@@ -96,7 +102,7 @@ class LocalSGD(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on, or shared memory."""
         check_apart(model)
-        check_pieces(task, model, self.batch_size, workers)
+        check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return LocalSGDLearner(task, place, seed, self)
@@ -120,10 +126,12 @@ class LocalSGDLearner(Learner):
         self.task = task
         self.group = place.group
         self.strategy = strategy
-        self.replica = Replica(task, place, seed)
+        self.replica = Replica(task, place, seed, strategy.accumulate)
         self.model = self.replica.model
         self.losses = self.replica.losses
-        check_lying(self.model, self.replica.train_examples, strategy.batch_size)
+        check_lying(
+            self.model, self.replica.train_examples, strategy.batch_size, strategy.accumulate
+        )
         self.batches = Batches(
             len(self.replica.train_examples),
             strategy.batch_size,
@@ -201,6 +209,9 @@ class LocalSGDLearner(Learner):
         return evaluate(
             self.task, self.model, self.replica.test_examples, group=self.group, step=self.round
         )
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return trained_in(self.model)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())

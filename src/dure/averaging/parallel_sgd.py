@@ -56,6 +56,7 @@ from dure.averaging.shuffle import check_movable, dealt, shuffled
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
+from dure.contracts.learning import ALL, Part
 from dure.contracts.metric import ratio
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
 from dure.contracts.task import Task
@@ -70,8 +71,9 @@ from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.modes import in_mode
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
-from dure.tensors.flat import FlatParameters, check_apart
+from dure.tensors.flat import FlatParameters, check_apart, trained_in
 
 Combination = Literal["average", "best"]
 
@@ -92,6 +94,7 @@ class ParallelSGD(Strategy):
             sample of all.
         combine_every: passes after which the models are combined, and all workers go on from that;
             None combines once, at the end.
+        accumulate: pieces in which a worker computes a batch, one after another.
     """
 
     batch_size: int | None = 64
@@ -100,11 +103,13 @@ class ParallelSGD(Strategy):
     all_reduce: Algorithm = "ring"
     shuffle: bool = False
     combine_every: int | None = None
+    accumulate: int = 1
 
     name: ClassVar[str] = "parallel-sgd"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -120,13 +125,14 @@ class ParallelSGD(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on, or shared memory."""
         check_apart(model)
-        check_own_batches(task, model, self.batch_size, workers)
+        check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
     def shares(self, workers: int | None) -> Shares | None:
         return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
+        check_accumulate(self.accumulate)
         check_exchange(self.all_reduce, "keep")
         check_partition(self.partition, task, workers)
         if self.combine not in get_args(Combination):
@@ -145,6 +151,14 @@ class ParallelSGD(Strategy):
                 "the best model is the one with the least loss on all training data, and these lie "
                 "with the ranks, each its own: take combine=average"
             )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "ema" and self.combine_every is None:
+            return (
+                "its models are combined once, at the end, and there is no average of one: take "
+                "combine_every"
+            )
+        return super().cannot(part, kind)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         return ParallelSGDLearner(task, place, seed, self)
@@ -173,7 +187,7 @@ class ParallelSGDLearner(Learner):
         self.task = task
         self.group = place.group
         self.strategy = strategy
-        self.replica = Replica(task, place, seed)
+        self.replica = Replica(task, place, seed, strategy.accumulate)
         self.all_examples = self.replica.train_examples
         self.born = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shards = self.born
@@ -340,6 +354,9 @@ class ParallelSGDLearner(Learner):
             group=self.group,
             step=self.round,
         )
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return trained_in(self.combined)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.combine().state_dict())

@@ -26,9 +26,12 @@ from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
 from dure.parallel.first_weights import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.record.meter import Meter
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
+from dure.tasks.pieces import learn
+from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.optimizer_state import load_optimizer
@@ -50,14 +53,30 @@ class Trained(NamedTuple):
         return self.loss * self.counted if self.counted else self.loss
 
 
+class Clock:
+    """What a step does one after another, put down as it is done. start: when the step began."""
+
+    def __init__(self, meter: Meter, start: float, step: int) -> None:
+        self.meter = meter
+        self.last = start
+        self.step = step
+
+    def did(self, name: str) -> None:
+        """All since the last time was this."""
+        now = time.perf_counter()
+        self.meter.compute(name, self.last, now, self.step)
+        self.last = now
+
+
 class Replica:
     """A rank's model, in one flat buffer a dtype, and its optimizer.
 
     At first both are the same on every rank.
     """
 
-    def __init__(self, task: Task, place: Place, seed: int) -> None:
+    def __init__(self, task: Task, place: Place, seed: int, accumulate: int = 1) -> None:
         self.task = task
+        self.accumulate = accumulate
         self.group = place.group
         self.seed = seed
         self.model = place.model(task, seed).train()
@@ -70,6 +89,8 @@ class Replica:
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = Rates(self.optimizer, task.lr_schedule)
+        self.trimming = Trimming(task, self.model.named_parameters())
+        self.device = next(self.model.parameters()).device
         share_weights(self.model, self.group)
         # as the optimizer was made: usually empty
         self._fresh = copy.deepcopy(self.optimizer.state_dict()["state"])
@@ -131,22 +152,35 @@ class Replica:
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
         started = time.perf_counter()
-        inputs, targets = self.train_examples.batch(indices)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
-        value = float(loss.item())
-        forwarded = time.perf_counter()
-        (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
-        backwarded = time.perf_counter()
+        clock = Clock(self.group.meter, started, step + 1)
+
+        def backward(loss: Tensor) -> None:
+            clock.did("forward")
+            (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
+            clock.did("backward")
+
+        learned = learn(
+            self.losses,
+            indices,
+            self.accumulate,
+            outputs_of=self._outputs_of,
+            backward=backward,
+            parameters=self.trained,
+        )
         if adjust is not None:
             adjust(self.trained)
+        # What the optimizer steps with: what draws a worker elsewhere is clipped too.
+        self.trimming.at(step)
         self.rates.at(step)
         self.optimizer.step()
-        meter = self.group.meter
-        meter.compute("forward", started, forwarded, step + 1)
-        meter.compute("backward", forwarded, backwarded, step + 1)
-        meter.compute("update", backwarded, time.perf_counter(), step + 1)
-        return value, counted
+        clock.did("update")
+        return learned.loss, learned.counted
+
+    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
+        inputs, targets = self.train_examples.batch(indices)
+        with computing(self.task, self.device):
+            return self.model(inputs), targets
 
     @torch.no_grad()
     def counted_in(self, indices: Tensor) -> float:

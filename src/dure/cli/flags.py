@@ -122,6 +122,46 @@ class NamedWorld:
 
 
 @dataclass(frozen=True)
+class LearningOptions:
+    """How the model is trained, whatever divides the work; what a system cannot do it refuses.
+
+    Args:
+        clip_norm: the largest norm that the gradient of an optimizer's step may have.
+        precision: full, or bf16: forward and loss under autocast.
+        ema: what an average of the weights, which is then evaluated and given back, keeps of itself
+            in a step or round, such as 0.999.
+        compile: torch's backend that compiles the model, such as inductor.
+        unfreeze: NAME=STEP, such as body.*=100: parameters that stay as they are before that step
+            of the optimizer, or round; several may be named.
+    """
+
+    clip_norm: float | None = None
+    precision: Literal["full", "bf16"] = "full"
+    ema: float | None = None
+    compile: str | None = None
+    unfreeze: tuple[str, ...] = ()
+
+    def of(self, task: Task) -> Task:
+        """The task, with what is given here in place of its own."""
+        given: dict[str, Any] = {}
+        for name in ("clip_norm", "ema", "compile"):
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
+        if self.precision != "full":
+            given["precision"] = self.precision
+        if self.unfreeze:
+            given["unfreeze"] = dict(map(_from_step, self.unfreeze))
+        return dataclasses.replace(task, **given) if given else task
+
+
+def _from_step(text: str) -> tuple[str, int]:
+    name, _, step = text.rpartition("=")
+    if not name or not step.isdecimal():
+        raise ValueError(f"--unfreeze {text}: it is NAME=STEP, such as body.*=100")
+    return name, int(step)
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """How to run it.
 

@@ -23,6 +23,7 @@ from dure.cli import audit, certificates, clients, network, roster, served, veri
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
+    LearningOptions,
     Limits,
     ReportOptions,
     Shown,
@@ -215,7 +216,7 @@ _ABOUT_COMPARE = (
 _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "compare": (
         "TASK [SYSTEM ...]",
-        {"limits": Limits, "how": CompareOptions},
+        {"limits": Limits, "learning": LearningOptions, "how": CompareOptions},
         _ABOUT_COMPARE,
     ),
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
@@ -265,13 +266,15 @@ def _train(given: list[str]) -> int:
         "task": options_of_task(reference),
         **options_of(kind, flags),
         "limits": Limits,
+        "learning": LearningOptions,
         "how": TrainOptions,
     }
     asked = parse_flags(
         f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0]
     )
     how: TrainOptions = asked["how"]
-    task = how.with_weights(load_task(reference, **given_options(asked["task"])))
+    task = load_task(reference, **given_options(asked["task"]))
+    task = how.with_weights(asked["learning"].of(task))
     strategy: Strategy = asked["strategy"]
     world = world_of(strategy, asked["world"])
     # A new folder has the time in its name: started again, the job would not find it.
@@ -308,6 +311,7 @@ def _compare(given: list[str]) -> int:
     parts: dict[str, Any] = {
         "task": options_of_task(reference),
         "limits": Limits,
+        "learning": LearningOptions,
         "how": CompareOptions,
     }
     own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
@@ -316,7 +320,8 @@ def _compare(given: list[str]) -> int:
     asked = parse_flags(f"dure compare {reference}", parts, flags, about)
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
-    task = how.with_weights(load_task(reference, **given_options(asked["task"])))
+    task = load_task(reference, **given_options(asked["task"]))
+    task = how.with_weights(asked["learning"].of(task))
     entries = [entry(system, how.workers) for system in systems]
     for note in notes:
         print(f"dure: {note}", file=sys.stderr)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dure.arguments import Told
 from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
+from dure.contracts.learning import Part
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.contracts.weights_from import begin_with
@@ -36,7 +37,7 @@ from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.tensors.compiled import under_own_names
+from dure.tensors.compiled import compiled_as, under_own_names
 from dure.tensors.copies import copy_of
 from dure.tensors.writable import make_writable
 from dure.wire.layout import Federation
@@ -135,6 +136,20 @@ class Learner(ABC):
 
     resizes: bool = False
     """Whether `restore` makes sense of the parts of another number of ranks as well."""
+
+    averages_parts: bool = False
+    """Whether what `averages` gives are parts of tensors, or several of them in one."""
+
+    def averages(self) -> Mapping[str, Tensor]:
+        """What an average of the weights is taken of (`Task.ema`): what this rank holds of them.
+
+        By the names of `weights`, unless `averages_parts`. Of a strategy that trains with ema.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method averages")
+
+    def changing_averages(self) -> AbstractContextManager[object]:
+        """Around a change of what `averages` gives, on all ranks together."""
+        return nullcontext()
 
     @abstractmethod
     def flops_per_step(self) -> float:
@@ -408,10 +423,20 @@ class Strategy(Told):
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
 
+    trains_with: ClassVar[frozenset[Part]] = frozenset()
+    """Which of `dure.contracts.learning` it can do; what it cannot do is refused by name."""
+
     @property
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""
         return self.name
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        """Why it cannot do a part of learning in a world of `kind`, in words; None if it can.
+
+        Asked of those parts alone for which the task asks.
+        """
+        return None if part in self.trains_with else "nothing in it does that"
 
     @property
     def deterministic(self) -> bool:
@@ -550,7 +575,7 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     make_writable(model)
     if task.weights is not None:
         begin_with(model, task.weights)
-    return model
+    return compiled_as(model, task.compile)
 
 
 def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
@@ -561,7 +586,8 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
     """
     with beside(model):
         twin = copy_of(model)
-        return seeded_model(task, seed) if twin is None else twin
+        # A copy is called as it is written.
+        return seeded_model(task, seed) if twin is None else compiled_as(twin, task.compile)
 
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.arguments import check_path
+from dure.contracts.learning import Precision, check_learning
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.data.examples import Examples, NoExamples, as_examples
@@ -88,6 +89,15 @@ class Task:
     weights: where the model's first weights lie, in place of those that the factory draws: a
         safetensors file, the index of several, a folder of Hugging Face's `save_pretrained`, or of
         a run. The factory may then make its model on the meta device.
+    clip_norm: the largest norm that the gradient of an optimizer's step may have; None is any.
+    precision: full, or bf16: forward and loss under torch's autocast, and weights, gradients and
+        measurements as they are.
+    ema: what an exponential average of the weights keeps of itself in every step, or round, such as
+        0.999. The average is then what is evaluated, and what the run gives back; None takes none.
+    compile: whether the model is called as torch's compiler has it; a text names its backend.
+    unfreeze: from which step of the optimizer on parameters are trained, by name, in which * is
+        anything: {"body.*": 100}. Before that they stay as they are; the others are trained from
+        the start. In a federation it is the round.
     """
 
     model: Callable[[], nn.Module]
@@ -103,6 +113,11 @@ class Task:
     metric_memory: int = 2**30
     features: Sequence[str] | None = None
     weights: Path | None = None
+    clip_norm: float | None = None
+    precision: Precision = "full"
+    ema: float | None = None
+    compile: bool | str = False
+    unfreeze: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -129,6 +144,7 @@ class Task:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise ValueError(f"Task({name}={size!r}) has to be a whole number, 1 or more")
+        check_learning(self)
         if self.metrics is not None:
             check_metrics(self.metrics)
         check_path("weights", self.weights, optional=True)

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dure.machine.compiler import left_out, settings_alone
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.tensors.compiled import as_written
 from dure.tensors.copies import copy_of
 
 Result = TypeVar("Result")
@@ -190,7 +191,8 @@ class _Watch:
         counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         try:
-            with left_out(), counter as self._counter, torch.enable_grad(), saving:
+            written = as_written(self.model)
+            with left_out(), written, counter as self._counter, torch.enable_grad(), saving:
                 yield
         finally:
             for hook in hooks:

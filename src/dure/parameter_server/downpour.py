@@ -27,6 +27,7 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World
 from dure.contracts.task import Task
 from dure.data import partition
@@ -36,10 +37,13 @@ from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.plan import (
+    CANNOT,
+    TRAINS_WITH,
     check_compressed,
     check_compression,
     check_model,
     check_under,
+    check_unfreeze,
     check_world,
 )
 from dure.parameter_server.processes.learner import ProcessesLearner, assist
@@ -47,6 +51,7 @@ from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
+from dure.tasks.pieces import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Downpour(Strategy):
             quantity-skew:1.
         copies: of each server's weights, 0 or 1: with one, a server may die.
         compression: of what replicas push, such as top-k:0.01.
+        accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
     replicas: int = 4
@@ -87,11 +93,13 @@ class Downpour(Strategy):
     partition: Partition = field(default_factory=IID)
     copies: int = 0
     compression: Compression = field(default_factory=NoCompression)
+    accumulate: int = 1
 
     name: ClassVar[str] = "downpour"
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
     unit: ClassVar[str] = "round"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     led: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -128,8 +136,8 @@ class Downpour(Strategy):
             period=self.period,
             replicas=self.copies,
             slows_stale=False,
-            clip_norm=None,
             compression=self.compression,
+            accumulate=self.accumulate,
             pace=Pace(self.fetch_every, self.push_every, self.overlap),
             partitions=self.partitions,
             microbatches=self.microbatches,
@@ -138,6 +146,11 @@ class Downpour(Strategy):
             gamma=self.gamma,
             alpha=self.alpha,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if self.partitions > 1:
+            return self.plan.pipe.parallel.cannot(part, kind)
+        return CANNOT.get(part)
 
     def check(self, task: Task, workers: int | None) -> None:
         for name in (
@@ -164,6 +177,12 @@ class Downpour(Strategy):
                 f"or one at another server"
             )
         check_compression(self.compression)
+        check_accumulate(self.accumulate)
+        if self.accumulate > 1 and self.partitions > 1:
+            raise ValueError(
+                "a replica of several partitions computes its batch in microbatches: leave "
+                "accumulate out"
+            )
         check_batch_size(self.batch_size)
         self.partition.divide(self.replicas, len(task.train), task.train.labels(), task.train.keys)
         if workers is not None and workers != self.ranks:
@@ -182,8 +201,9 @@ class Downpour(Strategy):
         check_no_tables(model)
         check_compressed(self.plan, model)
         self.plan.terms(task, model)
+        check_unfreeze(task, self.plan.skips(task, model))
         together = None if self.batch_size is None else self.batch_size * self.replicas
-        check_own_batches(task, model, together, self.replicas)
+        check_own_batches(task, model, together, self.replicas, self.accumulate)
         if self.partitions > 1:
             self.plan.pipe.check(task, model)
 

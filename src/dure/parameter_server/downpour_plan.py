@@ -142,6 +142,7 @@ class DownpourPlan(Plan):
             self.batch_size,
             bulk=False,
             skips=self.skips(task, model),
+            accumulate=self.accumulate,
         )
 
     def skips(self, task: Task, model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from dure.parameter_server.scheduler import Work
 from dure.parameter_server.tables import Rows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.pieces import learn
+from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype
 
@@ -74,15 +77,17 @@ class Gradients:
         bulk: bool,
         skips: bool,
         groups: int = 1,
-        clip_norm: float | None = None,
         compressed: bool = False,
+        accumulate: int = 1,
     ) -> None:
         self.model = model
         self.seed = seed
         self.bulk = bulk
         self.compressed = compressed
         self.skips = skips
-        self.clip_norm = clip_norm
+        self.task = task
+        self.accumulate = accumulate
+        self.trimming = Trimming(task, model.named_parameters())
         trained = dense_of(model)
         self._has_sparse = bool(embeddings_of(model))
         self.flat = FlatParameters(model, trained)
@@ -94,6 +99,7 @@ class Gradients:
             for n in range(groups)
         ]
         self._names = {id(one): name for name, one in model.named_parameters()}
+        self._device = next(model.parameters()).device
         self._vectors = list(by_dtype(trained).values())
 
     @property
@@ -192,24 +198,32 @@ class Gradients:
             return Computed(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
         for parameter in self.model.parameters():
             parameter.grad = None
-        inputs, targets = self.examples.batch(part)
-        found = self.losses.mean(self.model(inputs), targets, len(part))
-        loss = float(found.loss.item())
-        if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, who, f"step {place[0] + 1}")
-        found.loss.backward()  # type: ignore[no-untyped-call]
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        found = learn(
+            self.losses,
+            part,
+            self.accumulate,
+            outputs_of=self._outputs_of,
+            backward=Tensor.backward,
+            parameters=self.model.parameters(),
+        )
+        if not math.isfinite(found.loss):
+            raise LossNotFiniteError(found.loss, who, f"step {place[0] + 1}")
+        self.trimming.at(place[0])
         for vector, room in zip(self._vectors, out, strict=True):
             self._write(vector, found.counted, room)
         return Computed(
             gradients=list(out),
             weight=1.0,
-            loss=loss,
+            loss=found.loss,
             counted=found.counted,
             examples=len(part),
             seconds=time.perf_counter() - started,
         )
+
+    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
+        inputs, targets = self.examples.batch(indices)
+        with computing(self.task, self._device):
+            return self.model(inputs), targets
 
     def _rows(self, found: Sequence[Rows | None], counted: float) -> list[Rows]:
         """The gradients of tables, by shard; of one that had none, of no row."""

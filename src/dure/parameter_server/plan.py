@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
 from dure.collectives.compression.bucket import Bucket
+from dure.contracts.learning import Part
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.strategy import World
 from dure.contracts.task import Task
@@ -35,13 +36,20 @@ from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import Table
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
+TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "unfreeze"})
+"""Of what a task may ask for, what workers of parameter servers can do."""
+
+CANNOT: Mapping[Part, str] = {
+    "ema": "the weights lie with the servers, and after a push nobody has them all"
+}
+
 
 @dataclass(frozen=True)
 class Plan:
     """How many there are of each, and how they work together.
 
     groups: the workers of each, by number. staleness, batch_size, period, replicas, slows_stale,
-    clip_norm, compression: as in `ParameterServer`.
+    compression, accumulate: as in `ParameterServer`.
     """
 
     servers: int
@@ -51,8 +59,8 @@ class Plan:
     period: int | None
     replicas: int
     slows_stale: bool
-    clip_norm: float | None
     compression: Compression
+    accumulate: int
 
     copies_field: ClassVar[str] = "replicas"
     """What users call `replicas`."""
@@ -177,8 +185,8 @@ class Plan:
             bulk=self.staleness == 0,
             skips=recipe_of(task, model).plain,
             groups=len(self.groups),
-            clip_norm=self.clip_norm,
             compressed=self.compression.compresses,
+            accumulate=self.accumulate,
         )
 
 
@@ -257,13 +265,40 @@ def check_compressed(plan: Plan, model: nn.Module) -> None:
         coding.codec(keys)
 
 
-def check_sparse(task: Task, model: nn.Module, clip_norm: float | None) -> None:
+def check_tables_whole(model: nn.Module, accumulate: int) -> None:
+    """Raises ValueError for tables, of which the rows of a whole part are asked for at once."""
+    if accumulate > 1 and embeddings_of(model):
+        raise ValueError(
+            f"accumulate is {accumulate}, but {next(iter(embeddings_of(model)))} is sparse, and a "
+            f"worker asks for the rows of its whole part at once: take accumulate=1"
+        )
+
+
+def check_unfreeze(task: Task, skips: bool) -> None:
+    """Raises ValueError where the optimizer at the servers would move what is frozen.
+
+    skips: whether it leaves alone what has a gradient of zero.
+    """
+    if task.unfreeze is not None and not skips:
+        raise ValueError(
+            "unfreeze: the optimizer at the servers moves parameters that have no gradient as "
+            "well: take SGD without momentum and weight decay"
+        )
+
+
+def check_sparse(task: Task, model: nn.Module) -> None:
     """Raises ValueError for sparse embeddings that servers cannot have as tables."""
     check_tables(task, model)
     _check_memory(model)
-    if clip_norm is not None and embeddings_of(model):
+    if task.compile and embeddings_of(model):
         raise ValueError(
-            f"clip_norm is {clip_norm}, but {next(iter(embeddings_of(model)))} is sparse, and "
+            f"{next(iter(embeddings_of(model)))} is sparse, and a worker computes with the rows "
+            f"that it was sent, which a compiled model does not see: leave compile out, or take "
+            f"sparse=False"
+        )
+    if task.clip_norm is not None and embeddings_of(model):
+        raise ValueError(
+            f"clip_norm is {task.clip_norm}, but {next(iter(embeddings_of(model)))} is sparse, and "
             f"torch takes no norms of sparse gradients: leave it out, or take sparse=False"
         )
 

@@ -30,17 +30,22 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import (
+    CANNOT,
+    TRAINS_WITH,
     Plan,
     check_compressed,
     check_compression,
     check_model,
     check_sparse,
+    check_tables_whole,
     check_under,
+    check_unfreeze,
     check_world,
     recipe_of,
 )
@@ -49,6 +54,7 @@ from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedLearner
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
+from dure.tasks.pieces import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ class ParameterServer(Strategy):
         groups: of workers, which share the weights and do not wait for each other; each goes over
             all the data, in an order of its own.
         slows_stale: an update whose gradient is n updates old counts one n-th.
-        clip_norm: the largest norm that the gradient of a push may have; by default any.
         compression: of what workers push, such as top-k:0.01.
+        accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
     servers: int = 1
@@ -78,13 +84,14 @@ class ParameterServer(Strategy):
     replicas: int = 0
     groups: int = 1
     slows_stale: bool = False
-    clip_norm: float | None = None
     compression: Compression = field(default_factory=NoCompression)
+    accumulate: int = 1
 
     name: ClassVar[str] = "parameter-server"
     kind: ClassVar[Kind] = "ranks"
     also: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
     unit: ClassVar[str] = "round"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     led: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -121,9 +128,12 @@ class ParameterServer(Strategy):
             period=self.period,
             replicas=self.replicas,
             slows_stale=self.slows_stale,
-            clip_norm=self.clip_norm,
             compression=self.compression,
+            accumulate=self.accumulate,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return CANNOT.get(part)
 
     def check(self, task: Task, workers: int | None) -> None:
         for name in ("servers", "workers", "groups"):
@@ -145,11 +155,10 @@ class ParameterServer(Strategy):
             )
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}, but a largest norm is above zero")
         if self.slows_stale and self.staleness == 0:
             raise ValueError("slows_stale is about stale gradients, and with staleness=0 none is")
         check_compression(self.compression)
+        check_accumulate(self.accumulate)
         check_joint_batch(self.batch_size, len(task.train), self.workers // self.groups)
         if workers is not None and workers != self.ranks:
             raise ValueError(
@@ -164,10 +173,12 @@ class ParameterServer(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
         check_model(model)
-        check_sparse(task, model, self.clip_norm)
+        check_sparse(task, model)
+        check_tables_whole(model, self.accumulate)
+        check_unfreeze(task, recipe_of(task, model).plain)
         check_compressed(self.plan, model)
         recipe_of(task, model)
-        check_pieces(task, model, self.batch_size, self.workers // self.groups)
+        check_pieces(task, model, self.batch_size, self.workers // self.groups, self.accumulate)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that workers do not have."""

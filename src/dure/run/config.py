@@ -19,6 +19,7 @@ from dure.errors import RunFolderError
 from dure.memory.weight_files import digest_of
 from dure.record.run import RunFolder
 from dure.run.job import Job
+from dure.run.learning import learning_of
 from dure.run.registry import encode
 
 
@@ -31,6 +32,8 @@ class AskedTask(msgspec.Struct):
     """The digest of the weights that the model began with, where they were given."""
     weights_from: str | None = None
     """Where they lay."""
+    learning: dict[str, Any] = {}
+    """How it is trained, as far as that was asked for (`dure.contracts.learning`)."""
 
 
 class Asked(msgspec.Struct):
@@ -53,6 +56,12 @@ def _weights_of(task: Task) -> dict[str, Any]:
     if task.weights is None:
         return {}
     return {"weights": digest_of(task.weights), "weights_from": str(task.weights)}
+
+
+def _learning_of(task: Task) -> dict[str, Any]:
+    """What config.json says of how it is trained; nothing where nothing is asked."""
+    asked = learning_of(task)
+    return {"learning": asked} if asked else {}
 
 
 def asked_of(folder: Path) -> Asked:
@@ -96,6 +105,7 @@ def config_of(job: Job, world: World, task: Task) -> dict[str, Any]:
             "options": dict(reference["options"]),
             "title": task.name,
             **_weights_of(task),
+            **_learning_of(task),
         },
         "strategy": encode(job.strategy),
         "world": encode(world),

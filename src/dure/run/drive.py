@@ -38,6 +38,7 @@ from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_c
 from dure.record.on_disk import TensorsOnDisk
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
+from dure.run.averaged import with_average
 from dure.run.checkpoints import Checkpoints
 from dure.run.job import Job, Outcome, Position
 from dure.run.lineage import FILE, METADATA, lineage_of, signed
@@ -73,7 +74,9 @@ def _drive(job: Job, place: Place) -> Outcome:
         if job.strategy.led and place.group.rank:
             ended = job.strategy.assist(job.task, place, job.seed)
             return Outcome({}, {}, History(), {"ended": ended})
-        learner = job.strategy.learner(job.task, place, job.seed)
+        learner = with_average(
+            job.strategy.learner(job.task, place, job.seed), job.task.ema, place.group
+        )
         if job.strategy.led:
             # What follows is the affair of this rank alone: others may be dead by then.
             place.group = place.group.alone()

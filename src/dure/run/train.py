@@ -37,6 +37,7 @@ from dure.run.drive import drive
 from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
+from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.own_data import forget, to_look_at
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
@@ -301,7 +302,7 @@ def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) ->
         if ":" in reference:
             reference = ask(reference)
     try:
-        return load_task(reference, **asked.task.options)
+        return with_learning(load_task(reference, **asked.task.options), asked.task.learning)
     except (TypeError, ValueError) as error:
         if ":" in reference:
             raise
@@ -435,6 +436,7 @@ def prepare(
         label=label,
     )
     _check_kinds(strategy, world)
+    check_can(task, strategy, world)
     check_whole(task, strategy.trains_parts, world.serves)
     asked = task
     task = to_look_at(task, strategy, world)
@@ -501,6 +503,7 @@ def _checked(
         _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
     _check_devices(strategy, world, model)
     _check_optimizers(task, model)
+    check_learned(task, model)
     check_fits(task, strategy, world, model)
     proofs = _checked_model(task, strategy, world, model, check)
     if world.leads and len(task.train):

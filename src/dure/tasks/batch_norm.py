@@ -123,12 +123,17 @@ def check_lying(
 
 
 def check_own_batches(
-    task: Task, model: nn.Module, batch_size: int | None, workers: int | None
+    task: Task, model: nn.Module, batch_size: int | None, workers: int | None, pieces: int = 1
 ) -> None:
     """Raises ValueError where workers with data of their own have one example a step or in all.
 
-    A rest of one joins the batch before it.
+    A rest of one joins the batch before it; into `pieces` it may divide so that one is alone.
     """
+    if pieces > 1 and needs_two(model, examples_for(model, task)[0], task.train.first):
+        raise ValueError(
+            f"accumulate={pieces} may leave one of a worker's own examples alone in a piece, and "
+            f"batch norm has no statistics of one example: take accumulate=1"
+        )
     ranks = workers or 1
     lies = task.train.lies
     least = len(task.train) // ranks if lies is None else min(lies)

@@ -14,6 +14,7 @@ from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
 from dure.memory.undivided import through
 from dure.tasks.modes import in_mode
+from dure.tensors.compiled import as_written
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def forward_flops(model: nn.Module, inputs: Any) -> float:
     ]
     try:
         # left_out: nothing is compiled here, so nothing has to be loaded for it.
-        with left_out(), FlopCounterMode(display=False) as counter:
+        with left_out(), as_written(model), FlopCounterMode(display=False) as counter:
             model(inputs)
     finally:
         for hook in hooks:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dure.contracts.learning import asked_of
 from dure.contracts.task import Loss, Task
 from dure.randomness.seeds import seed_generators
 
@@ -217,7 +218,11 @@ def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTas
             "neither has a loss: give it to the tail's task, to which the labels go, or to the "
             "head's together with an end"
         )
-    as_one = _same(head.optimizer, tail.optimizer) and _same(head.lr_schedule, tail.lr_schedule)
+    as_one = (
+        _same(head.optimizer, tail.optimizer)
+        and _same(head.lr_schedule, tail.lr_schedule)
+        and asked_of(head) == asked_of(tail)
+    )
     return JoinedTask(
         model=_Parts(_own(head.model, "head"), _own(tail.model, "tail"), head.end),
         loss=head.loss if head.end is not None else tail.loss,
@@ -227,6 +232,7 @@ def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTas
         metrics=head.metrics,
         name=name or head.name,
         lr_schedule=head.lr_schedule if as_one else None,
+        **(asked_of(head) if as_one else {}),
         eval_batch_size=head.eval_batch_size,
         metric_memory=head.metric_memory,
         features=head.features,
@@ -241,9 +247,9 @@ def _two_optimizers(parameters: Any) -> Optimizer:
 
 
 _TWO = (
-    "head and tail have optimizers or schedules of their own, and this system trains the model as "
-    "one: give both tasks the same optimizer and schedule, or train by split, parallel-split or "
-    "split-fed"
+    "head and tail have optimizers, schedules or fields such as clip_norm of their own, and this "
+    "system trains the model as one: give both tasks the same, or train by split, parallel-split "
+    "or split-fed"
 )
 
 

@@ -9,6 +9,8 @@ computation, and no name changes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -36,6 +38,35 @@ def under_own_names(model: nn.Module) -> nn.Module:
             if isinstance(child, wrapper) and not isinstance(place, wrapper):
                 place._modules[name] = _unwrapped(child)
     return _unwrapped(model) if isinstance(model, wrapper) else model
+
+
+def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
+    """The model, from now on called as torch's compiler has it, if `how` says so.
+
+    how: whether, or by which of its backends. What it compiles is done at the first call.
+    """
+    if how is True:
+        model.compile()
+    elif how:
+        model.compile(backend=how)
+    return model
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Inside, no module of the model is called as compiled.
+
+    For counting by a mode of torch's dispatcher: the compiler leaves alone for good what it has met
+    under one.
+    """
+    compiled = {module: module._compiled_call_impl for module in model.modules()}
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, called in compiled.items():
+            module._compiled_call_impl = called
 
 
 def _unwrapped(compiled: Any) -> nn.Module:

@@ -36,6 +36,11 @@ def by_dtype(tensors: Iterable[Kind]) -> dict[torch.dtype, list[Kind]]:
     return groups
 
 
+def trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
 def trained_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are trained, each once, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

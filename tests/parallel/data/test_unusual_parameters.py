@@ -118,8 +118,9 @@ def complex_task(dtype: torch.dtype = torch.complex64) -> dure.Task:
     ],
 )
 def test_complex_weights_walk_the_path_of_one_worker(strategy: Any, clip: float | None) -> None:
-    alone = train(complex_task(), dure.DataParallel(8, clip_norm=clip), dure.Processes(1))
-    assert largest_difference(train(complex_task(), strategy(clip_norm=clip)), alone) < 1e-5
+    task = replace(complex_task(), clip_norm=clip)
+    alone = train(task, dure.DataParallel(8), dure.Processes(1))
+    assert largest_difference(train(task, strategy()), alone) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -321,6 +322,7 @@ def test_sparse_gradients_walk_the_path_of_one_worker(
     strategy: Any, world: Any, clip: float | None
 ) -> None:
     indices = torch.randint(0, 19, (32, 5), generator=torch.Generator().manual_seed(0))
-    task = small_task(model=Bag, train=(indices, indices.sum(1) % 3), test=None)
-    single = train(task, dure.DataParallel(8, clip_norm=clip), dure.Processes(1))
-    assert largest_difference(train(task, replace(strategy, clip_norm=clip), world), single) < 1e-12
+    train_on = (indices, indices.sum(1) % 3)
+    task = small_task(model=Bag, train=train_on, test=None, clip_norm=clip)
+    single = train(task, dure.DataParallel(8), dure.Processes(1))
+    assert largest_difference(train(task, strategy, world), single) < 1e-12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -298,9 +299,9 @@ def test_outputs_that_cannot_be_put_together_are_said() -> None:
 
 
 def test_the_norm_of_gradients_is_clipped_as_by_ranks() -> None:
-    strategy = dure.DataParallel(8, clip_norm=0.1)
+    strategy = dure.DataParallel(8)
     runs = [
-        dure.train(small_task(), strategy, world, STOP, seed=5)
+        dure.train(small_task(clip_norm=0.1), strategy, world, STOP, seed=5)
         for world in (dure.Threads(2), dure.Processes(2))
     ]
     assert largest_difference(*runs) < 1e-12
@@ -314,9 +315,9 @@ def test_bf16_is_that_of_ranks() -> None:
         train=(data.inputs.float(), data.targets),
         test=None,
     )
-    strategy = dure.DataParallel(8, precision="bf16")
+    strategy = dure.DataParallel(8)
     runs = [
-        dure.train(task, strategy, world, STOP, seed=5)
+        dure.train(replace(task, precision="bf16"), strategy, world, STOP, seed=5)
         for world in (dure.Threads(2), dure.Processes(2))
     ]
     assert largest_difference(*runs) < 1e-4

@@ -51,27 +51,39 @@ def texts(count: int) -> tuple[Tensor, Tensor]:
     return characters[:, :-1].contiguous(), characters[:, 1:].contiguous()
 
 
-def task(dropout: float = 0.0, count: int = 50) -> dure.Task:
+def task(dropout: float = 0.0, count: int = 50, clip_norm: float | None = None) -> dure.Task:
     """With 48 texts all batches are of one length, which is traced once."""
     optimizer = partial(torch.optim.AdamW, lr=0.01)
     tests = texts(20 if count % BATCH else BATCH)
     return dure.Task(
-        partial(network, dropout), F.cross_entropy, texts(count), tests, optimizer, name="texts"
+        partial(network, dropout),
+        F.cross_entropy,
+        texts(count),
+        tests,
+        optimizer,
+        name="texts",
+        clip_norm=clip_norm,
     )
 
 
 def alone(
     clip_norm: float | None = None, steps: int = STEPS, count: int = 50
 ) -> tuple[dict[str, Tensor], float]:
-    strategy = dure.DataParallel(BATCH, clip_norm=clip_norm)
-    run = dure.train(task(count=count), strategy, dure.Processes(1), dure.Stop(steps=steps), seed=0)
+    strategy, stop = dure.DataParallel(BATCH), dure.Stop(steps=steps)
+    one = task(count=count, clip_norm=clip_norm)
+    run = dure.train(one, strategy, dure.Processes(1), stop, seed=0)
     return run.model.state_dict(), run.summary["test_loss"]
 
 
 def trained(
-    place: Place, strategy: Parallel, steps: int = STEPS, dropout: float = 0.0, count: int = 50
+    place: Place,
+    strategy: Parallel,
+    steps: int = STEPS,
+    dropout: float = 0.0,
+    count: int = 50,
+    clip_norm: float | None = None,
 ) -> ParallelLearner:
-    learner = ParallelLearner(task(dropout, count), place, 0, strategy)
+    learner = ParallelLearner(task(dropout, count, clip_norm), place, 0, strategy)
     go_on(learner, steps)
     return learner
 
@@ -127,10 +139,10 @@ def test_every_mesh_of_four_walks_the_path_of_one_worker():
 
 
 def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
-    strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, sequence=True, clip_norm=0.3)
+    strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, sequence=True)
 
     def program(place: Place) -> Any:
-        return trained(place, strategy).weights()
+        return trained(place, strategy, clip_norm=0.3).weights()
 
     assert distance(on_ranks(8, program, deadline=120)[0], alone(clip_norm=0.3)[0]) < 1e-10
 
@@ -176,9 +188,9 @@ def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_i
 
 
 DIVIDED = [
-    Parallel(Mesh(4, 1, 1), BATCH, 3, zero=2, clip_norm=0.3),
-    Parallel(Mesh(4, 1, 1), BATCH, 3, zero=3, clip_norm=0.3),
-    Parallel(Mesh(2, 1, 2), BATCH, 3, "gpipe", zero=3, clip_norm=0.3),
+    Parallel(Mesh(4, 1, 1), BATCH, 3, zero=2),
+    Parallel(Mesh(4, 1, 1), BATCH, 3, zero=3),
+    Parallel(Mesh(2, 1, 2), BATCH, 3, "gpipe", zero=3),
 ]
 
 
@@ -186,7 +198,7 @@ def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batch
     """49 texts: batches of 16, four for each rank in three micro-batches, and a batch of one."""
 
     def program(place: Place) -> list[Any]:
-        learners = [trained(place, strategy, 5, count=49) for strategy in DIVIDED]
+        learners = [trained(place, strategy, 5, count=49, clip_norm=0.3) for strategy in DIVIDED]
         return [(learner.evaluate()["test_loss"], learner.weights()) for learner in learners]
 
     right, loss = alone(clip_norm=0.3, steps=5, count=49)

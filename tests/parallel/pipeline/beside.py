@@ -91,8 +91,8 @@ def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Pat
                 loss = task.loss(model(inputs), targets) * (len(piece) / len(indices))
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses[-1] += float(loss.detach())
-        if strategy.clip_norm is not None:
-            nn.utils.clip_grad_norm_(trained, strategy.clip_norm)
+        if task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(trained, task.clip_norm)
         optimizer.step()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     state = {**model.state_dict(), **dict(model.named_buffers())}

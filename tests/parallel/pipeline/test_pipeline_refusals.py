@@ -71,7 +71,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no stages": (Pipeline(8, schedule="interleaved", stages_per_rank=0), "stages_per_rank is 0"),
     "stages that 1f1b has not": (Pipeline(8, stages_per_rank=2), "1f1b has one stage a rank"),
     "a balance that is not there": (Pipeline(8, balance="speed"), "there is no balance 'speed'"),  # type: ignore[arg-type]
-    "a norm of zero": (Pipeline(8, clip_norm=0.0), "clip_norm is 0.0"),
     "no batch": (Pipeline(0), "batch_size is 0"),
     "a module that is not there": (
         Pipeline(8, cut=("layer",)),

@@ -144,9 +144,9 @@ def test_without_a_plan_the_text_says_so() -> None:
     assert encode(dure.TensorParallel())["plan"] == "ready"
     plan = TensorPlan({"up": Column(blocks=[4, 8], unit=2), "down": Row()})  # type: ignore[arg-type]
     read = parse_strategy(
-        "tensor-parallel,plan=up=Column(blocks=(4, 8),unit=2);down=Row,clip_norm=1.0"
+        "tensor-parallel,plan=up=Column(blocks=(4, 8),unit=2);down=Row,batch_size=7"
     )
-    assert read == dure.TensorParallel(plan=plan, clip_norm=1.0)
+    assert read == dure.TensorParallel(plan=plan, batch_size=7)
     assert dure.TensorParallel(plan=None).plan == TensorPlan()  # type: ignore[arg-type]
 
 

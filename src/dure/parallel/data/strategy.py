@@ -17,7 +17,8 @@ a step has no other message. It carries what all ranks have to agree on anyway:
     used      of each parameter  how many ranks have a gradient of it
 
 With `accumulate` = k each rank computes its part in k pieces, one after another, and sums once:
-less memory, the same gradient. Clipping is by the norm of the joint gradient, which all ranks have.
+less memory, the same gradient. Clipping (`Task.clip_norm`) is by the norm of the joint gradient,
+which all ranks have.
 
 Buffers such as batch-norm statistics are rank 0's, as in torch's DistributedDataParallel: those
 that rank 0's forward has changed are broadcast after backward. Batch norm sees the rank's own part,
@@ -35,19 +36,17 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.compression import parse as parse_compression
 from dure.collectives.tail import Field, Numbers, common_start, each, summed, times
+from dure.contracts.learning import ALL, Part
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
 from dure.contracts.task import Task
@@ -60,8 +59,8 @@ from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
 from dure.parallel.first_weights import share_weights
-from dure.parallel.local.replicas import ReplicasLearner
-from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.local.replicas import COMPILES_ALONE, ReplicasLearner
+from dure.parallel.local.single import SingleLearner, check_private
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
 from dure.parallel.recomputing import (
     NO_RECOMPUTE,
@@ -77,13 +76,11 @@ from dure.privacy.per_example.refused import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.backward import backward_from
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Precision = Literal["full", "bf16"]
-
 
 OFFLOADED = ("optimizer", "parameters", "activations")
 """What ranks that send gradients can offload: those leave from buffers in memory."""
@@ -104,8 +101,6 @@ class DataParallel(Strategy):
             (split-phase), or run after it; auto chooses.
         compression: what travels in place of gradients, such as top-k:0.01 or power-sgd:2.
         accumulate: pieces in which a worker computes its part of a batch, one after another.
-        clip_norm: the largest norm that a step's gradient may have; by default any.
-        precision: full, or bf16: forward and backward under autocast, weights and sums as they are.
         privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
             example's gradient, and the noise multiplier; none by default.
         epsilon: the budget of differential privacy: the run ends before it tells more. Where the
@@ -126,8 +121,6 @@ class DataParallel(Strategy):
     overlap: Overlap = "auto"
     compression: Compression = NO_COMPRESSION
     accumulate: int = 1
-    clip_norm: float | None = None
-    precision: Precision = "full"
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
@@ -141,6 +134,7 @@ class DataParallel(Strategy):
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -204,9 +198,7 @@ class DataParallel(Strategy):
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
         self.how()
-        check_gradient(self.accumulate, self.clip_norm)
-        if self.precision not in ("full", "bf16"):
-            raise ValueError(f"there is no precision {self.precision!r}: it is full or bf16")
+        check_accumulate(self.accumulate)
         if self.privacy is not None:
             self._check_private(task)
         check_offload(
@@ -233,11 +225,7 @@ class DataParallel(Strategy):
                 f"dp-sgd: the compression {self.compression} is done before noise is added, and "
                 f"what it does to a sum is not bounded: leave it out"
             )
-        if self.precision != "full":
-            raise ValueError(
-                f"dp-sgd: with the precision {self.precision} norms have three digits, and do not "
-                f"bound what an example says: take full"
-            )
+        check_private(task)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a model that replicas cannot train."""
@@ -274,16 +262,14 @@ class DataParallel(Strategy):
                     f"Processes"
                 )
 
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "compile" and kind == "threads":
+            return COMPILES_ALONE
+        return super().cannot(part, kind)
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":
-            return ReplicasLearner(
-                task,
-                place,
-                seed,
-                self.batch_size,
-                clip_norm=self.clip_norm,
-                precision=self.precision,
-            )
+            return ReplicasLearner(task, place, seed, self.batch_size)
         return DataParallelLearner(task, place, seed, self)
 
 
@@ -330,9 +316,6 @@ class DataParallelLearner(SingleLearner):
         # Compressors remember what this rank has not sent: then a checkpoint has a part of each
         # rank.
         self.parted = how.compresses
-        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if strategy.precision == "bf16":
-            self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16)
         self.started = common_start(self.group, place.clock_offset)
         self._loss = 0.0
         self._counted = 0.0
@@ -372,8 +355,6 @@ class DataParallelLearner(SingleLearner):
             return self._noised(self.private, sum(heard["loss"]), indices, int(heard["wish"][0]))
         gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        if self.strategy.clip_norm is not None:
-            self._clip(self.strategy.clip_norm)
         return Progress(mean, len(indices), int(heard["wish"][0]))
 
     def backward(self, piece: Tensor, batch: Tensor) -> None:
@@ -388,7 +369,7 @@ class DataParallelLearner(SingleLearner):
             self._clipped_backward(self.private, inputs, targets)
             return
         share = self.losses.share(piece, batch)
-        with self.autocast(), self.offloaded.saving(inputs, targets):
+        with self.computing(), self.offloaded.saving(inputs, targets):
             loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
         # on a GPU this waits for forward, so that the times of forward and backward are their own
         self._loss += float(loss.item())
@@ -428,10 +409,7 @@ class DataParallelLearner(SingleLearner):
             zeros if parameter.grad is None else parameter.grad
             for parameter, zeros in zip(private.parameters, none, strict=True)
         ]
-        progress = self.noised(private, sums, loss, indices, wish)
-        if self.strategy.clip_norm is not None:
-            self._clip(self.strategy.clip_norm)
-        return progress
+        return self.noised(private, sums, loss, indices, wish)
 
     def part(self) -> dict[str, Any]:
         """What compressors remember of what they have not sent."""
@@ -492,12 +470,6 @@ class DataParallelLearner(SingleLearner):
     def backward_begins(self) -> None:
         """`backward` says so itself."""
         self.reducer.begin()
-
-    def _clip(self, norm: float) -> None:
-        started = time.perf_counter()
-        # All ranks have the same sums, and so the same norm: nothing is sent.
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-        self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "order": self.reducer.order}

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
+from dure.contracts.learning import ALL, Part
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import (
     Kind,
@@ -50,7 +51,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_cpu, to_device
-from dure.parallel.local.replicas import refresh, replica
+from dure.parallel.local.replicas import COMPILES_ALONE, refresh, replica
 from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import Team, team_at
 from dure.randomness.seeds import seed_generators
@@ -58,6 +59,8 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.pieces import check_accumulate, learn
+from dure.tasks.trimming import Trimming
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.optimizer_state import load_optimizer
 
@@ -73,15 +76,18 @@ class Hogwild(Strategy):
         batch_size: examples of a worker's step; None is all the data in every step.
         period: steps, of all workers together, until they meet to be evaluated or saved; None is an
             epoch.
+        accumulate: pieces in which a worker computes a batch, one after another.
     """
 
     batch_size: int | None = 64
     period: int | None = None
+    accumulate: int = 1
 
     name: ClassVar[str] = "hogwild"
     kind: ClassVar[Kind] = "threads"
     also: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
     unit: ClassVar[str] = "round"
+    trains_with: ClassVar[frozenset[Part]] = ALL
 
     @property
     def deterministic(self) -> bool:
@@ -93,12 +99,23 @@ class Hogwild(Strategy):
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
+        check_accumulate(self.accumulate)
         if self.period is not None and self.period < 1:
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for batches that the model cannot train on."""
-        check_pieces(task, model, self.batch_size, 1)
+        check_pieces(task, model, self.batch_size, 1, self.accumulate)
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "compile" and kind == "threads":
+            return COMPILES_ALONE
+        if part == "ema" and kind == "ranks":
+            return (
+                "its processes have the weights in one memory, and each would put its average "
+                "there: take threads"
+            )
+        return super().cannot(part, kind)
 
     def check_in(self, world: World) -> None:
         """Raises ValueError for several devices."""
@@ -139,6 +156,7 @@ class Hog:
         else:
             self.optimizer = learner.task.optimizer(model.parameters())
         self.rates = Rates(self.optimizer, learner.task.lr_schedule)
+        self.trimming = Trimming(learner.task, model.named_parameters())
         self.batches = Batches(
             len(learner.train_examples),
             learner.strategy.batch_size,
@@ -173,16 +191,27 @@ class Hog:
             # Threads share the generators: only a worker alone in its process can seed them.
             draws = learner.train_examples.draws
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
-        inputs, targets = to_device(learner.train_examples.batch(indices), learner.device)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, counted = learner.losses.mean(self.model(inputs), targets, len(indices))
-        value = float(loss.item())
+        value, counted = learn(
+            learner.losses,
+            indices,
+            learner.strategy.accumulate,
+            outputs_of=self._outputs_of,
+            backward=Tensor.backward,
+            parameters=self.model.parameters(),
+        )
         if not math.isfinite(value):
             raise LossNotFiniteError(value, self.meter.name, f"step {step + 1}", intact=False)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.trimming.at(step)
         self.rates.at(step)
         self.optimizer.step()
         return Ran(value * counted, counted, len(indices))
+
+    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
+        learner = self.learner
+        inputs, targets = to_device(learner.train_examples.batch(indices), learner.device)
+        with learner.computing():
+            return self.model(inputs), targets
 
 
 class HogwildLearner(SingleLearner):

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dure.contracts.learning import ALL, Part
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_batch_size
@@ -55,6 +56,7 @@ from dure.parallel.local.chain import (
     writers,
 )
 from dure.parallel.local.draws import Draws
+from dure.parallel.local.replicas import COMPILES_ALONE
 from dure.parallel.local.single import SingleLearner
 from dure.parallel.local.team import AbandonedError, TimeSheet, team_at
 from dure.randomness.seeds import derive
@@ -63,6 +65,7 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.trimming import computing
 
 Value = TypeVar("Value")
 
@@ -87,6 +90,10 @@ class LayersPerCore(Strategy):
     name: ClassVar[str] = "layers-per-core"
     kind: ClassVar[Kind] = "threads"
     unit: ClassVar[str] = "step"
+    trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return COMPILES_ALONE if part == "compile" else super().cannot(part, kind)
 
     @property
     def label(self) -> str:
@@ -325,7 +332,7 @@ class PipelineLearner(SingleLearner):
         leaves = parts.detached(belt.taken(belt.forwards[stage]))
 
         def compute() -> Any:
-            with draw:
+            with draw, computing(self.task, self.chain.devices[stage]):
                 return self.chain.stage(stage, to_device(leaves, self.chain.devices[stage]))
 
         outputs = work.timed(f"forward of micro-batch {number}", compute)
@@ -338,9 +345,11 @@ class PipelineLearner(SingleLearner):
     def _loss(self, outputs: list[Any], sizes: list[int], targets: Any, work: Work) -> list[Any]:
         """The loss of the joint batch; the gradients of each micro-batch's outputs."""
         leaves = [parts.detached(one) for one in outputs]
-        outcome = self.losses.mean(
-            parts.joined(leaves, sizes), to_device(targets, self.chain.devices[-1]), sum(sizes)
-        )
+        device = self.chain.devices[-1]
+        with computing(self.task, device):
+            outcome = self.losses.mean(
+                parts.joined(leaves, sizes), to_device(targets, device), sum(sizes)
+            )
         loss = float(outcome.loss.item())
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")

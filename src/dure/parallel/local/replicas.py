@@ -33,8 +33,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,6 @@ from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.parallel.alike import Still
-from dure.parallel.gradients import as_dense
 from dure.parallel.local import parts
 from dure.parallel.local.chain import copied
 from dure.parallel.local.draws import Draws
@@ -55,6 +54,9 @@ from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import Computed
 from dure.tensors.buffers import common
+
+COMPILES_ALONE = "torch's compiler works for one thread of a process, and here several compute"
+"""Why systems of threads compile nothing."""
 
 
 def handed_over(inputs: int, outputs: int, parameters: int, workers: int) -> tuple[int, int]:
@@ -100,12 +102,8 @@ class ReplicasLearner(SingleLearner):
         place: Place,
         seed: int,
         batch_size: int | None,
-        clip_norm: float | None = None,
-        precision: Literal["full", "bf16"] = "full",
     ) -> None:
         super().__init__(task, place, seed, batch_size)
-        self.clip_norm = clip_norm
-        self.precision = precision
         self.where = "master"
         # the most examples that one worker gets
         self.share = -(-self.batches.batch_size // len(place.devices))
@@ -142,10 +140,9 @@ class ReplicasLearner(SingleLearner):
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
         self.still.begin()
-        mixed = self.precision == "bf16"
         # around forward and loss, as autograd follows what they did; workers take it over
         # (`Team.each`)
-        with torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
+        with self.computing():
             # Forward may be done twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
             self.still.end()
@@ -222,14 +219,6 @@ class ReplicasLearner(SingleLearner):
                     # dropped at once: by the next step it would only hold memory
                     mine.grad = None
         self._moved("reduce", started)
-        if self.clip_norm is not None:
-            started = time.perf_counter()
-            for weight in self.model.parameters():
-                if weight.grad is not None and weight.grad.is_sparse:
-                    # torch takes no norms of sparse gradients.
-                    weight.grad = as_dense(weight.grad)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-            self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
 
     def _to(self, worker: Worker, nbytes: int) -> None:
         self.group.meter.sent(nbytes)

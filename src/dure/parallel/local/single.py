@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from dure.contracts.learning import ALL, Part
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, examples_for
@@ -58,21 +60,14 @@ from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.pieces import check_accumulate
+from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.flat import trained_in
 from dure.tensors.optimizer_state import forget, load_optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def check_gradient(accumulate: int, clip_norm: float | None) -> None:
-    """Raises ValueError for a number of pieces or a largest norm that no gradient can have."""
-    if accumulate < 1:
-        raise ValueError(
-            f"accumulate is {accumulate}, but a part is computed in at least one piece"
-        )
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm is {clip_norm}, but a largest norm is above zero")
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,8 @@ class SingleWorker(Strategy):
         device: where it computes: cpu, cuda, or cuda:1.
         loaders: how many threads read batches ahead, or processes where the dataset has
             transforms; with 0 each batch is read when it is needed.
+        accumulate: pieces in which a batch is computed, one after another: less memory, the same
+            gradient.
         privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
             example's gradient, and the noise multiplier; none by default.
         epsilon: the budget of differential privacy: the run ends before it tells more. Where the
@@ -101,6 +98,7 @@ class SingleWorker(Strategy):
     batch_size: int | None = 64
     device: str = "cpu"
     loaders: int = 0
+    accumulate: int = 1
     privacy: DPSGD | None = None
     epsilon: float | None = None
     delta: float = 1e-5
@@ -113,6 +111,7 @@ class SingleWorker(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -174,6 +173,14 @@ class SingleWorker(Strategy):
         device_of(self.device)
         if self.loaders < 0:
             raise ValueError(f"{self.loaders} loaders cannot read: take 0 or more")
+        check_accumulate(self.accumulate)
+        if self.accumulate > 1 and self.loaders:
+            raise ValueError(
+                "loaders read whole batches, and accumulate computes a batch in pieces: leave one "
+                "of them out"
+            )
+        if self.privacy is not None:
+            check_private(task)
         able = PARTS if self.privacy is None else ("optimizer", "parameters")
         check_offload(
             self.offload,
@@ -186,7 +193,7 @@ class SingleWorker(Strategy):
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
 
     def _again(self, task: Task) -> Asked:
-        part = largest_piece(self.batch_size, len(task.train), 1, 1)
+        part = largest_piece(self.batch_size, len(task.train), 1, self.accumulate)
         return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
@@ -194,7 +201,7 @@ class SingleWorker(Strategy):
         if self.privacy is not None:
             check_layers(model)
         check_optimizer(self.offload, task, model)
-        check_pieces(task, model, self.batch_size, workers)
+        check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         """Tries how the gradients of single examples are clipped, where that is wanted."""
@@ -215,6 +222,21 @@ class SingleWorker(Strategy):
             wanted=self._wanted,
             offloaded=Offloaded(self.offload, self.offload_folder, place, device),
             again=self._again(task),
+            accumulate=self.accumulate,
+        )
+
+
+def check_private(task: Task) -> None:
+    """Raises ValueError for what differential privacy of examples does not go together with."""
+    if task.precision != "full":
+        raise ValueError(
+            f"dp-sgd: with the precision {task.precision} norms have three digits, and do not "
+            f"bound what an example says: take full"
+        )
+    if task.compile:
+        raise ValueError(
+            "dp-sgd: gradients of single examples are taken layer by layer, and a compiled model "
+            "has no layers: leave compile out"
         )
 
 
@@ -237,7 +259,9 @@ class SingleLearner(Learner):
         wanted: Wanted | None = None,
         offloaded: Offloaded | None = None,
         again: Asked = NOT_ASKED,
+        accumulate: int = 1,
     ) -> None:
+        self.accumulate = accumulate
         self.group = place.group
         self.seed = seed
         self.device = place.devices[0] if device is None else device
@@ -248,6 +272,7 @@ class SingleLearner(Learner):
         self.again = install(again, task, self.model, place.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
+        self.trimming = Trimming(task, self.model.named_parameters())
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches: Batches | PoissonBatches = Batches(
@@ -298,6 +323,7 @@ class SingleLearner(Learner):
             self.private.begin()
         indices = self.batches.at(self.step)
         progress = self.gradients(indices, wish)
+        self.trim()
         started = time.perf_counter()
         if self.rates is not None:
             self.rates.at(self.step)
@@ -308,6 +334,14 @@ class SingleLearner(Learner):
         self.step += 1
         return progress
 
+    def trim(self) -> None:
+        """What the task asks for of a gradient before the optimizer has it."""
+        if self.trimming.asked:
+            started = time.perf_counter()
+            # Ranks have the same sums, and so the same norm: nothing is sent.
+            self.trimming.at(self.step)
+            self.group.meter.compute("clip", started, time.perf_counter(), self.step + 1)
+
     def _seed_step(self, step: int) -> None:
         seed_generators(
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
@@ -317,28 +351,60 @@ class SingleLearner(Learner):
         """Leaves the mean gradient over the joint batch `indices` in the parameters."""
         if self.private is not None:
             return self._private_gradients(self.private, indices, wish)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.accumulate > 1:
+            return self._in_pieces(indices, wish)
         inputs, targets = self.read(indices)
         started = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.offloaded.saving(inputs, targets):
+        with self.computing(), self.offloaded.saving(inputs, targets):
             found = self.losses.mean(self.model(inputs), targets, len(indices))
+        loss = self._learned_from(found.loss, started)
+        return Progress(loss if found.counted else None, len(indices), wish)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Around forward and loss: the precision that the task asks for."""
+        return computing(self.task, self.device)
+
+    def _learned_from(self, loss: Tensor, started: float) -> float:
+        """Backward from a loss whose forward pass has begun at `started`; returns its value."""
         # on a GPU this waits for forward, so that the times of forward and backward are their own
-        loss = float(found.loss.item())
+        value = float(loss.item())
         forwarded = time.perf_counter()
-        found.loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         meter = self.group.meter
         meter.compute("forward", started, forwarded, self.step + 1)
         meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
-        if not math.isfinite(loss):
-            raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
-        return Progress(loss if found.counted else None, len(indices), wish)
+        if not math.isfinite(value):
+            raise LossNotFiniteError(value, self.where, f"step {self.step + 1}")
+        return value
+
+    def _in_pieces(self, indices: Tensor, wish: int) -> Progress:
+        """The gradient of a batch as a sum over its pieces, of which each is its share of it."""
+        loss, counted = 0.0, 0.0
+        for piece in indices.tensor_split(self.accumulate):
+            if not len(piece):
+                continue
+            inputs, targets = self.read(piece)
+            started = time.perf_counter()
+            share = self.losses.share(piece, indices)
+            with self.computing(), self.offloaded.saving(inputs, targets):
+                part, count = self.losses.part(self.model(inputs), targets, len(piece), share)
+            loss += self._learned_from(part, started)
+            counted += count
+        gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
+        mean = self.losses.settle(loss, indices, counted, gradients)
+        return Progress(mean, len(indices), wish)
 
     def _private_gradients(self, private: ExampleLevel, indices: Tensor, wish: int) -> Progress:
         sums, loss = private.nothing(), 0.0
-        if len(indices):
-            inputs, targets = self.read(indices)
+        for piece in indices.tensor_split(self.accumulate):
+            if not len(piece):
+                continue
+            inputs, targets = self.read(piece)
             started = time.perf_counter()
-            sums, loss = private.clipped(inputs, targets)
+            clipped, part = private.clipped(inputs, targets)
+            sums = clipped if self.accumulate == 1 else list(map(torch.add, sums, clipped))
+            loss += part
             self.group.meter.compute("clipped", started, time.perf_counter(), self.step + 1)
         return self.noised(private, sums, loss, indices, wish)
 
@@ -400,6 +466,9 @@ class SingleLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(self.task, self.model, self.test_examples, group=self.group, step=self.step)
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return trained_in(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:
         weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))

@@ -22,12 +22,13 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import Parallel, ParallelLearner
+from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
 from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.schedule import Schedule, is_own
@@ -49,7 +50,6 @@ class Pipeline(Strategy):
             in balance.
         balance: what is balanced: estimated or measured time, or memory.
         recompute: stages keep their inputs alone, and compute the rest again for backward.
-        clip_norm: the largest norm that a step's gradient may have; by default any.
         offload: what lies in files while it is not needed, such as optimizer,activations: of
             optimizer and activations.
         offload_folder: of these files, on a disk; by default the first of the usual ones that is.
@@ -62,13 +62,13 @@ class Pipeline(Strategy):
     cut: tuple[str, ...] | None = None
     balance: Balance = "estimated"
     recompute: bool = False
-    clip_norm: float | None = None
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
 
     name: ClassVar[str] = "pipeline"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"schedule", "stages_per_rank", "cut", "balance", "recompute"}
         | {"offload", "offload_folder"}
@@ -107,10 +107,12 @@ class Pipeline(Strategy):
             cut=self.cut,
             balance=self.balance,
             recompute=self.recompute,
-            clip_norm=self.clip_norm,
             offload=self.offload,
             offload_folder=self.offload_folder,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return cannot(part)
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)

@@ -21,12 +21,14 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 from torch import Tensor, nn
 
+from dure.contracts.learning import Part, trained_from
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.strategy import (
     Kind,
@@ -49,7 +51,6 @@ from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import ALL, Recompute
 from dure.memory.undivided import beside, through
 from dure.parallel.first_weights import share_weights
-from dure.parallel.local.single import check_gradient
 from dure.parallel.mesh.check import (
     EVALUATED,
     check_cut,
@@ -71,7 +72,7 @@ from dure.parallel.mesh.held import hold, optimizer_of
 from dure.parallel.mesh.mesh import Mesh, groups_on
 from dure.parallel.mesh.proof import prove_layers
 from dure.parallel.mesh.reading import Reading
-from dure.parallel.mesh.zero import account, zero_of
+from dure.parallel.mesh.zero import account, parts_changed, trained_parts, zero_of
 from dure.parallel.mesh.zero import check as check_zero
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.offloaded import check_optimizer as check_steps_of
@@ -113,6 +114,18 @@ from dure.tensors.optimizer_state import forget
 EVERY = (1 << 48) - 1
 """As many bits as a float64 keeps, and some less: values that the last stage may receive."""
 
+TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze"})
+"""Of what a task may ask for, what ranks of a mesh can do."""
+
+
+def cannot(part: Part) -> str | None:
+    """Why ranks of a mesh cannot do a part of learning; None if they can."""
+    if part == "precision":
+        return "its layers and stages are divided, and proved, in the precision of the weights"
+    if part == "compile":
+        return "its layers and stages are divided or traced, and called one by one"
+    return None
+
 
 @dataclasses.dataclass(frozen=True)
 class Parallel(Strategy):
@@ -137,7 +150,6 @@ class Parallel(Strategy):
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
         zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides
             the gradients too, 3 the parameters too.
-        clip_norm: the largest norm that a step's gradient may have; by default any.
         plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
             rows, columns or alternating (of a chain of linear layers), or a plan of your own.
         offload: what lies in files while it is not needed, such as optimizer,activations: of
@@ -156,7 +168,6 @@ class Parallel(Strategy):
     memory: str | None = None
     sequence: bool = False
     zero: Literal[0, 1, 2, 3] = 0
-    clip_norm: float | None = None
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
@@ -164,6 +175,7 @@ class Parallel(Strategy):
     name: ClassVar[str] = "parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}
@@ -189,6 +201,9 @@ class Parallel(Strategy):
 
     def shares(self, workers: int | None) -> Shares | None:
         return divided(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return cannot(part)
 
     def list_for(self, microbatches: int) -> Schedule:
         """The schedule for so many micro-batches. Raises ValueError if there is none."""
@@ -236,7 +251,6 @@ class Parallel(Strategy):
         if workers is not None:
             self.mesh.check(workers)
         check_joint_batch(self.batch_size, len(task.train), self.mesh.data)
-        check_gradient(1, self.clip_norm)
         if self.microbatches < 1:
             raise ValueError(
                 f"microbatches is {self.microbatches}, but a batch is one micro-batch at least"
@@ -358,6 +372,7 @@ class ParallelLearner(Learner):
     parted = True
     resizes = True
     by_parts = True
+    averages_parts = True
 
     def __init__(
         self,
@@ -416,6 +431,7 @@ class ParallelLearner(Learner):
             zero=strategy.zero,
         )
         self.held.folder = place.folder
+        self._trained_from = trained_from(task, self.held.parameters)
         self.stages = self._stages()
         self._engines: dict[int, Engine] = {}
         self._without: dict[int, list[str]] = {}
@@ -602,8 +618,9 @@ class ParallelLearner(Learner):
         self._drop_gradients(missed)
         gradients = (gradient for _, gradient in summed_gradients(held))
         mean = self.losses.settle(loss, indices, count, gradients)
-        if self.strategy.clip_norm is not None:
-            clip(held, self.strategy.clip_norm)
+        self._drop_frozen()
+        if self.task.clip_norm is not None:
+            clip(held, self.task.clip_norm)
         return mean, count, wish
 
     def gradients(self, indices: Tensor) -> tuple[float, float]:
@@ -676,6 +693,20 @@ class ParallelLearner(Learner):
         for name in self._without[missed]:
             if name in self.held.parameters:
                 self.held.parameters[name].grad = None
+
+    def _drop_frozen(self) -> None:
+        """Takes the gradients of what is not yet trained."""
+        if not self._trained_from:
+            return
+        for name, part in trained_parts(self.held).items():
+            if self.held.step < self._trained_from.get(name, 0):
+                part.grad = None
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return trained_parts(self.held)
+
+    def changing_averages(self) -> AbstractContextManager[object]:
+        return parts_changed(self.held)
 
     def evaluate(self) -> dict[str, float]:
         """The test examples, forward through the pipelines; each takes its share."""

@@ -21,13 +21,14 @@ from typing import ClassVar
 
 from torch import nn
 
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.mesh.strategy import Parallel, ParallelLearner
+from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
 from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.tensor.written_plan import TensorPlan
@@ -42,7 +43,6 @@ class TensorParallel(Strategy):
         batch_size: examples of a step; None is all the data.
         sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and
             all-gather in place of all-reduce).
-        clip_norm: the largest norm that a step's gradient may have; by default any.
         plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
             rows, columns or alternating (of a chain of linear layers), or a plan of your own.
         offload: what lies in files while it is not needed, such as optimizer,activations: of
@@ -57,7 +57,6 @@ class TensorParallel(Strategy):
 
     batch_size: int | None = 64
     sequence: bool = False
-    clip_norm: float | None = None
     plan: TensorPlan = TensorPlan()  # noqa: RUF009
     offload: Offload = NO_OFFLOAD
     offload_folder: str | None = None
@@ -67,6 +66,7 @@ class TensorParallel(Strategy):
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}
     )
@@ -92,13 +92,15 @@ class TensorParallel(Strategy):
             microbatches=1,
             schedule="naive",
             sequence=self.sequence,
-            clip_norm=self.clip_norm,
             offload=self.offload,
             offload_folder=self.offload_folder,
             plan=self.plan,
             recompute=bool(self.recompute),
             memory=self.memory,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return cannot(part)
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)

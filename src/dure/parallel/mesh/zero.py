@@ -70,6 +70,24 @@ def names_of(held: Held) -> dict[str, str]:
     return dict(zip(known, names, strict=True))
 
 
+def trained_parts(held: Held) -> dict[str, nn.Parameter]:
+    """What is updated on this rank, by the model's names: parameters, or pieces of them."""
+    if held.zero is None:
+        return held.parameters
+    names = names_of(held)
+    return {names[name]: part for name, part in held.zero.parts_by_name()}
+
+
+@contextmanager
+def parts_changed(held: Held) -> Iterator[None]:
+    """Around a change of `trained_parts`, by all ranks together; what travels is not counted."""
+    if held.zero is None:
+        yield
+        return
+    with held.zero.uncounted(), held.zero.parts_changed():
+        yield
+
+
 @contextmanager
 def whole(held: Held) -> Iterator[None]:
     """Inside, the parameters here are whole, but for their division over the tensor group."""

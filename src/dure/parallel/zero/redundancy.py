@@ -406,6 +406,15 @@ class ZeroRedundancy:
     def _parts(self) -> list[nn.Parameter]:
         return [held.part for share in self.trained for held in share.held]
 
+    def parts_by_name(self) -> list[tuple[str, nn.Parameter]]:
+        """`parts`, each with the name of the parameter whose elements they are."""
+        self.parts()
+        return [
+            (share.block.names[held.place], held.part)
+            for share in self.trained
+            for held in share.held
+        ]
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -474,6 +483,26 @@ class ZeroRedundancy:
         self._reduced = False
         self._took_part = False
         self.reducing.some_used = False
+        self._spread()
+
+    @contextmanager
+    def parts_changed(self) -> Iterator[None]:
+        """Inside, all ranks change the values of their `parts`; afterwards all have them.
+
+        As after a step of the optimizer, and with its messages. All ranks enter and leave it.
+        """
+        self.settle()
+        if self.stage < 3:
+            self._check_home()
+        self._check_unchanged()
+        self._whole.meet()  # others may still compute with what is changed now
+        try:
+            yield
+        finally:
+            self._spread()
+
+    def _spread(self) -> None:
+        """What this rank's parts are now, the others get."""
         for share in self.trained:
             share.round()
         # In common memory the next forward pass reads what other ranks have just updated.

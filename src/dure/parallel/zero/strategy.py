@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.tail import Numbers, common_start, each, summed, times
+from dure.contracts.learning import ALL, Part, trained_from
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
@@ -38,12 +40,11 @@ from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.memory.shelf import Shelf
 from dure.memory.undivided import bring
-from dure.parallel.local.single import SingleLearner, check_gradient
+from dure.parallel.local.single import SingleLearner
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
-from dure.parallel.zero.dividing import Precision
 from dure.parallel.zero.division import Stage
 from dure.parallel.zero.reducing import Rider
 from dure.parallel.zero.redundancy import ZeroRedundancy
@@ -52,8 +53,9 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.loss_shares import NOTHING, Share
+from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_apart, trained_in
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,6 @@ class ZeRO(Strategy):
         algorithm: how sums and parameters travel: native (the backend's own), ring or one_shot.
         accumulate: pieces in which a worker computes its part of a batch, one after another. From
             stage 2 on each is reduced at once, so that memory stays what it is.
-        clip_norm: the largest norm that a step's gradient may have; by default any.
-        precision: full, or bf16 to compute in bfloat16 and update in full.
         unit_size: elements that are gathered at once in stage 3; by default a million.
         prefetch: units gathered ahead in stage 3, alongside the computation; by default one, or
             none on busy cores.
@@ -87,8 +87,6 @@ class ZeRO(Strategy):
     batch_size: int | None = 64
     algorithm: Algorithm = "native"
     accumulate: int = 1
-    clip_norm: float | None = None
-    precision: Precision = "full"
     unit_size: int | None = None
     prefetch: int | None = None
     overlap_gather: bool = False
@@ -101,6 +99,7 @@ class ZeRO(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
+    trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
@@ -115,7 +114,7 @@ class ZeRO(Strategy):
 
     @property
     def label(self) -> str:
-        return f"ZeRO {self.stage}" + ("" if self.precision == "full" else f" {self.precision}")
+        return f"ZeRO {self.stage}"
 
     def holds_parts(self, workers: int | None) -> bool:
         return self.stage == 3 and workers != 1
@@ -123,11 +122,16 @@ class ZeRO(Strategy):
     def shares(self, workers: int | None) -> Shares | None:
         return divided(1, self.stage, workers or 1)
 
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "compile":
+            return "its hooks gather and reduce while the layers of the model are called one by one"
+        return super().cannot(part, kind)
+
     def check(self, task: Task, workers: int | None) -> None:
         check_joint_batch(self.batch_size, len(task.train), workers)
-        check_settings(self.stage, self.precision, self.prefetch, self.overlap_gather)
+        check_settings(self.stage, task.precision, self.prefetch, self.overlap_gather)
         check_algorithm("way to send", self.algorithm, ALGORITHMS)
-        check_gradient(self.accumulate, self.clip_norm)
+        check_accumulate(self.accumulate)
         if self.unit_size is not None and self.unit_size < 1:
             raise ValueError(f"unit_size is {self.unit_size}, but a unit has at least one element")
         check_offload(
@@ -165,6 +169,7 @@ class ZeROLearner(SingleLearner):
     """
 
     by_parts = True
+    averages_parts = True
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
         super().__init__(
@@ -184,6 +189,7 @@ class ZeROLearner(SingleLearner):
         self.strategy = strategy
         self.folder = place.folder
         check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
+        self._trained_from = trained_from(task, trained_in(self.model))
         # Computed before the model is divided: afterwards its parameters are away.
         self._flops = super().flops_per_step()
         # gradients are summed, and not averaged, since each is multiplied with its share of the
@@ -194,7 +200,7 @@ class ZeROLearner(SingleLearner):
             strategy.stage,
             self.group,
             reduce="sum",
-            precision=strategy.precision,
+            precision=task.precision,
             units=strategy.unit_size,
             prefetch=strategy.prefetch,
             algorithm=strategy.algorithm,
@@ -267,9 +273,15 @@ class ZeROLearner(SingleLearner):
             self._take_buffers(heard["changed"])
         gradients = (part.grad for part in self.zero.parts() if part.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        if self.strategy.clip_norm is not None:
-            self.zero.clip_grad_norm_(self.strategy.clip_norm)
         return Progress(mean, len(indices), int(heard["wish"][0]))
+
+    def trim(self) -> None:
+        for name, part in self.zero.parts_by_name():
+            # Whole parameters are frozen, and so are the pieces of them that are here.
+            if self.step < self._trained_from.get(name, 0):
+                part.grad = None
+        if self.task.clip_norm is not None:
+            self.zero.clip_grad_norm_(self.task.clip_norm)
 
     def backward(self, piece: Tensor, share: Share) -> None:
         """Forward and backward over a piece of the joint batch, as this share of it.
@@ -340,6 +352,15 @@ class ZeROLearner(SingleLearner):
                 step=self.step,
                 idle=idle,
             )
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return dict(self.zero.parts_by_name())
+
+    @contextmanager
+    def changing_averages(self) -> Iterator[None]:
+        # What travels for it is no training.
+        with self.zero.uncounted(), self.zero.parts_changed():
+            yield
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.zero.weights(Shelf(self.folder))

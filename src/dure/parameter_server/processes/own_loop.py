@@ -118,8 +118,8 @@ def join(
         period=None,
         replicas=replicas,
         slows_stale=slows_stale,
-        clip_norm=None,
         compression=NoCompression(),
+        accumulate=1,
     )
     with agreed(group, "the checks of the parameter server"):
         _check(plan, group, deadline)

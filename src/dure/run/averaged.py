@@ -1,0 +1,171 @@
+"""An exponential average of the weights beside those that are trained (`Task.ema`).
+
+After step t, or round t, of the learner's own counting
+
+    e_1 = w_1        e_t = d·e_(t-1) + (1 - d)·w_t
+
+as torch.optim.swa_utils.AveragedModel has it. What is evaluated, written as the model and given
+back is e; what is trained stays w, and lies in checkpoints as well, so that a resumed run goes on
+with both. Buffers, such as batch-norm statistics, are those of the model.
+
+Nothing travels: every rank takes the average of what it holds. In memory it is once more as much as
+that.
+
+Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.collectives.group import Group
+from dure.contracts.strategy import Learner, Progress
+from dure.record.meter import Meter
+from dure.record.on_disk import TensorsOnDisk
+
+STATE = "ema"
+"""What of a learner's state in a checkpoint is the average's."""
+
+
+def with_average(learner: Learner, decay: float | None, group: Group) -> Learner:
+    """The learner, with an average of its weights if there is a decay."""
+    return learner if decay is None else Averaged(learner, decay, group)
+
+
+class Averaged(Learner):
+    """A learner that is trained as ever, and shows the average of its weights."""
+
+    def __init__(self, learner: Learner, decay: float, group: Group) -> None:
+        self.learner = learner
+        self.decay = decay
+        self.group = group
+        self.taken = 0
+        """Of how many steps or rounds the average is."""
+        # Learners count in units of their own, and some of it changes: `units_per_epoch`.
+        self.unit = learner.unit
+        self.where = learner.where
+        self.parted = learner.parted
+        self.proofs = learner.proofs
+        self.elsewhere = learner.elsewhere
+        self.resizes = learner.resizes
+        self.by_parts = learner.by_parts
+        self._trained = dict(learner.averages())
+        with torch.no_grad():
+            self._average = {name: one.detach().clone() for name, one in self._trained.items()}
+
+    @property
+    def units_per_epoch(self) -> int:  # type: ignore[override]
+        return self.learner.units_per_epoch
+
+    @property
+    def examples(self) -> int | None:  # type: ignore[override]
+        return self.learner.examples
+
+    def flops_per_step(self) -> float:
+        return self.learner.flops_per_step()
+
+    def advance(self, wish: int) -> Progress:
+        progress = self.learner.advance(wish)
+        if progress.whole:
+            started = time.perf_counter()
+            self._take()
+            ended = time.perf_counter()
+            self.group.meter.compute("average", started, ended, self.taken)
+        return progress
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        self.taken += 1
+        averages = list(self._average.values())
+        trained = list(self._trained.values())
+        if self.taken == 1:
+            torch._foreach_copy_(averages, trained)
+        else:
+            torch._foreach_lerp_(averages, trained, 1 - self.decay)
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Inside, the learner's weights are the average; a tensor at a time changes places."""
+        if self.taken == 0:
+            yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        with self.learner.changing_averages():
+            for name, trained in self._trained.items():
+                kept = trained.detach().clone()
+                trained.copy_(self._average[name])
+                self._average[name].copy_(kept)
+
+    def evaluate(self) -> dict[str, float]:
+        with self._shown():
+            return self.learner.evaluate()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        with self._shown():
+            # Outside, the same memory has the trained weights again.
+            return _apart(self.learner.weights())
+
+    def state(self) -> dict[str, Any]:
+        own = {"taken": self.taken, "trained": _apart(self.learner.weights())}
+        return {**self.learner.state(), STATE: own}
+
+    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        own = state[STATE]
+        with torch.no_grad():
+            if self.learner.averages_parts:
+                # Which part of which tensor is here, the learner alone knows.
+                self.learner.restore(weights, state)
+                for name, one in self._trained.items():
+                    self._average[name].copy_(one)
+            else:
+                for name, average in self._average.items():
+                    average.copy_(weights[name])
+        self.learner.restore(own["trained"], state)
+        self.taken = own["taken"]
+
+    def meters(self) -> Sequence[Meter]:
+        return self.learner.meters()
+
+    def part(self) -> Any:
+        return self.learner.part()
+
+    def exhausted(self) -> str | None:
+        return self.learner.exhausted()
+
+    def ended(self, reason: str) -> None:
+        self.learner.ended(reason)
+
+    def rest(self) -> None:
+        self.learner.rest()
+
+    def passing_buffers(self) -> Mapping[str, Tensor]:
+        return self.learner.passing_buffers()
+
+    def saved(self) -> None:
+        self.learner.saved()
+
+    def numbers(self) -> Mapping[str, float]:
+        return self.learner.numbers()
+
+    def facts(self) -> dict[str, Any] | None:
+        return self.learner.facts()
+
+
+def _apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copies: what the learner gives may lie in the memory that it trains in, if in no file."""
+    if isinstance(weights, TensorsOnDisk):
+        return weights
+    return {name: one.detach().clone() for name, one in weights.items()}

@@ -1,0 +1,68 @@
+"""The gradient of a batch, computed in pieces: less memory, the same gradient.
+
+    g = sum over pieces of (n_piece / n)·g_piece
+
+where n is what the loss counts (`dure.tasks.loss_shares`). Batch norm sees a piece, and draws such
+as dropout's are made piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dure.tasks.loss_shares import Computed, CountedLoss
+
+
+class Learned(NamedTuple):
+    """What backward was called for. loss: the mean over what was counted."""
+
+    loss: float
+    counted: float
+
+
+def check_accumulate(accumulate: int) -> None:
+    """Raises ValueError for a number of pieces that no gradient can have."""
+    if accumulate < 1:
+        raise ValueError(
+            f"accumulate is {accumulate}, but a part is computed in at least one piece"
+        )
+
+
+def learn(
+    losses: CountedLoss,
+    indices: Tensor,
+    pieces: int,
+    *,
+    outputs_of: Callable[[Tensor], tuple[Any, Any]],
+    backward: Callable[[Tensor], None],
+    parameters: Iterable[Tensor],
+) -> Learned:
+    """Leaves the gradient of the mean loss of a batch with its parameters.
+
+    outputs_of: the model's outputs for some examples, and their targets. backward: from a loss.
+    """
+    if pieces == 1:
+        outputs, targets = outputs_of(indices)
+        found = losses.mean(outputs, targets, len(indices))
+        return _whole(found, backward)
+    loss, counted = 0.0, 0.0
+    for piece in indices.tensor_split(pieces):
+        if not len(piece):
+            continue
+        outputs, targets = outputs_of(piece)
+        found = losses.part(outputs, targets, len(piece), losses.share(piece, indices))
+        part = _whole(found, backward)
+        loss += part.loss
+        counted += part.counted
+    gradients = (one.grad for one in parameters if one.grad is not None)
+    mean = losses.settle(loss, indices, counted, gradients)
+    return Learned(0.0 if mean is None else mean, counted)
+
+
+def _whole(found: Computed, backward: Callable[[Tensor], None]) -> Learned:
+    value = float(found.loss.item())
+    backward(found.loss)
+    return Learned(value, found.counted)
