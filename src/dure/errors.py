@@ -61,6 +61,10 @@ class DureError(Exception):
     exit_code = 1
 
 
+class StopRun(Exception):  # noqa: N818 - it says what is to be done, and nothing has gone wrong
+    """Raised by a callback: the run is to end as at a limit, with all that it has learned."""
+
+
 def travels(error: DureError) -> bool:
     """Whether a process of the same program makes the same error of its pickle.
 

@@ -34,12 +34,14 @@ from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
+from dure.run.early import check_early
 from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.own_data import forget, to_look_at
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
+from dure.run.validation import check_validation, with_validation
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole, parts_of
@@ -302,7 +304,10 @@ def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) ->
         if ":" in reference:
             reference = ask(reference)
     try:
-        return with_learning(load_task(reference, **asked.task.options), asked.task.learning)
+        task = with_learning(load_task(reference, **asked.task.options), asked.task.learning)
+        if asked.task.validation is not None:
+            task = dataclasses.replace(task, validation=asked.task.validation)
+        return task
     except (TypeError, ValueError) as error:
         if ":" in reference:
             raise
@@ -402,7 +407,7 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     with exit_is_a_failure("the task", "making the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
-    return Run(model, outcome.history, outcome.summary, job.folder)
+    return Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
 
 
 # The checks run the user's own code: the model, its data, perhaps a loss.
@@ -438,8 +443,9 @@ def prepare(
     _check_kinds(strategy, world)
     check_can(task, strategy, world)
     check_whole(task, strategy.trains_parts, world.serves)
+    check_validation(task, strategy, world)
     asked = task
-    task = to_look_at(task, strategy, world)
+    task = with_validation(to_look_at(task, strategy, world), seed)
     has_data = len(task.train) > 0
     if not has_data and not world.serves:
         raise ValueError(
@@ -482,7 +488,8 @@ def prepare(
         checkpoint_every=checkpoint_every,
         check=check,
         proofs=(*_told_of_files(divided), *proofs),
-        fresh=FreshModel(task, seed, model, keep, divided),
+        # Which makes models alone: the examples that were looked at need not travel with it.
+        fresh=FreshModel(asked, seed, model, keep, divided),
     )
     return job, config_of(job, world, task)
 
@@ -499,8 +506,10 @@ def _checked(
     """What was tried of the model. Raises ValueError where it does not fit what is asked."""
     # What a single worker has, it neither adds to that of others nor sends.
     check_supported(model, sent=not strategy.alone)
+    measured = strategy.measures(task, model, world.conditions)
     if stop.target:
-        _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
+        _check_target(stop, measured, world.serves)
+    check_early(task, stop, measured)
     _check_devices(strategy, world, model)
     _check_optimizers(task, model)
     check_learned(task, model)
