@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dure.contracts.task import Task as Task
     from dure.contracts.task import accuracy as accuracy
     from dure.data.examples import Examples as Examples
+    from dure.errors import StopRun as StopRun
     from dure.data.partition import IID as IID
     from dure.data.partition import Dirichlet as Dirichlet
     from dure.data.partition import LabelShards as LabelShards
@@ -133,6 +134,7 @@ _WHERE = {
     "load_run": "dure.record.run",
     "write_report": "dure.report",
     "Stop": "dure.contracts.stop",
+    "StopRun": "dure.errors",
     "SumMetric": "dure.contracts.metric",
     "Strategy": "dure.contracts.strategy",
     "World": "dure.contracts.strategy",

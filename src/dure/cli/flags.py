@@ -192,6 +192,7 @@ class TrainOptions:
             Hugging Face's save_pretrained, or of a run.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -202,6 +203,7 @@ class TrainOptions:
     label: str | None = None
     weights: Path | None = None
     check: bool = True
+    track: str | None = None
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:
@@ -210,7 +212,7 @@ class TrainOptions:
 
     def of_train(self) -> dict[str, Any]:
         """Those that `dure.train` takes by the same names, but for the folder."""
-        names = ("seed", "evaluate_every", "checkpoint_every", "label", "check")
+        names = ("seed", "evaluate_every", "checkpoint_every", "label", "check", "track")
         return {name: getattr(self, name) for name in names}
 
 
@@ -228,6 +230,7 @@ class ResumeOptions:
         weights: where those lie that the run began with, if they are elsewhere by now.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -238,6 +241,7 @@ class ResumeOptions:
     rules: tuple[str, ...] = ()
     weights: Path | None = None
     check: bool = True
+    track: str | None = None
     json: bool = False
 
 
@@ -255,6 +259,7 @@ class CompareOptions:
             Hugging Face's save_pretrained, or of a run.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
         json: print the summaries as JSON on standard output, and no progress.
     """
 
@@ -264,6 +269,7 @@ class CompareOptions:
     evaluate_every: int | None = None
     weights: Path | None = None
     check: bool = True
+    track: str | None = None
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:

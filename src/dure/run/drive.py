@@ -418,7 +418,7 @@ class Driver:
         if not self.leads or not self.job.told:
             return
         content = History.encode(record)
-        about = {"unit": self.learner.unit, "step": self.position.step, "record": content}
+        about = {"counts": self.learner.unit, "step": self.position.step, "record": content}
         try:
             self.place.report(about)
         except StopRun:

@@ -32,6 +32,7 @@ from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
 from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
+from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
 from dure.run.early import check_early
@@ -41,6 +42,7 @@ from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.own_data import forget, to_look_at
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
+from dure.run.track import tracker
 from dure.run.validation import check_validation, with_validation
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
@@ -72,6 +74,8 @@ def train(
     checkpoint_every: int | None = None,
     label: str | None = None,
     check: bool = True,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Trains `task` by `strategy` in `world` until `stop`.
@@ -91,6 +95,11 @@ def train(
     check: try, before the first step and on one micro-batch, what a strategy believes about the
         model: that a traced program, or layers that a plan divides, compute what the model
         computes. False trusts them.
+    callbacks: objects with any of the methods on_begin, on_step, on_round, on_evaluation, on_end and
+        on_failure, called in this process (`dure.run.callbacks`); one that raises `dure.StopRun`
+        ends the run.
+    track: where the run is told of besides: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT
+        (`dure.run.track`).
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
         seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
         step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
@@ -105,6 +114,7 @@ def train(
     stop = stop if stop is not None else Stop(epochs=10)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
+    hearing = heard(callbacks, track)
     job, config = prepare(
         task,
         strategy,
@@ -130,6 +140,7 @@ def train(
         dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic, config=config),
         world,
         on_progress,
+        hearing,
     )
 
 
@@ -164,12 +175,14 @@ def resume(
     weights: str | Path | None = None,
     stop: Stop | None = None,
     check: bool = True,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
 
     The result has the same bits as if the run had never been interrupted. stop: new limits, to
-    train an ended run further. check: as in `train`.
+    train an ended run further. check, callbacks, track: as in `train`.
 
     A folder is data. Where the run's task, strategy, world or rules are a user's own, config.json
     says in which file or module they are. Those are imported only if the run was begun on this
@@ -192,6 +205,7 @@ def resume(
     check_path("folder", folder)
     check_path("weights", weights, optional=True)
     check_function("on_progress", on_progress)
+    hearing = heard(callbacks, track)
     path = Path(folder)
     config = RunFolder.open(path).read_json("config.json")
     asked = asked_in(path, config)
@@ -234,7 +248,7 @@ def resume(
     job = dataclasses.replace(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
     )
-    return run_job(job, world, on_progress)
+    return run_job(job, world, on_progress, hearing)
 
 
 def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | None) -> Task:
@@ -382,7 +396,34 @@ def _note(
         )
 
 
-def run_job(job: Job, world: World, on_progress: Progress) -> Run:
+def heard(callbacks: Sequence[Any], track: str | None) -> list[Any]:
+    """All callbacks of a run. Raises ValueError for what is none, and for a tracker that is missing.
+    """
+    check_callbacks(callbacks)
+    return [*callbacks, *([] if track is None else [tracker(track)])]
+
+
+def run_job(
+    job: Job, world: World, on_progress: Progress, callbacks: Sequence[Any] = ()
+) -> Run:
+    """Does a prepared job, of which callbacks hear in this process.
+
+    Raises what the run raises, and CallbackFailedError, after it, where a callback has failed.
+    """
+    if not callbacks or not world.leads:
+        return _done(job, world, on_progress)
+    called = Callbacks(callbacks, on_progress)
+    called.begin(job.config)
+    try:
+        run = _done(dataclasses.replace(job, told=True), world, called)
+    except BaseException as error:
+        called.fail(error)
+        raise
+    called.end(run)
+    return run
+
+
+def _done(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already.
 
     Raises ValueError for a simulation that is to keep updates, and has no folder for them.
