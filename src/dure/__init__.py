@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from dure.contracts.task import Task as Task
     from dure.contracts.task import accuracy as accuracy
     from dure.data.examples import Examples as Examples
-    from dure.errors import StopRun as StopRun
     from dure.data.partition import IID as IID
     from dure.data.partition import Dirichlet as Dirichlet
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
     from dure.data.shards import Shards as Shards
+    from dure.errors import StopRun as StopRun
     from dure.federated.algorithms.byzantine import ByzantineGD as ByzantineGD
     from dure.federated.algorithms.ditto import Ditto as Ditto
     from dure.federated.algorithms.fed_async import FedAsync as FedAsync

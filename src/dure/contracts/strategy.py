@@ -62,7 +62,8 @@ CALLBACK = 16
 
 STOP: to end. CHECKPOINT: to write a checkpoint. INTERRUPT, with STOP: to end because the user, or
 the launcher, asked for it. SPENT, with STOP: to end because clients have used up what they may
-transfer; a server says it. CALLBACK, with STOP: to end because a callback asked for it. All ranks hear of them in the same step, and do the same after it.
+transfer; a server says it. CALLBACK, with STOP: to end because a callback asked for it. All ranks
+hear of them in the same step, and do the same after it.
 """
 
 

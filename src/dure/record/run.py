@@ -31,7 +31,7 @@ from dure.record.checkpoint import (
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.lock import Lock
-from dure.record.on_disk import Leaf, TensorsOnDisk
+from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.seal import Seal, checksum, checksum_of, sha256
 from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
@@ -455,8 +455,8 @@ class Run:
     """A Task under a Strategy in a World, done.
 
     model: the trained model. history: every step and evaluation. summary: the result in one
-    mapping. folder: where it all lies, None if the run was not given `out`. best_weights: of the best
-    model, where no folder has them.
+    mapping. folder: where it all lies, None if the run was not given `out`. best_weights: of the
+    best model, where no folder has them.
     """
 
     model: nn.Module
@@ -479,7 +479,8 @@ class Run:
             return None
         twin = copy.deepcopy(self.model)
         try:
-            load_weights(twin, weights, self.summary.get("weights_elsewhere", ()))
+            tensors = {name: in_memory(one) for name, one in weights.items()}
+            load_weights(twin, tensors, self.summary.get("weights_elsewhere", ()))
         except (OSError, RuntimeError, *UNREADABLE) as error:
             raise RunFolderError(f"cannot load the best model: {described(error)}") from error
         return twin

@@ -132,9 +132,7 @@ def compare(
         if path is not None and leads:
             RunFolder.create(path, {**config, "label": label})
             begun_here(path, job.task, job.strategy, world)
-        job = dataclasses.replace(
-            job, label=label, folder=path, config={**config, "label": label}
-        )
+        job = dataclasses.replace(job, label=label, folder=path, config={**config, "label": label})
         hearing = heard(callbacks, track)
         if _run(job, world, functools.partial(on_progress, label), hearing, done) == "interrupt":
             break  # Ctrl-C is meant for the whole comparison

@@ -401,9 +401,7 @@ class Driver:
         """Keeps the model if it is the best one so far. All ranks come to the same result."""
         position = self.position
         before = position.best
-        position.best = early.after(
-            before, self.job.stop, monitor, position.step, position.metrics
-        )
+        position.best = early.after(before, self.job.stop, monitor, position.step, position.metrics)
         if before is not None and position.best.step == before.step:
             return
         # On every rank: a model that is divided is put together here.

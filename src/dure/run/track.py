@@ -1,8 +1,8 @@
 """Trackers: a run is told of to TensorBoard, MLflow or Weights & Biases as well.
 
-    tensorboard:FOLDER    event files in FOLDER/<label>-<run>           pip install 'dure[tensorboard]'
-    mlflow:URI            a run in the experiment named as the task     pip install 'dure[mlflow]'
-    wandb:PROJECT         a run of the project                          pip install 'dure[wandb]'
+    tensorboard:FOLDER    event files in FOLDER/<label>-<run>         `dure[tensorboard]`
+    mlflow:URI            a run in the experiment named as the task   `dure[mlflow]`
+    wandb:PROJECT         a run of the project                        `dure[wandb]`
 
 URI is a server, such as http://localhost:5000, a database, or a folder. Weights & Biases goes by
 its own settings: WANDB_MODE=offline needs neither network nor account.
@@ -53,9 +53,7 @@ class Tracker:
         counted = {
             name: float(getattr(evaluation, name)) for name in ("epoch", "seconds", "bytes_sent")
         }
-        self.write(
-            evaluation.step, {**evaluation.metrics, **(evaluation.numbers or {}), **counted}
-        )
+        self.write(evaluation.step, {**evaluation.metrics, **(evaluation.numbers or {}), **counted})
 
     def on_end(self, run: Run) -> None:
         self.close("done", run)
@@ -92,7 +90,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self.where) / f"{_file_name(str(config['label']))}-{config['run']}"
-        self.writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(folder))
         rows = [f"| {name} | {value} |" for name, value in settings(config).items()]
         table = "\n".join(["| setting | value |", "| --- | --- |", *rows])
         self.writer.add_text("settings", table)
@@ -215,8 +213,8 @@ def tracker(text: str) -> Tracker:
     name, _, where = text.partition(":")
     if name not in _TRACKERS:
         raise ValueError(
-            f"track is {text!r}, and there is no tracker {name!r}{suggestion(name, _TRACKERS)}: it "
-            f"is tensorboard:FOLDER, mlflow:URI or wandb:PROJECT"
+            f"track is {text!r}, and not tensorboard:FOLDER, mlflow:URI or wandb:PROJECT"
+            f"{suggestion(name, _TRACKERS)}"
         )
     if not where:
         what = {"tensorboard": "FOLDER", "mlflow": "URI", "wandb": "PROJECT"}[name]

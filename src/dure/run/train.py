@@ -95,9 +95,9 @@ def train(
     check: try, before the first step and on one micro-batch, what a strategy believes about the
         model: that a traced program, or layers that a plan divides, compute what the model
         computes. False trusts them.
-    callbacks: objects with any of the methods on_begin, on_step, on_round, on_evaluation, on_end and
-        on_failure, called in this process (`dure.run.callbacks`); one that raises `dure.StopRun`
-        ends the run.
+    callbacks: objects with any of the methods on_begin, on_step, on_round, on_evaluation, on_end
+        and on_failure, called in this process (`dure.run.callbacks`); one that raises
+        `dure.StopRun` ends the run.
     track: where the run is told of besides: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT
         (`dure.run.track`).
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
@@ -397,15 +397,12 @@ def _note(
 
 
 def heard(callbacks: Sequence[Any], track: str | None) -> list[Any]:
-    """All callbacks of a run. Raises ValueError for what is none, and for a tracker that is missing.
-    """
+    """All callbacks of a run. Raises ValueError for what is none, or a missing tracker."""
     check_callbacks(callbacks)
     return [*callbacks, *([] if track is None else [tracker(track)])]
 
 
-def run_job(
-    job: Job, world: World, on_progress: Progress, callbacks: Sequence[Any] = ()
-) -> Run:
+def run_job(job: Job, world: World, on_progress: Progress, callbacks: Sequence[Any] = ()) -> Run:
     """Does a prepared job, of which callbacks hear in this process.
 
     Raises what the run raises, and CallbackFailedError, after it, where a callback has failed.

@@ -2,8 +2,8 @@
 
 Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor
 of a parcel), `outlives`, `error`, `done`. It is told its `Seat` first, later perhaps `interrupt`,
-`go on` or `stop` after an event of which callbacks hear, and at last `end`. It leaves when the parent says so or is gone, so that no rank closes connections
-that others still read from.
+`go on` or `stop` after an event of which callbacks hear, and at last `end`. It leaves when the
+parent says so or is gone, so that no rank closes connections that others still read from.
 """
 
 from __future__ import annotations
