@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +164,9 @@ class MLflow(Tracker):
         self._flush()
         for file in _files(run):
             self.client.log_artifact(self.run, str(file))
-        self.client.set_terminated(self.run, "FINISHED" if how == "done" else "FAILED")
+        # It prints where the run is to be seen; standard output is the command line's, for JSON.
+        with redirect_stdout(sys.stderr):
+            self.client.set_terminated(self.run, "FINISHED" if how == "done" else "FAILED")
 
 
 class WandB(Tracker):
