@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
     from dure.data.shards import Shards as Shards
+    from dure.errors import StopRun as StopRun
     from dure.federated.algorithms.byzantine import ByzantineGD as ByzantineGD
     from dure.federated.algorithms.ditto import Ditto as Ditto
     from dure.federated.algorithms.fed_async import FedAsync as FedAsync
@@ -133,6 +134,7 @@ _WHERE = {
     "load_run": "dure.record.run",
     "write_report": "dure.report",
     "Stop": "dure.contracts.stop",
+    "StopRun": "dure.errors",
     "SumMetric": "dure.contracts.metric",
     "Strategy": "dure.contracts.strategy",
     "World": "dure.contracts.strategy",

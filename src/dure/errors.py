@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 MOST_OF_A_TEXT = 10_000
 """Signs of an error's text that are told: it may be as long as its class likes."""
@@ -59,6 +60,25 @@ class DureError(Exception):
     """Base of all errors that dure itself raises."""
 
     exit_code = 1
+
+
+class StopRun(Exception):  # noqa: N818 - it says what is to be done, and nothing has gone wrong
+    """Raised by a callback: the run is to end as at a limit, with all that it has learned."""
+
+
+class CallbackFailedError(DureError):
+    """A callback of the user's raised an error. The run was ended, and is kept.
+
+    run: the `Run`, which is whole up to then; None where there is none.
+    """
+
+    run: Any = None
+
+    def __init__(self, who: str, when: str, reason: str) -> None:
+        super().__init__(
+            f"the callback {who} failed {when}: {reason}. The run ended there, and what it has "
+            f"learned is kept: in its folder, and as .run of this error"
+        )
 
 
 def travels(error: DureError) -> bool:

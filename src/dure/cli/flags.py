@@ -37,6 +37,11 @@ class Limits:
         target: METRIC=VALUE, such as test_accuracy=0.99; several must all be reached.
         bytes: that have travelled, such as 100MB, each counted once: what all workers have sent,
             a server and its clients too.
+        patience: evaluations in a row after the best one in which a metric of the validation set
+            gets no better (--validation).
+        monitor: that metric, such as validation_accuracy; by default validation_loss. By it the
+            best model is kept.
+        min_delta: by how much an evaluation has to be better to count for patience.
     """
 
     epochs: float | None = None
@@ -45,6 +50,9 @@ class Limits:
     seconds: float | None = None
     target: tuple[str, ...] = ()
     bytes: str | None = None
+    patience: int | None = None
+    monitor: str | None = None
+    min_delta: float = 0.0
 
     def stop(self, epochs: float = 10) -> Stop:
         """The limits; `epochs` is the default if none is given."""
@@ -67,9 +75,13 @@ class Limits:
             seconds=self.seconds,
             target=target or None,
             bytes=None if self.bytes is None else read_bytes(self.bytes),
+            patience=self.patience,
+            monitor=self.monitor,
+            min_delta=self.min_delta,
         )
         # Any limit that is given stands alone: --steps 100 does not end after ten epochs too.
-        return Stop(epochs=epochs) if limits == Stop() else limits
+        none = Stop(monitor=self.monitor, min_delta=self.min_delta)
+        return dataclasses.replace(limits, epochs=epochs) if limits == none else limits
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,8 @@ class LearningOptions:
         compile: torch's backend that compiles the model, such as inductor.
         unfreeze: NAME=STEP, such as body.*=100: parameters that stay as they are before that step
             of the optimizer, or round; several may be named.
+        validation: the share of the training data, such as 0.1, that nobody trains on and by which
+            the best model is kept (best.safetensors).
     """
 
     clip_norm: float | None = None
@@ -140,11 +154,12 @@ class LearningOptions:
     ema: float | None = None
     compile: str | None = None
     unfreeze: tuple[str, ...] = ()
+    validation: float | None = None
 
     def of(self, task: Task) -> Task:
         """The task, with what is given here in place of its own."""
         given: dict[str, Any] = {}
-        for name in ("clip_norm", "ema", "compile"):
+        for name in ("clip_norm", "ema", "compile", "validation"):
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
         if self.precision != "full":
@@ -177,6 +192,7 @@ class TrainOptions:
             Hugging Face's save_pretrained, or of a run.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -187,6 +203,7 @@ class TrainOptions:
     label: str | None = None
     weights: Path | None = None
     check: bool = True
+    track: str | None = None
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:
@@ -195,7 +212,7 @@ class TrainOptions:
 
     def of_train(self) -> dict[str, Any]:
         """Those that `dure.train` takes by the same names, but for the folder."""
-        names = ("seed", "evaluate_every", "checkpoint_every", "label", "check")
+        names = ("seed", "evaluate_every", "checkpoint_every", "label", "check", "track")
         return {name: getattr(self, name) for name in names}
 
 
@@ -213,6 +230,7 @@ class ResumeOptions:
         weights: where those lie that the run began with, if they are elsewhere by now.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -223,6 +241,7 @@ class ResumeOptions:
     rules: tuple[str, ...] = ()
     weights: Path | None = None
     check: bool = True
+    track: str | None = None
     json: bool = False
 
 
@@ -240,6 +259,7 @@ class CompareOptions:
             Hugging Face's save_pretrained, or of a run.
         check: try on one micro-batch, before the first step, that traced and divided models compute
             what the model computes.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
         json: print the summaries as JSON on standard output, and no progress.
     """
 
@@ -249,6 +269,7 @@ class CompareOptions:
     evaluate_every: int | None = None
     weights: Path | None = None
     check: bool = True
+    track: str | None = None
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:

@@ -340,6 +340,7 @@ def _compare(given: list[str]) -> int:
             out=out,
             evaluate_every=how.evaluate_every,
             check=how.check,
+            track=how.track,
             on_progress=display,
         )
     # Under torchrun every rank comes here; one of them speaks.

@@ -63,6 +63,7 @@ def resumed(
             weights=how.weights,
             stop=stop,
             check=how.check,
+            track=how.track,
         ),
         stop,
         quiet=how.json or not leads_here(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dure.record.history import reaches
 from dure.settings import parse_fields, read_bytes
@@ -24,6 +24,11 @@ class Stop:
         target: metric to value, such as {"test_accuracy": 0.99}; all are reached at one evaluation.
         bytes: that have travelled, each counted once: what all workers have sent, a server and its
             clients too; also as text, such as "100MB".
+        patience: evaluations in a row after the best one in which a metric of the validation set
+            gets no better; it needs Task(validation=...).
+        monitor: that metric, validation_loss or validation_<metric>. By it the best model is kept,
+            with patience or without. None: validation_loss.
+        min_delta: by how much an evaluation has to be better to count for patience.
     """
 
     epochs: float | None = None
@@ -32,6 +37,9 @@ class Stop:
     seconds: float | None = None
     target: Mapping[str, float] | None = None
     bytes: float | None = None
+    patience: int | None = None
+    monitor: str | None = None
+    min_delta: float = 0.0
 
     def __post_init__(self) -> None:
         parse_fields(self, {"bytes": read_bytes})
@@ -41,14 +49,16 @@ class Stop:
 
         unit: what the run counts, "step" or "round".
         """
-        for name in ("epochs", "steps", "rounds", "seconds", "bytes"):
+        for name in ("epochs", "steps", "rounds", "seconds", "bytes", "patience"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN is not either
                 raise ValueError(f"{name} is {value}, but a run ends after more than 0 {name}")
+        if not self.min_delta >= 0:
+            raise ValueError(f"min_delta is {self.min_delta}, but it is 0 or more")
         # Limits of the other unit are allowed, since one Stop serves a comparison, but end nothing.
         own = self.steps if unit == "step" else self.rounds
-        others = (self.epochs, self.seconds, self.bytes)
-        if own is None and others == (None, None, None) and not self.target:
+        others = (self.epochs, self.seconds, self.bytes, self.patience)
+        if own is None and all(one is None for one in others) and not self.target:
             other = "rounds" if unit == "step" else "steps"
             hint = (
                 f"; {other} do not count here, it counts {unit}s"
@@ -56,7 +66,8 @@ class Stop:
                 else ""
             )
             raise ValueError(
-                f"nothing ends this run: give epochs, {unit}s, seconds, bytes or a target{hint}"
+                f"nothing ends this run: give epochs, {unit}s, seconds, bytes, patience or a "
+                f"target{hint}"
             )
 
     def reached(
@@ -82,7 +93,7 @@ class Stop:
         if self.bytes is not None and travelled >= self.bytes:
             return "bytes"
         # Threads that share their memory send nothing, and bytes alone would never end them.
-        silent = self == Stop(bytes=self.bytes) and not travelled
+        silent = not travelled and replace(self, monitor=None) == Stop(bytes=self.bytes)
         if self.bytes is not None and silent and samples >= SILENT * examples:
             return "epochs"
         if self.target and all(

@@ -29,6 +29,7 @@ from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.contracts.weights_from import begin_with
 from dure.data.examples import Examples
+from dure.data.measured import MeasuredExamples
 from dure.data.partition import Description
 from dure.fleet.conditions import Conditions
 from dure.memory.formula import Shares
@@ -56,11 +57,13 @@ STOP = 1
 CHECKPOINT = 2
 INTERRUPT = 4
 SPENT = 8
+CALLBACK = 16
 """Wishes of rank 0, as bits that travel with a step's message.
 
 STOP: to end. CHECKPOINT: to write a checkpoint. INTERRUPT, with STOP: to end because the user, or
 the launcher, asked for it. SPENT, with STOP: to end because clients have used up what they may
-transfer; a server says it. All ranks hear of them in the same step, and do the same after it.
+transfer; a server says it. CALLBACK, with STOP: to end because a callback asked for it. All ranks
+hear of them in the same step, and do the same after it.
 """
 
 
@@ -533,9 +536,13 @@ class Strategy(Told):
 
         conditions: what clients are like, in a world of clients. Empty where nothing is evaluated.
         """
-        if task.test is None:
-            return []
-        return ["test_loss", *(f"test_{name}" for name in task.measures)]
+        sets = {"test": task.test, "validation": task.validation}
+        return [
+            f"{which}_{name}"
+            for which, examples in sets.items()
+            if examples is not None
+            for name in ("loss", *task.measures)
+        ]
 
     def division(self, task: Task, seed: int) -> Description | None:
         """How the training data lie with their owners, for the report; None if nobody owns any."""
@@ -591,11 +598,18 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
 
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
-    """(train, test) with floating-point tensors in the dtype of what the model trains."""
+    """(train, test) with floating-point tensors in the dtype of what the model trains.
+
+    test: with the validation set, if the task has one.
+    """
     floating = [one for one in model.parameters() if one.is_floating_point()]
     # What is frozen may be kept shorter, as below adapters, or longer, as a constant. The first of
     # the others speaks for all; a model without any has torch's default.
     speaking = [one for one in floating if one.requires_grad] or floating
     dtype = speaking[0].dtype if speaking else torch.get_default_dtype()
     # Inputs in the model's dtype: a float64 model trains in float64.
-    return task.train.to(dtype), None if task.test is None else task.test.to(dtype)
+    test = task.test
+    if isinstance(task.validation, Examples):
+        # Whoever measures the one measures both.
+        test = MeasuredExamples(test, task.validation)
+    return task.train.to(dtype), None if test is None else test.to(dtype)

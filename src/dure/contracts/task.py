@@ -98,6 +98,10 @@ class Task:
     unfreeze: from which step of the optimizer on parameters are trained, by name, in which * is
         anything: {"body.*": 100}. Before that they stay as they are; the others are trained from
         the start. In a federation it is the round.
+    validation: examples like those of `test`, or a share of the training data between 0 and 1, such
+        as 0.1, which is drawn under the run's seed and trained on by nobody. They are measured as
+        validation_<metric>; by them, and never by test data, a run is ended early and its best
+        model kept. None: there are none.
     """
 
     model: Callable[[], nn.Module]
@@ -118,6 +122,7 @@ class Task:
     ema: float | None = None
     compile: bool | str = False
     unfreeze: Mapping[str, int] | None = None
+    validation: Any = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):
@@ -154,6 +159,7 @@ class Task:
         # The class is frozen for its users; here the data get the one form that all others know.
         object.__setattr__(self, "train", _training_data(self.train))
         object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
+        object.__setattr__(self, "validation", _validation(self.validation))
 
     def on(self, device: torch.device) -> Task:
         """The task for a model on `device`: tensors that its loss holds are there as well."""
@@ -176,6 +182,20 @@ class Task:
             and targets.dtype != torch.bool
         )
         return {"accuracy": class_accuracy} if is_class_index else {}
+
+
+def _validation(asked: Any) -> Examples | float | None:
+    """Examples in the one form, or the share that is to be taken. Raises ValueError for neither."""
+    if asked is None:
+        return None
+    if not isinstance(asked, (int, float)):
+        return as_examples(asked)
+    if isinstance(asked, bool) or not 0 < asked < 1:
+        raise ValueError(
+            f"Task(validation={asked!r}): it is a share of the training data between 0 and 1, such "
+            f"as 0.1, or examples"
+        )
+    return float(asked)
 
 
 def _training_data(train: Any) -> Examples:

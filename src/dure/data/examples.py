@@ -137,6 +137,10 @@ class Examples:
             return targets.long()
         return None
 
+    def sets(self) -> Mapping[str, Examples]:
+        """The sets that a model is measured on, by the name of each (`dure.data.measured`)."""
+        return {"test": self}
+
     def to(self, dtype: torch.dtype) -> Examples:
         """The same examples with floating-point tensors in `dtype`; self if nothing changes."""
 

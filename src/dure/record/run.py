@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from dure.arguments import check_path
 from dure.errors import RunFolderError, RunFolderWriteError, described
+from dure.record.best import best_weights
 from dure.record.checkpoint import (
     UNREADABLE,
     Contents,
@@ -28,7 +31,7 @@ from dure.record.checkpoint import (
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record
 from dure.record.lock import Lock
-from dure.record.on_disk import Leaf, TensorsOnDisk
+from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.seal import Seal, checksum, checksum_of, sha256
 from dure.record.settings import edited, other_run, settings
 from dure.record.trace import Lane, write_trace
@@ -452,13 +455,35 @@ class Run:
     """A Task under a Strategy in a World, done.
 
     model: the trained model. history: every step and evaluation. summary: the result in one
-    mapping. folder: where it all lies, None if the run was not given `out`.
+    mapping. folder: where it all lies, None if the run was not given `out`. best_weights: of the
+    best model, where no folder has them.
     """
 
     model: nn.Module
     history: History
     summary: dict[str, Any]
     folder: Path | None = None
+    best_weights: Mapping[str, Leaf] | None = field(default=None, repr=False)
+
+    @cached_property
+    def best_model(self) -> nn.Module | None:
+        """The model of the best evaluation, by the validation set; None where there is none.
+
+        A copy of `model` with the weights of then, made when it is first asked for. Raises
+        RunFolderError if best.safetensors is damaged.
+        """
+        weights = self.best_weights
+        if weights is None and self.folder is not None:
+            weights = best_weights(self.folder)
+        if weights is None:
+            return None
+        twin = copy.deepcopy(self.model)
+        try:
+            tensors = {name: in_memory(one) for name, one in weights.items()}
+            load_weights(twin, tensors, self.summary.get("weights_elsewhere", ()))
+        except (OSError, RuntimeError, *UNREADABLE) as error:
+            raise RunFolderError(f"cannot load the best model: {described(error)}") from error
+        return twin
 
     @property
     def label(self) -> str:

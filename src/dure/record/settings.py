@@ -32,7 +32,7 @@ def _without_place(part: str, value: Any) -> Any:
 _WEIGHTS = "task.weights"
 """The digest of those that a run begins with, where they are given."""
 
-COUNTS = ("parameters", "train_examples", "test_examples")
+COUNTS = ("parameters", "train_examples", "test_examples", "validation_examples")
 """What the model and the data come to; they follow from the task, wherever that was found."""
 
 

@@ -17,6 +17,7 @@ from dure.contracts.strategy import Learner
 from dure.errors import DureError, RunFolderError, described
 from dure.memory.shelf import Shelf
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.best import settle_best
 from dure.record.checkpoint import (
     VERSION,
     check_version,
@@ -108,6 +109,7 @@ class Checkpoints:
             # More than one may be written in the middle of a step, of ever more examples.
             past = position.samples if position.midway else 0
             self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state), past)
+            settle_best(self.folder.path)
             self.learner.saved()
 
     def read(self) -> Position | None:

@@ -26,7 +26,7 @@ from dure.run.asked import check_asked, check_function
 from dure.run.fresh import fresh_model
 from dure.run.job import Job
 from dure.run.registry import default_world
-from dure.run.train import Progress, begun_here, prepare, run_job
+from dure.run.train import Progress, begun_here, heard, prepare, run_job
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
@@ -60,6 +60,8 @@ def compare(
     out: str | Path | None = None,
     evaluate_every: int | None = None,
     check: bool = True,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
 ) -> Comparison:
     """Trains `task` by each of `systems`, one after another, and writes one report.
@@ -70,6 +72,7 @@ def compare(
     out: a new or empty folder that gets a run folder for each system, comparison.json and
         report.html.
     check: as in `dure.train`, for every system.
+    callbacks, track: as in `dure.train`; they hear of one run after another.
     on_progress: called with the label of the system at work and the event that `dure.train`
         reports.
 
@@ -86,6 +89,7 @@ def compare(
         raise ValueError(
             f"systems is {shown(systems)}: give a list of strategies, or of pairs (strategy, world)"
         )
+    heard(callbacks, track)  # what is wrong with them is said before any work
     systems = list(systems)
     for entry in systems:
         if isinstance(entry, tuple) and len(entry) != 2:
@@ -130,8 +134,9 @@ def compare(
         if path is not None and leads:
             RunFolder.create(path, {**config, "label": label})
             begun_here(path, job.task, job.strategy, world)
-        job = dataclasses.replace(job, label=label, folder=path)
-        if _run(job, world, functools.partial(on_progress, label), done) == "interrupt":
+        job = dataclasses.replace(job, label=label, folder=path, config={**config, "label": label})
+        hearing = heard(callbacks, track)
+        if _run(job, world, functools.partial(on_progress, label), hearing, done) == "interrupt":
             break  # Ctrl-C is meant for the whole comparison
     if folder is None or not leads:
         return done
@@ -155,10 +160,12 @@ def _make_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     (folder / "config.json").rename(folder / "comparison.json")
 
 
-def _run(job: Job, world: World, on_progress: Progress, done: Comparison) -> str:
+def _run(
+    job: Job, world: World, on_progress: Progress, hearing: Sequence[Any], done: Comparison
+) -> str:
     """Does a job and notes it in `done`; how it ended."""
     try:
-        run = run_job(job, world, on_progress)
+        run = run_job(job, world, on_progress, hearing)
     # Errors of dure alone: anything else is a bug, which has to be seen.
     except DureError as error:
         done.failed[job.label] = error

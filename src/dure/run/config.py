@@ -32,6 +32,8 @@ class AskedTask(msgspec.Struct):
     """The digest of the weights that the model began with, where they were given."""
     weights_from: str | None = None
     """Where they lay."""
+    validation: float | None = None
+    """The share of the training data that is the validation set, where it is one."""
     learning: dict[str, Any] = {}
     """How it is trained, as far as that was asked for (`dure.contracts.learning`)."""
 
@@ -56,6 +58,11 @@ def _weights_of(task: Task) -> dict[str, Any]:
     if task.weights is None:
         return {}
     return {"weights": digest_of(task.weights), "weights_from": str(task.weights)}
+
+
+def _validation_of(task: Task) -> dict[str, Any]:
+    """What config.json says of a validation set that is a share of the training data."""
+    return {"validation": task.validation} if isinstance(task.validation, float) else {}
 
 
 def _learning_of(task: Task) -> dict[str, Any]:
@@ -105,6 +112,7 @@ def config_of(job: Job, world: World, task: Task) -> dict[str, Any]:
             "options": dict(reference["options"]),
             "title": task.name,
             **_weights_of(task),
+            **_validation_of(job.task),
             **_learning_of(task),
         },
         "strategy": encode(job.strategy),
@@ -117,6 +125,7 @@ def config_of(job: Job, world: World, task: Task) -> dict[str, Any]:
         "parameters": job.parameters,
         "train_examples": len(task.train) if task.train.counted else None,
         "test_examples": len(task.test) if task.test is not None else 0,
+        **({} if task.validation is None else {"validation_examples": len(task.validation)}),
         "classes": task.train.classes,
         "partition": division.as_dict() if division is not None else None,
         "versions": {

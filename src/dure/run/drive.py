@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dure.contracts.strategy import (
+    CALLBACK,
     CHECKPOINT,
     INTERRUPT,
     SPENT,
@@ -28,22 +29,32 @@ from dure.contracts.strategy import (
     Place,
     Progress,
 )
-from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
+from dure.errors import (
+    DureError,
+    LossNotFiniteError,
+    StopRun,
+    WorkerFailedError,
+    described,
+    traceback_of,
+)
 from dure.machine.compiler import left_out
 from dure.machine.memory import give_back, memory_kept, memory_returned
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.record.history import Evaluation, History, Step, finite
+from dure.record.best import go_back, keep_best
+from dure.record.history import Evaluation, History, Record, Step, finite
 from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_counters
-from dure.record.on_disk import TensorsOnDisk
+from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
+from dure.run import early
 from dure.run.averaged import with_average
 from dure.run.checkpoints import Checkpoints
 from dure.run.job import Job, Outcome, Position
 from dure.run.lineage import FILE, METADATA, lineage_of, signed
 from dure.run.own_data import check_as_before, with_own_data
 from dure.run.summary import summarise
+from dure.run.validation import with_validation
 
 
 def drive(job: Job, place: Place) -> Outcome:
@@ -67,6 +78,7 @@ def _drive(job: Job, place: Place) -> Outcome:
         # The prepared model itself where this process has prepared it; elsewhere one made anew.
         if job.fresh is not None:
             place.prepared = job.fresh.take
+        job = dataclasses.replace(job, task=with_validation(job.task, job.seed))
         job = dataclasses.replace(job, task=with_own_data(job.task, job.strategy, place.group))
         place.check = job.check
         place.folder = job.folder
@@ -133,6 +145,11 @@ class Driver:
         self.checkpoints = Checkpoints(job, self.group, learner, self.folder)
         self.proofs = [*job.proofs, *learner.proofs]
         self.travelled = 0.0
+        self.monitor = early.monitor_of(job.task, job.stop)
+        self.best: Mapping[str, Tensor] | None = None
+        """The weights of the best evaluation, on rank 0, where no folder has them."""
+        self._stopped = False
+        """Whether a callback wants the run to end."""
         self._reported = 0.0
         self._began = 0.0
         """When the step began."""
@@ -211,6 +228,8 @@ class Driver:
         seconds = self.job.stop.seconds
         if self.place.interrupted():
             wish |= STOP | INTERRUPT
+        elif self._stopped:
+            wish |= STOP | CALLBACK
         elif seconds is not None and self.position.seconds >= seconds:
             wish |= STOP
         if self.job.folder is not None:
@@ -258,7 +277,7 @@ class Driver:
             position.metrics,
             self.travelled,
         )
-        reached = reached or self.learner.exhausted()
+        reached = reached or self._waited() or self.learner.exhausted()
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
         # A limit that all ranks know comes before one that only rank 0 has seen.
@@ -266,7 +285,17 @@ class Driver:
             return reached
         if wish & INTERRUPT:
             return "interrupt"
+        if wish & CALLBACK:
+            return "callback"
         return "transfers" if wish & SPENT else "seconds"
+
+    def _waited(self) -> str | None:
+        """Whether the validation set's metric has not been better for long enough."""
+        patience = self.job.stop.patience
+        best = self.position.best
+        if patience is None or best is None or best.waited < patience:
+            return None
+        return "patience"
 
     def _travelled(self) -> float:
         """Bytes that all workers have sent, as summary.json adds them up: each counts once."""
@@ -292,6 +321,7 @@ class Driver:
         self.history.append(record)
         if self.folder is not None:
             self.folder.append(record)
+        self._tell(record)
         if self.leads and time.monotonic() - self._reported > self.place.report_seconds:
             self._report()
 
@@ -363,6 +393,34 @@ class Driver:
             self.folder.flush(patient=True)
         if self.leads:
             self._report()
+        if self.monitor is not None:
+            self._choose(self.monitor)
+        self._tell(record)
+
+    def _choose(self, monitor: str) -> None:
+        """Keeps the model if it is the best one so far. All ranks come to the same result."""
+        position = self.position
+        before = position.best
+        position.best = early.after(before, self.job.stop, monitor, position.step, position.metrics)
+        if before is not None and position.best.step == before.step:
+            return
+        # On every rank: a model that is divided is put together here.
+        weights = self.learner.weights()
+        if self.folder is not None:
+            keep_best(self.folder.path, weights, position.step)
+        elif self.leads and self.job.folder is None:
+            self.best = {name: _kept(one) for name, one in weights.items()}
+
+    def _tell(self, record: Record) -> None:
+        """Callbacks hear of it, in the process that the user has called from."""
+        if not self.leads or not self.job.told:
+            return
+        content = History.encode(record)
+        about = {"counts": self.learner.unit, "step": self.position.step, "record": content}
+        try:
+            self.place.report(about)
+        except StopRun:
+            self._stopped = True
 
     def _checkpoint(self) -> None:
         """All ranks come here after the same step."""
@@ -380,6 +438,9 @@ class Driver:
         if self.folder is not None:
             # Steps after the checkpoint will be done again, and written again.
             self.history = self.folder.take_back()
+            if self.monitor is not None:
+                best = self.position.best
+                go_back(self.folder.path, None if best is None else best.step)
 
     def _finish(self, ended: str) -> Outcome:
         self.learner.ended(ended)
@@ -411,7 +472,7 @@ class Driver:
         summary, metadata, beside = self._signed(summary)
         if self.folder is not None:
             summary = self.folder.finish(weights, summary, lanes, metadata, beside)
-        return Outcome(weights, buffers, self.history, summary)
+        return Outcome(weights, buffers, self.history, summary, self.best)
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         """(the summary, metadata of the model, what lies beside it), where a server signs it."""
@@ -436,6 +497,11 @@ def _all_apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(weights, TensorsOnDisk):
         return weights
     return {name: _apart(tensor) for name, tensor in weights.items()}
+
+
+def _kept(leaf: Leaf) -> Tensor:
+    """The tensor as it is now, in memory that is its own."""
+    return in_memory(leaf).detach().cpu().clone()
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy
 from dure.contracts.task import Task
 from dure.record.history import History
+from dure.run.early import Best
 from dure.run.fresh import FreshModel
 
 
@@ -28,6 +29,7 @@ class Job:
     proofs: what was tried while the job was prepared, and held.
     fresh: the model, made while the job was prepared; it does not travel to other processes.
     config: what config.json says was asked.
+    told: whether callbacks hear of every step and evaluation (`dure.run.callbacks`).
     """
 
     task: Task
@@ -46,6 +48,7 @@ class Job:
     proofs: tuple[Proof, ...] = ()
     fresh: FreshModel | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class Outcome:
     """What a run leaves.
 
     weights: of the whole model on rank 0, elsewhere what that rank holds. buffers: those that are
-    not weights.
+    not weights. best: the weights of the best evaluation, on rank 0, where no folder has them.
     """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     history: History
     summary: dict[str, Any]
+    best: Mapping[str, Tensor] | None = None
 
 
 class Position(msgspec.Struct):
@@ -69,6 +73,7 @@ class Position(msgspec.Struct):
     (-1: there was none yet). numbers: what the strategy says about the newest step, by name.
     midway: whether it ended in the middle of the next step; samples and seconds are with that.
     lies: how many examples lie with each rank, where ranks have data of their own.
+    best: the best evaluation so far, by a validation set.
     """
 
     step: int = 0
@@ -81,3 +86,4 @@ class Position(msgspec.Struct):
     numbers: dict[str, float | None] = {}
     midway: bool = False
     lies: list[int] = []
+    best: Best | None = None

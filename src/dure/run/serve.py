@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def serve(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     label: str | None = None,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Progress = _ignore,
     **network: Any,
 ) -> Run:
@@ -51,5 +54,7 @@ def serve(
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
         label=label,
+        callbacks=callbacks,
+        track=track,
         on_progress=on_progress,
     )

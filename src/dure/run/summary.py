@@ -10,6 +10,7 @@ from dure.contracts.strategy import Learner
 from dure.record.history import History, finite
 from dure.record.idleness import idle_share, over_busy
 from dure.record.meter import Counters
+from dure.run.early import monitor_of
 from dure.run.job import Job, Position
 
 SUMS = (
@@ -65,6 +66,7 @@ def summarise(
         "seconds": position.seconds,
         **finite(position.metrics),
         "best": history.best(),
+        **_best_model(job, position),
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
@@ -82,6 +84,15 @@ def summarise(
             for name, value in target.items()
         },
     }
+
+
+def _best_model(job: Job, position: Position) -> dict[str, Any]:
+    """Of which step the best model is, and what was measured then; nothing where none is chosen."""
+    monitor = monitor_of(job.task, job.stop)
+    if monitor is None or position.best is None:
+        return {}
+    best = position.best
+    return {"best_model": {"monitor": monitor, "step": best.step, "value": best.value}}
 
 
 def _line(name: str, counters: Counters) -> dict[str, Any]:

@@ -32,14 +32,18 @@ from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
 from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
+from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.drive import drive
+from dure.run.early import check_early
 from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.own_data import forget, to_look_at
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
+from dure.run.track import tracker
+from dure.run.validation import check_validation, with_validation
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole, parts_of
@@ -70,6 +74,8 @@ def train(
     checkpoint_every: int | None = None,
     label: str | None = None,
     check: bool = True,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Trains `task` by `strategy` in `world` until `stop`.
@@ -89,6 +95,11 @@ def train(
     check: try, before the first step and on one micro-batch, what a strategy believes about the
         model: that a traced program, or layers that a plan divides, compute what the model
         computes. False trusts them.
+    callbacks: objects with any of the methods on_begin, on_step, on_round, on_evaluation, on_end
+        and on_failure, called in this process (`dure.run.callbacks`); one that raises
+        `dure.StopRun` ends the run.
+    track: where the run is told of besides: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT
+        (`dure.run.track`).
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
         seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
         step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
@@ -103,6 +114,7 @@ def train(
     stop = stop if stop is not None else Stop(epochs=10)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
+    hearing = heard(callbacks, track)
     job, config = prepare(
         task,
         strategy,
@@ -128,6 +140,7 @@ def train(
         dataclasses.replace(job, folder=folder, resume=elastic, elastic=elastic, config=config),
         world,
         on_progress,
+        hearing,
     )
 
 
@@ -162,12 +175,14 @@ def resume(
     weights: str | Path | None = None,
     stop: Stop | None = None,
     check: bool = True,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
     """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
 
     The result has the same bits as if the run had never been interrupted. stop: new limits, to
-    train an ended run further. check: as in `train`.
+    train an ended run further. check, callbacks, track: as in `train`.
 
     A folder is data. Where the run's task, strategy, world or rules are a user's own, config.json
     says in which file or module they are. Those are imported only if the run was begun on this
@@ -190,6 +205,7 @@ def resume(
     check_path("folder", folder)
     check_path("weights", weights, optional=True)
     check_function("on_progress", on_progress)
+    hearing = heard(callbacks, track)
     path = Path(folder)
     config = RunFolder.open(path).read_json("config.json")
     asked = asked_in(path, config)
@@ -232,7 +248,7 @@ def resume(
     job = dataclasses.replace(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
     )
-    return run_job(job, world, on_progress)
+    return run_job(job, world, on_progress, hearing)
 
 
 def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | None) -> Task:
@@ -302,7 +318,10 @@ def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) ->
         if ":" in reference:
             reference = ask(reference)
     try:
-        return with_learning(load_task(reference, **asked.task.options), asked.task.learning)
+        task = with_learning(load_task(reference, **asked.task.options), asked.task.learning)
+        if asked.task.validation is not None:
+            task = dataclasses.replace(task, validation=asked.task.validation)
+        return task
     except (TypeError, ValueError) as error:
         if ":" in reference:
             raise
@@ -377,7 +396,31 @@ def _note(
         )
 
 
-def run_job(job: Job, world: World, on_progress: Progress) -> Run:
+def heard(callbacks: Sequence[Any], track: str | None) -> list[Any]:
+    """All callbacks of a run. Raises ValueError for what is none, or a missing tracker."""
+    check_callbacks(callbacks)
+    return [*callbacks, *([] if track is None else [tracker(track)])]
+
+
+def run_job(job: Job, world: World, on_progress: Progress, callbacks: Sequence[Any] = ()) -> Run:
+    """Does a prepared job, of which callbacks hear in this process.
+
+    Raises what the run raises, and CallbackFailedError, after it, where a callback has failed.
+    """
+    if not callbacks or not world.leads:
+        return _done(job, world, on_progress)
+    called = Callbacks(callbacks, on_progress)
+    called.begin(job.config)
+    try:
+        run = _done(dataclasses.replace(job, told=True), world, called)
+    except BaseException as error:
+        called.fail(error)
+        raise
+    called.end(run)
+    return run
+
+
+def _done(job: Job, world: World, on_progress: Progress) -> Run:
     """Does a prepared job; its folder, if it has one, exists already.
 
     Raises ValueError for a simulation that is to keep updates, and has no folder for them.
@@ -402,7 +445,7 @@ def run_job(job: Job, world: World, on_progress: Progress) -> Run:
     with exit_is_a_failure("the task", "making the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
-    return Run(model, outcome.history, outcome.summary, job.folder)
+    return Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
 
 
 # The checks run the user's own code: the model, its data, perhaps a loss.
@@ -438,8 +481,9 @@ def prepare(
     _check_kinds(strategy, world)
     check_can(task, strategy, world)
     check_whole(task, strategy.trains_parts, world.serves)
+    check_validation(task, strategy, world)
     asked = task
-    task = to_look_at(task, strategy, world)
+    task = with_validation(to_look_at(task, strategy, world), seed)
     has_data = len(task.train) > 0
     if not has_data and not world.serves:
         raise ValueError(
@@ -482,7 +526,8 @@ def prepare(
         checkpoint_every=checkpoint_every,
         check=check,
         proofs=(*_told_of_files(divided), *proofs),
-        fresh=FreshModel(task, seed, model, keep, divided, world.elsewhere),
+        # Which makes models alone: the examples that were looked at need not travel with it.
+        fresh=FreshModel(asked, seed, model, keep, divided, world.elsewhere),
     )
     return job, config_of(job, world, task)
 
@@ -499,8 +544,10 @@ def _checked(
     """What was tried of the model. Raises ValueError where it does not fit what is asked."""
     # What a single worker has, it neither adds to that of others nor sends.
     check_supported(model, sent=not strategy.alone)
+    measured = strategy.measures(task, model, world.conditions)
     if stop.target:
-        _check_target(stop, strategy.measures(task, model, world.conditions), world.serves)
+        _check_target(stop, measured, world.serves)
+    check_early(task, stop, measured)
     _check_devices(strategy, world, model)
     _check_optimizers(task, model)
     check_learned(task, model)

@@ -89,6 +89,11 @@ class Training:
     def __post_init__(self) -> None:
         if not len(self.task.train):
             raise ValueError("the task has no training data, and a client trains on its own")
+        if self.task.validation is not None:
+            raise ValueError(
+                "the task has a validation set, which the server of a federation measures, and no "
+                "client: leave validation out here"
+            )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
 

@@ -32,6 +32,8 @@ def evaluate(
 ) -> dict[str, float]:
     """test_loss and test_<metric> for each of the task's metrics; empty if `examples` is None.
 
+    Of a validation set that comes with them likewise, by its own name.
+
     model: the same on every rank; each of its modules keeps its training mode. examples: in the
         model's dtype.
     idle: called for each batch that other ranks have and this one has not, for models that ranks
@@ -40,8 +42,22 @@ def evaluate(
     Raises ValueError for a metric that fails or gives no number, and for one that needs more memory
     than the task allows.
     """
-    if examples is None:
-        return {}
+    found: dict[str, float] = {}
+    for which, some in ({} if examples is None else examples.sets()).items():
+        values = _measured(task, model, some, group, step, idle)
+        found.update({f"{which}_{name}": value for name, value in values.items()})
+    return found
+
+
+def _measured(
+    task: Task,
+    model: nn.Module,
+    examples: Examples,
+    group: Group,
+    step: int,
+    idle: Callable[[], None],
+) -> dict[str, float]:
+    """The loss and every metric over one set of examples."""
     started = time.perf_counter()
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
@@ -67,4 +83,4 @@ def evaluate(
             idle()
     values = measurement.values(group)
     group.meter.mark("evaluation", "evaluation", started, time.perf_counter(), step)
-    return {f"test_{name}": value for name, value in values.items()}
+    return values

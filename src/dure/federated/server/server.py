@@ -398,7 +398,8 @@ class Server(Learner):
         number = self.coordinator.model.number
         found = evaluate(self.task, self.model, self.test, self.group, number)
         self.frozen.check()
-        if self.attack is not None and self.attack.triggers and self.test is not None:
+        has_test = self.test is not None and "test" in self.test.sets()
+        if self.attack is not None and self.attack.triggers and self.test is not None and has_test:
             found["test_backdoor"] = self._turned(self.attack, self.test)
         model = self.coordinator.model
         # Clients get what the server has, which may be a part of the model.

@@ -19,7 +19,19 @@ from dure.tasks.modes import in_mode
 
 @torch.no_grad()
 def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
-    """test_loss and test_<metric>, the same on every rank; all ranks call it."""
+    """test_loss and test_<metric>, the same on every rank; all ranks call it.
+
+    Of a validation set that comes with them likewise, by its own name.
+    """
+    found: dict[str, float] = {}
+    for which, some in examples.sets().items():
+        values = _of_one(held, task, some)
+        found.update({f"{which}_{name}": value for name, value in values.items()})
+    return found
+
+
+def _of_one(held: Held, task: Task, examples: Examples) -> dict[str, float]:
+    """The loss and every metric over one set of examples."""
     started = time.perf_counter()
     # Every rank knows all shares, so that it knows how many chunks the others have.
     shares = torch.arange(len(examples)).tensor_split(held.mesh.data)
@@ -41,7 +53,7 @@ def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
     held.group.meter.mark(
         "evaluation", "evaluation", start=started, end=time.perf_counter(), step=held.step
     )
-    return {f"test_{name}": value for name, value in values.items()}
+    return values
 
 
 def _measure(

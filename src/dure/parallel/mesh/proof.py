@@ -66,7 +66,7 @@ def prove_layers(
         inputs,
         lambda outputs: losses.mean(outputs, targets, len(indices)).loss,
         groups.tensor,
-        evaluates=task.test is not None,
+        evaluates=task.test is not None or task.validation is not None,
         make=lambda: seeded_model(task, seed).to(device).train(model.training),
         agreeing=group,
     )

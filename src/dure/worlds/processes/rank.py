@@ -2,8 +2,8 @@
 
 Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor
 of a parcel), `outlives`, `error`, `done`. It is told its `Seat` first, later perhaps `interrupt`,
-and at last `end`. It leaves when the parent says so or is gone, so that no rank closes connections
-that others still read from.
+`go on` or `stop` after an event of which callbacks hear, and at last `end`. It leaves when the
+parent says so or is gone, so that no rank closes connections that others still read from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ import dure.collectives.shared_memory.backend  # noqa: F401 - so that the server
 from dure.collectives.group import Group
 from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
 from dure.contracts.strategy import Place
-from dure.errors import DureError, WorkerFailedError, described, text_of, traceback_of, travels
+from dure.errors import (
+    DureError,
+    StopRun,
+    WorkerFailedError,
+    described,
+    text_of,
+    traceback_of,
+    travels,
+)
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
 from dure.memory.mapped import WINDOW
@@ -71,6 +79,21 @@ class Control:
         # Without a parent there is nobody to tell: the fork server ends this rank.
         with contextlib.suppress(BrokenPipeError):
             socket.send_fds(self.socket, [pickle.dumps((kind, content))], list(descriptors))
+
+    def event(self, content: dict[str, Any]) -> None:
+        """Tells the parent. Raises StopRun where a callback, for whom it waits, wants the end."""
+        self.send("event", content)
+        if "record" not in content:
+            return
+        while True:
+            answer = self.socket.recv(64)
+            # A Ctrl-C may come first. A parent that is gone answers nothing.
+            if answer == b"interrupt":
+                self._interrupted = True
+            elif answer == b"stop":
+                raise StopRun
+            else:
+                return
 
     def interrupted(self) -> bool:
         """Whether the parent has passed on a Ctrl-C."""
@@ -172,7 +195,7 @@ def join(seat: Seat) -> RollCall:
 def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
     trace = Trace()
     group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
-    place = Place(group, trace, lambda event: control.send("event", event), control.interrupted)
+    place = Place(group, trace, control.event, control.interrupted)
     place.outlives = lambda: control.send("outlives")
     place.deadline = seat.deadline
     return place

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import DureError, PeerLostError, described
+from dure.errors import DureError, PeerLostError, StopRun, described
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.machine.ended import how_it_ended
 from dure.machine.global_settings import settings_here
@@ -258,8 +258,7 @@ class Supervisor:
             return False
         kind, content = pickle.loads(message)
         if kind == "event":
-            self.last_step = f"{content['unit']} {content['step'] + 1}"
-            self.report(content)
+            self._report(member, content)
         elif kind == "result":
             member.result.append(parcel.unpack(descriptors[0]))
             os.close(descriptors[0])
@@ -271,6 +270,19 @@ class Supervisor:
         else:
             member.done = True
         return True
+
+    def _report(self, member: Member, event: dict[str, Any]) -> None:
+        """Passes an event on. Where callbacks hear of it, the rank waits for what they say."""
+        if "unit" in event:
+            self.last_step = f"{event['unit']} {event['step'] + 1}"
+        answer = b"go on"
+        try:
+            self.report(event)
+        except StopRun:
+            answer = b"stop"
+        if "record" in event:
+            with contextlib.suppress(OSError):  # it may have died meanwhile, which is heard of
+                member.control.send(answer)
 
     def _died(self, member: Member) -> None:
         if member.ended:

@@ -1,0 +1,104 @@
+"""What a run is measured with: test data, and beside them a validation set.
+
+    test          is measured, and decides nothing
+    validation    is measured as well; by it a run is ended early, and its best model chosen
+
+A validation set that is a share of the training data is drawn once, under the run's seed, before
+the data are divided among workers or clients: nobody trains on it. Of n examples ceil(share * n)
+are drawn; where the examples are in memory and have labels, of each class its share
+(`dure.data.holdout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset
+
+from dure.data.examples import DatasetExamples, Examples
+from dure.data.holdout import hold_out
+
+OWN = "give examples of their own, Task(validation=examples)"
+
+
+class MeasuredExamples(Examples):
+    """Test examples, and with them a validation set; in all else they are the test examples.
+
+    test: None where there are none; whoever wants one to look at then gets one of the validation
+        set.
+    """
+
+    def __init__(self, test: Examples | None, validation: Examples) -> None:
+        self.test = test
+        self.validation = validation
+        self.shown = validation if test is None else test
+        self.keys = self.shown.keys
+        self.classes = self.shown.classes
+        self.draws = self.shown.draws
+
+    def __len__(self) -> int:
+        return len(self.shown)
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        return self.shown.batch(indices)
+
+    def labels(self) -> Tensor | None:
+        return self.shown.labels()
+
+    def sets(self) -> Mapping[str, Examples]:
+        tests = {} if self.test is None else self.test.sets()
+        return {**tests, "validation": self.validation}
+
+    def to(self, dtype: torch.dtype) -> Examples:
+        test = None if self.test is None else self.test.to(dtype)
+        return MeasuredExamples(test, self.validation.to(dtype))
+
+
+def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
+    """(what is trained on, the validation set), each with its keys; a pure function of the seed.
+
+    Raises ValueError for examples of which none can be taken out, or that would leave none.
+    """
+    if not isinstance(train, DatasetExamples) and type(train) is not Examples:
+        raise ValueError(
+            f"validation={share} is a share of the training data, which are read in an order of "
+            f"their own and cannot be parted ({type(train).__name__}): {OWN}"
+        )
+    # A dataset would have to be read as a whole to know its labels.
+    labels = train.labels() if type(train) is Examples else None
+    strata = [0] * len(train) if labels is None else labels.tolist()
+    trained, kept = hold_out(strata, share, seed)
+    if not len(trained):
+        raise ValueError(f"validation={share} of {len(train)} examples leaves none to train on")
+    return _part(train, trained), _part(train, kept)
+
+
+def _part(whole: Examples, indices: Tensor) -> Examples:
+    keys = None if whole.keys is None else [whole.keys[index] for index in indices.tolist()]
+    if isinstance(whole, DatasetExamples):
+        return DatasetExamples(_Part(whole.dataset, indices.tolist()), keys)
+    inputs, targets = tree_map(
+        lambda leaf: leaf.index_select(0, indices), (whole.inputs, whole.targets)
+    )
+    return Examples(inputs, targets, keys, whole.classes)
+
+
+class _Part(Dataset[Any]):
+    """Some items of a dataset, and what it says of their labels."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self.dataset = dataset
+        self.indices = indices
+        self.classes = getattr(dataset, "classes", None)
+        targets = getattr(dataset, "targets", None)
+        self.targets = None if targets is None else [targets[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]

@@ -1,0 +1,98 @@
+"""The best evaluation of a run so far, and how long ago it was.
+
+Of a metric m of the validation set, evaluated at steps t = 0, ...:
+
+    best       the first step whose m_t is better than all before; its model is kept
+    mark       the newest m_t that was better than the mark before by more than min_delta
+    waited     evaluations since that mark; a run ends when they are `Stop.patience`
+
+What is no number is never better. Test data have no part in this: whoever chooses a model by them
+measures how well it was chosen, and not how good it is.
+
+All ranks know the same metrics, and so come to the same result. It goes into checkpoints: a run
+that is resumed has waited as long as one that was not interrupted.
+
+Source: Prechelt 1998, "Early Stopping - But When?".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from dure.contracts.stop import Stop
+from dure.contracts.task import Task
+from dure.record.history import lower_is_better
+
+PREFIX = "validation_"
+MONITOR = "validation_loss"
+"""What is looked at where nothing else is named."""
+
+
+class Best(msgspec.Struct, frozen=True):
+    """The best evaluation so far: its step and value; and what patience counts by.
+
+    A value is None where no evaluation has given a number.
+    """
+
+    step: int
+    value: float | None
+    mark: float | None
+    waited: int = 0
+
+    def next(self, step: int, value: float | None, falling: bool, min_delta: float) -> Best:
+        """After the evaluation of `step`."""
+        best = _better(value, self.value, falling, 0.0)
+        counts = _better(value, self.mark, falling, min_delta)
+        return Best(
+            step=step if best else self.step,
+            value=value if best else self.value,
+            mark=value if counts else self.mark,
+            waited=0 if counts else self.waited + 1,
+        )
+
+
+def _better(value: float | None, than: float | None, falling: bool, by: float) -> bool:
+    """Whether it is better by more than `by`; a first number is better than none."""
+    if value is None or than is None:
+        return value is not None
+    return than - value > by if falling else value - than > by
+
+
+def monitor_of(task: Task, stop: Stop) -> str | None:
+    """By which metric the best model is chosen; None where there is no validation set."""
+    return None if task.validation is None else stop.monitor or MONITOR
+
+
+def after(
+    best: Best | None, stop: Stop, monitor: str, step: int, metrics: Mapping[str, float]
+) -> Best:
+    """The best evaluation, with one more."""
+    measured = metrics.get(monitor, math.nan)
+    value = measured if math.isfinite(measured) else None
+    if best is None:
+        return Best(step, value, value)
+    return best.next(step, value, lower_is_better(monitor), stop.min_delta)
+
+
+def check_early(task: Task, stop: Stop, measured: Sequence[str]) -> None:
+    """Raises ValueError where a run is to end, or a model to be chosen, by what nobody may go by.
+
+    measured: the metrics of an evaluation.
+    """
+    wanted = [name for name in ("patience", "monitor") if getattr(stop, name) is not None]
+    if not wanted and stop.min_delta:
+        raise ValueError(f"min_delta={stop.min_delta} is for patience, and no patience is given")
+    if wanted and task.validation is None:
+        raise ValueError(
+            f"{wanted[0]} goes by a validation set, for test data only measure, and the task has "
+            f"none: give Task(validation=0.1) or --validation 0.1, a share of the training data"
+        )
+    validated = [name for name in measured if name.startswith(PREFIX)]
+    if stop.monitor is not None and stop.monitor not in validated:
+        raise ValueError(
+            f"monitor is {stop.monitor!r}, but a run is ended, and a model chosen, by the "
+            f"validation set alone: {', '.join(validated)}"
+        )

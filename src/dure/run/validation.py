@@ -1,0 +1,42 @@
+"""Taking a share of the training data as a validation set (`dure.data.measured`).
+
+It is done where the job is prepared, and once more on every rank, by the same draws: only the share
+travels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dure.contracts.strategy import Strategy, World
+from dure.contracts.task import Task
+from dure.data.measured import OWN, held_apart
+from dure.data.nodes import DataOfRanks, OwnExamples
+
+
+def with_validation(task: Task, seed: int) -> Task:
+    """The task whose validation set is examples, which nobody trains on."""
+    share = task.validation
+    if not isinstance(share, float):
+        return task
+    train, validation = held_apart(task.train, share, seed)
+    return replace(task, train=train, validation=validation)
+
+
+def check_validation(task: Task, strategy: Strategy, world: World) -> None:
+    """Raises ValueError where nobody here can measure a validation set, or take one."""
+    if task.validation is None:
+        return
+    if world.serves and strategy.trains_at_server:
+        raise ValueError(
+            f"{strategy.name} over a network is measured on its clients' own data, and has no "
+            f"place for a validation set: leave validation out"
+        )
+    if not isinstance(task.validation, float):
+        return
+    whose = "clients" if world.serves else "ranks"
+    if world.serves or isinstance(task.train, (DataOfRanks, OwnExamples)):
+        raise ValueError(
+            f"validation={task.validation} is a share of the training data, which lie with the "
+            f"{whose}: {OWN}"
+        )
