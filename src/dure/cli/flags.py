@@ -127,6 +127,8 @@ class TrainOptions:
 
     Args:
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
+        seeds: how many seeds to train under, counted from --seed on: a run each, and over them
+            mean, deviation and interval.
         out: the run folder; by default a new one in runs/. Under torchrun with restarts it is gone
             on with.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
@@ -141,6 +143,7 @@ class TrainOptions:
     """
 
     seed: int = 0
+    seeds: int = 1
     out: Path | None = None
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
@@ -194,6 +197,8 @@ class CompareOptions:
         workers: ranks or threads, for systems that divide the work; one a core by default. Of a
             parameter server: those that compute, where its settings do not say it.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
+        seeds: how many seeds each system is trained under, counted from --seed on: a run each, and
+            over them mean, deviation and interval.
         out: the folder of the comparison; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
         weights: that the model begins with: a safetensors file, the index of several, a folder of
@@ -205,6 +210,7 @@ class CompareOptions:
 
     workers: int | None = None
     seed: int = 0
+    seeds: int = 1
     out: Path | None = None
     evaluate_every: int | None = None
     weights: Path | None = None

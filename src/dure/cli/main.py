@@ -6,7 +6,6 @@ torch. Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import audit, certificates, clients, network, roster, served, verify
+from dure.cli import audit, certificates, clients, comparing, network, roster, served, verify
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -34,12 +33,19 @@ from dure.cli.flags import (
     value_of,
 )
 from dure.cli.interrupted import STATUS, interrupts_end_imports
-from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
+from dure.cli.running import (
+    check_names,
+    file_name,
+    one_line,
+    resumed,
+    run_folder,
+    show_run,
+    start_fork_server,
+)
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
 from dure.machine.memory import in_huge_pages
 from dure.machine.streams import nobody_reads, open_streams
-from dure.report.words import printable
-from dure.worlds.launched import leads_here, under_torchrun
+from dure.worlds.launched import under_torchrun
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here("dure.cli")
@@ -52,7 +58,7 @@ USAGE = """\
 dure trains one PyTorch model with many machines, by the system you name, and measures it.
 
   dure train TASK SYSTEM [options]   train; `dure train TASK SYSTEM --help` lists the options
-  dure train --resume RUN            go on with a run that was interrupted or killed
+  dure train --resume RUN            go on with what was interrupted or killed: a run, or many
   dure serve TASK SYSTEM [options]   serve a federation to clients on a network; --local starts them
   dure join URL TASK [options]       take part in it, with this machine's data
   dure personalise DIR TASK          train the newest model on this machine's data, offline
@@ -138,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = foreseen and not isinstance(error, WorkerFailedError)
         text = (foreseen and text_of(error).strip()) or described(error)
         print(
-            f"dure: {_one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
+            f"dure: {one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
             file=sys.stderr,
         )
         if isinstance(error, DureError):
@@ -165,11 +171,6 @@ def _warnings_in_a_line() -> Iterator[None]:
         warnings.formatwarning = plain
 
 
-def _one_line(text: str) -> str:
-    # A server or a folder that somebody sent may be quoted in it.
-    return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
-
-
 def _dispatch(given: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
@@ -180,7 +181,7 @@ def _dispatch(given: list[str]) -> int:
         "personalise": served.personalise,
         "audit": audit.main,
         "verify": verify.main,
-        "compare": _compare,
+        "compare": comparing.compare,
         "report": _report,
         "bench": _bench,
         "certificates": certificates.main,
@@ -207,33 +208,16 @@ def _dispatch(given: list[str]) -> int:
     return commands[given[0]](given[1:])
 
 
-_ABOUT_COMPARE = (
-    "Many systems on one task. Any setting of a system, such as --clients 20, is given to all that "
-    "have it; what stands behind a name, as in fed-avg,clients=5, wins."
-)
-
 _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "compare": (
         "TASK [SYSTEM ...]",
         {"limits": Limits, "how": CompareOptions},
-        _ABOUT_COMPARE,
+        comparing.ABOUT,
     ),
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
     "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
 }
 """What these commands take whatever is named: usage, parts of the flags, description."""
-
-COMPARED = (
-    "single-worker",
-    "single-worker,batch_size=None",
-    "data-parallel,all_reduce=ring",
-    "data-parallel,all_reduce=master",
-    "data-parallel,all_reduce=native",
-    "fed-avg",
-    "fed-avg,partition=label-shards:2",
-)
-"""What `dure compare TASK` compares if no system is named."""
-
 
 _UNFORKED = ("threads", "simulated")
 """Worlds of one process, also for systems whose ranks are forked elsewhere."""
@@ -243,6 +227,8 @@ def _train(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     # Everything else is in the run folder, so neither task nor system is named.
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
+        if (Path(value_of("--resume", flags) or ".") / "comparison.json").is_file():
+            return comparing.resumed(flags, "dure train")
         return resumed(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
         raise ValueError(
@@ -253,7 +239,7 @@ def _train(given: list[str]) -> int:
     built_in = catalog.SYSTEMS.get(system)
     # Before the imports below: the server loads torch while this process does.
     if built_in is not None and built_in.forks and value_of("--world", flags) not in _UNFORKED:
-        _start_fork_server()
+        start_fork_server()
     from dure.cli.worlds import options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
@@ -280,6 +266,8 @@ def _train(given: list[str]) -> int:
             "torchrun may start this job again: say with --out which folder it goes on with"
         )
     stop: Stop = asked["limits"].stop()
+    if how.seeds != 1:
+        return comparing.over_seeds(task, strategy, world, stop, how)
     from dure.run.train import train
 
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out:
@@ -291,69 +279,6 @@ def _train(given: list[str]) -> int:
             as_json=how.json and world.leads,
             folder=out,
         )
-
-
-def _compare(given: list[str]) -> int:
-    names, flags = names_before_flags(given)
-    if not names:
-        raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
-    reference = names[0]
-    systems = names[1:] or list(COMPARED)
-    check_names(reference, [system.partition(",")[0] for system in systems])
-    _start_fork_server()
-    from dure.cli.shared_flags import shared
-    from dure.cli.worlds import entry
-    from dure.tasks.builtin import load_task
-
-    parts: dict[str, Any] = {
-        "task": options_of_task(reference),
-        "limits": Limits,
-        "how": CompareOptions,
-    }
-    own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-    systems, flags, notes, there = shared(systems, flags, {*own, "help"})
-    about = f"{_ABOUT_COMPARE} Here these are {', '.join(there)}."
-    asked = parse_flags(f"dure compare {reference}", parts, flags, about)
-    how: CompareOptions = asked["how"]
-    stop: Stop = asked["limits"].stop(epochs=20)
-    task = how.with_weights(load_task(reference, **given_options(asked["task"])))
-    entries = [entry(system, how.workers) for system in systems]
-    for note in notes:
-        print(f"dure: {note}", file=sys.stderr)
-    from dure.cli.show import Display, error_console, table
-    from dure.run.compare import compare
-
-    with (
-        run_folder(how.out, f"compare-{file_name(task)}") as out,
-        Display(stop, how.json or not leads_here()) as display,
-    ):
-        done = compare(
-            task,
-            entries,
-            stop=stop,
-            seed=how.seed,
-            out=out,
-            evaluate_every=how.evaluate_every,
-            check=how.check,
-            on_progress=display,
-        )
-    # Under torchrun every rank comes here; one of them speaks.
-    if not leads_here():
-        return max((error.exit_code for error in done.failed.values()), default=0)
-    summaries = [run.summary for run in done.runs]
-    if how.json:
-        failed = {label: text_of(error) for label, error in done.failed.items()}
-        print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
-    elif summaries:
-        console = error_console()
-        console.print(table(summaries, console))
-    for label, error in done.failed.items():
-        print(f"dure: {label}: {_one_line(text_of(error))}", file=sys.stderr)
-    print(f"report: {done.report}", file=sys.stderr)
-    interrupted = any(summary["ended"] == "interrupt" for summary in summaries)
-    return (
-        130 if interrupted else max((error.exit_code for error in done.failed.values()), default=0)
-    )
 
 
 def _report(given: list[str]) -> int:
@@ -385,7 +310,7 @@ def _bench(given: list[str]) -> int:
     from dure.bench import options
 
     plan = options.plan(how.sizes, how.ranks, how.contenders, how.repeats, how.quick, how.fit)
-    _start_fork_server()
+    start_fork_server()
     from dure.bench.page import write
     from dure.bench.progress import Progress
     from dure.bench.run import run
@@ -410,13 +335,6 @@ def _bench(given: list[str]) -> int:
 def _cache_folder() -> Path:
     """Where dure keeps what it has learned about this machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dure"
-
-
-def _start_fork_server() -> None:
-    """It loads torch while this process does; under torchrun nobody forks."""
-    if not under_torchrun():
-        server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
-        server.start()
 
 
 if __name__ == "__main__":

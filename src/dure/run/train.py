@@ -275,7 +275,7 @@ def found_again(
 ) -> tuple[Task, Strategy, World]:
     """What config.json names, or what was given in its place."""
     if not isinstance(task, Task):
-        task = _task_again(folder, asked, task, ask)
+        task = task_again(folder, asked, task, ask)
     # A strategy may name rules of a user's own in any of its fields.
     with followed_as(ask):
         if not isinstance(strategy, Strategy):
@@ -291,8 +291,11 @@ def found_again(
     return task, strategy, world
 
 
-def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
-    """The task of a folder. reference: what the user named in place of what the folder names."""
+def task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
+    """The task of a folder. reference: what the user named in place of what the folder names.
+
+    Raises RunFolderError where it was made in Python, or must not be run.
+    """
     if reference is None:
         reference = asked.task.name
         if not reference:
