@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import audit, certificates, clients, comparing, network, roster, served, verify
+from dure.cli import (
+    audit,
+    certificates,
+    clients,
+    comparing,
+    folders,
+    network,
+    predicting,
+    roster,
+    served,
+    systems,
+    verify,
+)
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -68,6 +80,10 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure audit RUN                     what a simulation's updates give away, by attacks on them
   dure verify RUN|MODEL              check a model's signature, and say where it comes from
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
+  dure list [FOLDER]                 the runs that there are, and how far each has come
+  dure show RUN                      what a run was and came to
+  dure predict RUN INPUT             what its trained model says of a file, or of an example
+  dure systems                       the systems as a family tree, and the worlds they live in
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
   dure certificates init|server      files for TLS, signed by an authority of your own
@@ -182,6 +198,10 @@ def _dispatch(given: list[str]) -> int:
         "audit": audit.main,
         "verify": verify.main,
         "compare": comparing.compare,
+        "list": folders.list_runs,
+        "show": folders.show,
+        "predict": predicting.main,
+        "systems": systems.main,
         "report": _report,
         "bench": _bench,
         "certificates": certificates.main,
