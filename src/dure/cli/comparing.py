@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,8 +132,19 @@ def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: Tr
         return show_comparison(program, stop, out, as_json=how.json, command="dure train")
 
 
-def resumed(flags: list[str], command: str) -> int:
-    """Goes on with a comparison or a sweep; everything is in its folder."""
+Judges = Callable[["Comparison"], Mapping[str, Any]]
+"""What else there is to say of many runs: words to what they say, JSON-able."""
+
+
+def _nothing(done: Comparison) -> Mapping[str, Any]:
+    return {}
+
+
+def resumed(flags: list[str], command: str, judges: Judges = _nothing) -> int:
+    """Goes on with a comparison or a sweep; everything is in its folder.
+
+    judges: what else there is to say of it.
+    """
     asked = parse_flags(
         command, {"how": ResumeOptions}, flags, "Go on with many runs; those that ended stay."
     )
@@ -151,7 +162,12 @@ def resumed(flags: list[str], command: str) -> int:
         resume_comparison, how.resume, task=how.task, rules=how.rules, check=how.check
     )
     return show_comparison(
-        program, stop_of(how.resume), how.resume, as_json=how.json, command=command
+        program,
+        stop_of(how.resume),
+        how.resume,
+        as_json=how.json,
+        command=command,
+        judges=judges,
     )
 
 
@@ -162,11 +178,11 @@ def show_comparison(
     *,
     as_json: bool,
     command: str = "dure compare",
-    hears: Callable[[Comparison], Sequence[str]] = lambda done: (),
+    judges: Judges = _nothing,
 ) -> int:
     """Runs with a display, then says what came out and where it lies; returns the exit status.
 
-    command: that goes on with what was interrupted. hears: what else there is to say.
+    command: that goes on with what was interrupted. judges: what else there is to say.
     """
     from dure.cli.show import Display
 
@@ -176,9 +192,10 @@ def show_comparison(
     # Under torchrun every rank comes here; one of them speaks.
     if not leads_here():
         return worst
-    _tell(done, folder, as_json)
-    for line in hears(done):
-        print(line, file=sys.stderr)
+    said = judges(done)
+    _tell(done, folder, as_json, said)
+    for name, value in said.items():
+        print(f"{name}: {value}", file=sys.stderr)
     for label, error in done.failed.items():
         print(f"dure: {label}: {one_line(text_of(error))}", file=sys.stderr)
     print(f"report: {done.report}", file=sys.stderr)
@@ -188,7 +205,7 @@ def show_comparison(
     return 130
 
 
-def _tell(done: Comparison, folder: Path, as_json: bool) -> None:
+def _tell(done: Comparison, folder: Path, as_json: bool, said: Mapping[str, Any]) -> None:
     """The table of a comparison, or its JSON."""
     from dure.cli.over_seeds import groups, over_seeds, table_over_seeds
     from dure.cli.show import error_console, table
@@ -204,6 +221,7 @@ def _tell(done: Comparison, folder: Path, as_json: bool) -> None:
             "failed": {label: text_of(error) for label, error in done.failed.items()},
             "report": str(done.report),
             "folder": str(folder),
+            **said,
         }
         if together:
             content["over_seeds"] = over_seeds(together)

@@ -12,10 +12,12 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from dure.cli.help import captured, grouped
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -286,12 +288,17 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def parse_flags(
-    prog: str, parts: dict[str, Any], arguments: list[str], description: str = ""
+    prog: str,
+    parts: dict[str, Any],
+    arguments: list[str],
+    description: str = "",
+    hidden: Collection[str] = (),
 ) -> dict[str, Any]:
     """Parses flags into instances of several dataclasses, whose fields share one level of flags.
 
-    parts: the dataclasses by name, as which their instances are returned. Raises ValueError with
-    one line where tyro would print a box and end the process, and Shown after --help.
+    parts: the dataclasses by name, as which their instances are returned. hidden: flags that the
+    help leaves out. Raises ValueError with one line where tyro would print a box and end the
+    process, and Shown after --help.
     """
     import tyro
 
@@ -305,30 +312,48 @@ def parse_flags(
         # None leaves the type to tyro.
         return _text(info.type) if info.type in TEXTS else None
 
-    # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
-    fields = [
-        (name, Annotated[_with_texts(kind), tyro.conf.arg(name="")]) for name, kind in parts.items()
-    ]
-    together = dataclasses.make_dataclass("Options", fields, frozen=True)
-    together.__doc__ = description
-    # tyro prints its complaint and raises SystemExit; help ends with status 0 and passes.
+    # Without prefixes flags are short, but two of the same name would be one.
+    short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
+    config = (tyro.conf.FlagCreatePairsOff, *short)
+    if {"--help", "-h"} & set(arguments):
+
+        def help_of(kind: type[Any], left_out: Collection[str]) -> str:
+            one = _together({"one": kind}, "", left_out)
+            return captured(lambda: tyro.cli(one, prog=prog, args=["--help"], config=config))
+
+        with registry:
+            told = grouped(parts, hidden, help_of)
+        print(f"usage: {prog} [-h] [OPTIONS]\n\n{description}\n\n{told}".rstrip())
+        raise Shown
+    together = _together(parts, description)
+    # tyro prints its complaint and raises SystemExit.
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
-            # Without prefixes flags are short, but two of the same name would be one.
-            short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
-            config = (tyro.conf.FlagCreatePairsOff, *short)
             parsed: Any = tyro.cli(
                 together, prog=prog, args=arguments, config=config, description=description
             )
-    except SystemExit as end:
-        # --help has printed what was asked for.
-        if not end.code:
-            raise Shown from None
+    except SystemExit:
         raise ValueError(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None
     return {name: _instance(kind, getattr(parsed, name)) for name, kind in parts.items()}
+
+
+def _together(
+    parts: Mapping[str, Any], description: str, left_out: Collection[str] = ()
+) -> type[Any]:
+    """Several dataclasses as one, as tyro is to see them. left_out: fields without help."""
+    import tyro
+
+    # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
+    fields = [
+        (name, Annotated[_with_texts(kind, left_out), tyro.conf.arg(name="")])
+        for name, kind in parts.items()
+    ]
+    together = dataclasses.make_dataclass("Options", fields, frozen=True)
+    together.__doc__ = description
+    return together
 
 
 def _text(kind: type[Any], optional: bool = False) -> Any:
@@ -349,20 +374,25 @@ def _text(kind: type[Any], optional: bool = False) -> Any:
     )
 
 
-def _with_texts(kind: type[Any]) -> type[Any]:
-    """The dataclass as tyro is to see it.
+def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
+    """The dataclass as tyro is to see it. left_out: fields that no help tells of.
 
     A setting or None would be a choice of subcommands to it, and not a text.
     """
+    import tyro
+
     from dure.run.registry import TEXTS
 
     changed: list[Any] = []
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         inner = [one for one in typing.get_args(hints[field.name]) if one in TEXTS]
+        annotated: Any = hints[field.name]
         if inner:
-            hint: Any = hints[field.name]
-            annotated = Annotated[hint, _text(inner[0], optional=True)]
+            annotated = Annotated[annotated, _text(inner[0], optional=True)]
+        if field.name in left_out:
+            annotated = Annotated[annotated, tyro.conf.Suppress]
+        if inner or field.name in left_out:
             changed.append((field.name, annotated, field))
     if not changed:
         return kind

@@ -6,12 +6,14 @@ torch. Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
+import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from dure.cli import (
     predicting,
     roster,
     served,
+    sweeping,
     systems,
     verify,
 )
@@ -80,6 +83,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure audit RUN                     what a simulation's updates give away, by attacks on them
   dure verify RUN|MODEL              check a model's signature, and say where it comes from
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
+  dure sweep TASK SYSTEM --grid ...  one system with many settings: which are the best
   dure list [FOLDER]                 the runs that there are, and how far each has come
   dure show RUN                      what a run was and came to
   dure predict RUN INPUT             what its trained model says of a file, or of an example
@@ -109,6 +113,28 @@ Examples
   dure bench all-reduce --quick --out runs/bench
 """
 
+USAGE_OF_TRAIN = """\
+dure train TASK SYSTEM [options]   train a task by a system, and measure it
+dure train --resume RUN            go on with a run, or with many in one folder
+
+The options are those of the system, the task, the world, the limits, the run and the output. Most
+depend on the system and the task, so name both to see them:
+
+  dure train digits fed-avg --help
+  dure train mnist data-parallel --help
+
+These are the same for all:
+
+  --epochs N, --seconds N, --target METRIC=VALUE   when it ends; ten epochs if nothing is said
+  --seed N, --seeds N                              same seed, same bits; several, and their spread
+  --out DIR, --label TEXT, --json                  where it is written, and how it is told
+  --weights PATH                                   what the model begins with
+
+Tasks      {tasks}
+Systems    {systems}
+           dure systems draws them as a family tree; either may be one of your own, file.py:name
+"""
+
 DEBUG = "--debug"
 
 
@@ -120,6 +146,22 @@ def usage() -> str:
 
     systems = {name: system.summary for name, system in catalog.SYSTEMS.items()}
     return USAGE.format(tasks=listed(catalog.TASKS), systems=listed(systems))
+
+
+def usage_of_train() -> str:
+    """The text of `dure train --help`."""
+
+    def listed(names: Iterable[str]) -> str:
+        # The first line is as far to the right as the others, behind its word.
+        return textwrap.fill(
+            ", ".join(names),
+            100,
+            initial_indent=" " * 11,
+            subsequent_indent=" " * 11,
+            break_on_hyphens=False,
+        ).lstrip()
+
+    return USAGE_OF_TRAIN.format(tasks=listed(catalog.TASKS), systems=listed(catalog.SYSTEMS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,6 +240,7 @@ def _dispatch(given: list[str]) -> int:
         "audit": audit.main,
         "verify": verify.main,
         "compare": comparing.compare,
+        "sweep": sweeping.main,
         "list": folders.list_runs,
         "show": folders.show,
         "predict": predicting.main,
@@ -215,8 +258,11 @@ def _dispatch(given: list[str]) -> int:
         print(f"dure {__version__}")
         return 0
     asks = given[1:] in (["--help"], ["-h"])
+    if given[0] == "train" and asks:
+        print(usage_of_train(), end="")
+        return 0
     # What flags there are depends on what nobody has named yet.
-    if given[0] in ("train", "serve", "join", "personalise", "replay") and asks:
+    if given[0] in ("serve", "join", "personalise", "replay") and asks:
         print(usage(), end="")
         return 0
     if given[0] in _NAMELESS and asks:
@@ -260,7 +306,7 @@ def _train(given: list[str]) -> int:
     # Before the imports below: the server loads torch while this process does.
     if built_in is not None and built_in.forks and value_of("--world", flags) not in _UNFORKED:
         start_fork_server()
-    from dure.cli.worlds import options_of, world_of
+    from dure.cli.worlds import not_offered, options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
@@ -273,8 +319,13 @@ def _train(given: list[str]) -> int:
         "limits": Limits,
         "how": TrainOptions,
     }
+    hidden = not_offered(kind, parts["world"]) - {field.name for field in dataclasses.fields(kind)}
     asked = parse_flags(
-        f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0]
+        f"dure train {reference} {system}",
+        parts,
+        flags,
+        (kind.__doc__ or "").split("\n")[0],
+        hidden,
     )
     how: TrainOptions = asked["how"]
     task = how.with_weights(load_task(reference, **given_options(asked["task"])))

@@ -408,6 +408,9 @@ class Strategy(Told):
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
 
+    without: ClassVar[frozenset[str]] = frozenset()
+    """Conditions of clients that it does not have, and refuses where they are given."""
+
     @property
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""

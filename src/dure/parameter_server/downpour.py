@@ -36,6 +36,7 @@ from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.plan import (
+    WITHOUT,
     check_compressed,
     check_compression,
     check_model,
@@ -93,6 +94,7 @@ class Downpour(Strategy):
     also: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
     unit: ClassVar[str] = "round"
     led: ClassVar[bool] = True
+    without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse, "compression": parse_compression})

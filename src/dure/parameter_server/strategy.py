@@ -35,6 +35,7 @@ from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import (
+    WITHOUT,
     Plan,
     check_compressed,
     check_compression,
@@ -86,6 +87,7 @@ class ParameterServer(Strategy):
     also: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
     unit: ClassVar[str] = "round"
     led: ClassVar[bool] = True
+    without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

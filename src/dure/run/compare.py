@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import nn
@@ -39,7 +39,12 @@ from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
 
-Entry = Strategy | tuple[Strategy, World] | tuple[Strategy, World | None, Task]
+Entry = (
+    Strategy
+    | tuple[Strategy, World]
+    | tuple[Strategy, World | None, Task]
+    | tuple[Strategy, World | None, Task, str]
+)
 
 COMPARISON = "comparison.json"
 """What makes a folder one of a comparison, as config.json makes it one of a run."""
@@ -88,7 +93,8 @@ def compare(
     """Trains `task` by each of `systems`, one after another, and writes one report.
 
     systems: strategies, or pairs (strategy, world) where the default world is not what is wanted,
-        or triples (strategy, world or None, task) where a system trains a task of its own.
+        or (strategy, world or None, task) where a system trains a task of its own, and a label
+        besides where tables are to call it otherwise.
     stop: the same limits for all; limits that a strategy does not count (rounds, steps) do not
         concern it.
     seeds: how many seeds each system is trained under, counted from `seed` on.
@@ -147,16 +153,25 @@ def check_seeds(seeds: Any) -> None:
         )
 
 
-def _entries(task: Task, systems: Any) -> list[tuple[Strategy, World, Task]]:
+class _Asked(NamedTuple):
+    """A system, where it lives, what it trains, and how it is to be called if not by its own."""
+
+    strategy: Strategy
+    world: World
+    task: Task
+    label: str | None
+
+
+def _entries(task: Task, systems: Any) -> list[_Asked]:
     """Each system with its world and its task. Raises ValueError for what is none."""
     if isinstance(systems, (str, Strategy)) or not isinstance(systems, Iterable):
         raise ValueError(
             f"systems is {shown(systems)}: give a list of strategies, or of pairs (strategy, world)"
         )
-    found: list[tuple[Strategy, World, Task]] = []
+    found: list[_Asked] = []
     for entry in systems:
         parts = entry if isinstance(entry, tuple) else (entry,)
-        if not 1 <= len(parts) <= 3:
+        if not 1 <= len(parts) <= 4:
             raise ValueError(
                 f"{shown(entry)} is no pair: give (strategy, world), (strategy, world, task), or a "
                 f"strategy"
@@ -164,8 +179,10 @@ def _entries(task: Task, systems: Any) -> list[tuple[Strategy, World, Task]]:
         strategy: Strategy = parts[0]
         world: World | None = parts[1] if len(parts) > 1 else None
         own: Task = parts[2] if len(parts) > 2 else task
+        label: str | None = parts[3] if len(parts) > 3 else None
         check_task(own)
-        found.append((strategy, default_world(strategy) if world is None else world, own))
+        lives = default_world(strategy) if world is None else world
+        found.append(_Asked(strategy, lives, own, label))
     if not found:
         raise ValueError("there is nothing to compare: give at least one strategy")
     return found
@@ -173,13 +190,13 @@ def _entries(task: Task, systems: Any) -> list[tuple[Strategy, World, Task]]:
 
 def _planned(
     task: Task,
-    entries: Sequence[tuple[Strategy, World, Task]],
+    entries: Sequence[_Asked],
     stop: Stop,
     seeds: Sequence[int],
     how: Mapping[str, Any],
 ) -> list[_Planned]:
     """All the runs, each checked as `dure.train` does. Raises ValueError for what does not fit."""
-    divided = all(_holds_parts(strategy, world) for strategy, world, _ in entries)
+    divided = all(_holds_parts(strategy, world) for strategy, world, *_ in entries)
     models: dict[tuple[int, int], nn.Module] = {}
 
     def model(task: Task, seed: int) -> nn.Module:
@@ -190,7 +207,7 @@ def _planned(
         return models[id(task), seed]
 
     prepared: list[list[tuple[Job, dict[str, Any]]]] = []
-    for strategy, world, own in entries:
+    for strategy, world, own, _ in entries:
         runs = []
         for seed in seeds:
             # What a strategy believes of a model is tried once, and not under every seed.
@@ -210,8 +227,8 @@ def _planned(
     # A label names the system in tables, and its folders.
     labels = _unique(
         [
-            f"{runs[0][0].label}{_own_options(task, own)}"
-            for runs, (_, _, own) in zip(prepared, entries, strict=True)
+            one.label or f"{runs[0][0].label}{_own_options(task, one.task)}"
+            for runs, one in zip(prepared, entries, strict=True)
         ]
     )
     return [
@@ -222,7 +239,7 @@ def _planned(
             name=_slug(label) + (f"-seed-{job.seed}" if len(seeds) > 1 else ""),
             told=label + (f", seed {job.seed}" if len(seeds) > 1 else ""),
         )
-        for runs, (_, world, _), label in zip(prepared, entries, labels, strict=True)
+        for runs, (_, world, *_), label in zip(prepared, entries, labels, strict=True)
         for job, config in runs
     ]
 
