@@ -319,7 +319,8 @@ def _train(given: list[str]) -> int:
         "limits": Limits,
         "how": TrainOptions,
     }
-    hidden = not_offered(kind, parts["world"]) - {field.name for field in dataclasses.fields(kind)}
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hidden = not_offered(kind, parts["world"]) - fields
     asked = parse_flags(
         f"dure train {reference} {system}",
         parts,

@@ -33,6 +33,7 @@ from dure.record.run import Run, RunFolder
 from dure.run.asked import check_asked, check_function, check_task
 from dure.run.fresh import fresh_model
 from dure.run.job import Job
+from dure.run.progress import bars_here
 from dure.run.registry import default_world
 from dure.run.train import begun_here, prepare, run_job
 from dure.worlds.processes.fork_server import server
@@ -102,7 +103,7 @@ def compare(
         report.html.
     check: as in `dure.train`, for every system.
     on_progress: called with the label of the system at work and the event that `dure.train`
-        reports.
+        reports. By default a notebook draws a bar for each.
 
     A system that fails does not end the comparison; it is in `failed`. Ctrl-C ends it after the
     step at hand: the report is written of what there is, and `dure.resume_comparison` goes on.
@@ -114,6 +115,8 @@ def compare(
     check_seeds(seeds)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
+    bars = bars_here(stop) if on_progress is _ignore else None
+    on_progress = on_progress if bars is None else bars
     entries = _entries(task, systems)
     how = {"evaluate_every": evaluate_every, "check": check}
     planned = _planned(task, entries, stop, range(seed, seed + seeds), how)

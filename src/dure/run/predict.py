@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
@@ -81,7 +81,7 @@ def predict(folder: Path, source: str, task: Task | str | None = None) -> Predic
 
 def _outputs(run: Run, inputs: Any) -> Iterator[Tensor]:
     model = run.model
-    leaves = torch.utils._pytree.tree_leaves(inputs)
+    leaves = tree_leaves(inputs)
     with torch.inference_mode(), in_mode(model, training=False):
         for start in range(0, len(leaves[0]), _BATCH):
             some = tree_map(lambda leaf, at=start: leaf[at : at + _BATCH], inputs)
@@ -156,7 +156,8 @@ def _example(task: Task) -> Any:
 def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
     """The inputs as the model takes them: those of several examples, or of one."""
     try:
-        given = torch.as_tensor(array)
+        # Lists of JSON would be float32 to torch, which has fewer digits than they.
+        given = torch.as_tensor(array if isinstance(array, Tensor) else numpy.asarray(array))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} holds no array of numbers: {error}") from error
     if example.is_floating_point() or not given.is_floating_point():
@@ -187,7 +188,7 @@ def _read(source: str) -> Any:
     if source == "-":
         return _parsed(sys.stdin.read(), "standard input")
     path = Path(source)
-    readers = {
+    readers: dict[str, Callable[[], Any]] = {
         ".npy": lambda: numpy.load(path, allow_pickle=False),
         ".csv": lambda: _table(path),
         ".json": lambda: _parsed(path.read_text(), source),

@@ -143,7 +143,7 @@ def judge_of(runs: Sequence[Run], metric: str | None = None) -> str:
     metric: the one asked for. By default a validation metric, then one of test data; what rises
     comes first. Raises ValueError if no run has it.
     """
-    there = dict.fromkeys(
+    there: dict[str, None] = dict.fromkeys(
         name for run in runs for name in run.summary["best"] if not is_spread(name)
     )
     if metric is not None:

@@ -38,6 +38,7 @@ from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.own_data import forget, to_look_at
+from dure.run.progress import bars_here
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.tasks.builtin import load_task
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
@@ -55,6 +56,12 @@ Progress = Callable[[dict[str, Any]], None]
 
 def _ignore(event: dict[str, Any]) -> None:
     pass
+
+
+def _shown(on_progress: Progress, stop: Stop) -> Progress:
+    """Who is told of progress: the one asked for, or the bar of a notebook."""
+    bars = bars_here(stop) if on_progress is _ignore else None
+    return on_progress if bars is None else bars.of("training")
 
 
 def train(
@@ -91,7 +98,7 @@ def train(
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
         seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
         step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
-        before the first step, as pairs of words and seconds.
+        before the first step, as pairs of words and seconds. By default a notebook draws a bar.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
     use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps
@@ -102,6 +109,7 @@ def train(
     stop = stop if stop is not None else Stop(epochs=10)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
+    on_progress = _shown(on_progress, stop)
     job, config = prepare(
         task,
         strategy,
@@ -197,6 +205,7 @@ def resume(
     for one in named:
         if not is_reference(one):
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
+    on_progress = _shown(on_progress, stop if stop is not None else asked.stop)
     ask = Asks(path, config, named)
     task, strategy, world = found_again(path, asked, ask, task, strategy, world)
     task = _with_weights(path, task, asked, weights)
