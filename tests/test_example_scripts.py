@@ -30,7 +30,7 @@ LEAST_ACCURACY = {
     "fed_nova": 0.9,
     "moon": 0.8,
     "power_of_choice": 0.8,
-    "optuna_search": 0.8,
+    "optuna_search": 0.7,
 }
 SHORT = 40
 WITH_A_SERVER = 56

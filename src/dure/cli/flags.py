@@ -323,7 +323,7 @@ def parse_flags(
 
         with registry:
             told = grouped(parts, hidden, help_of)
-        print(f"usage: {prog} [-h] [OPTIONS]\n\n{description}\n\n{told}".rstrip())
+        print(f"usage: {prog} [--help] [OPTIONS]\n\n{description}\n\n{told}".rstrip())
         raise Shown
     together = _together(parts, description)
     # tyro prints its complaint and raises SystemExit.
@@ -386,17 +386,34 @@ def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
     changed: list[Any] = []
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        inner = [one for one in typing.get_args(hints[field.name]) if one in TEXTS]
-        annotated: Any = hints[field.name]
+        name = field.name
+        inner = [one for one in typing.get_args(hints[name]) if one in TEXTS]
+        annotated: Any = hints[name]
         if inner:
             annotated = Annotated[annotated, _text(inner[0], optional=True)]
-        if field.name in left_out:
+        given: Any = field
+        # What no help tells of is not asked for in it either.
+        if name in left_out and _is_required(field):
+            annotated = annotated | None
+            given = dataclasses.field(default=None)
+        if name in left_out:
             annotated = Annotated[annotated, tyro.conf.Suppress]
-        if inner or field.name in left_out:
-            changed.append((field.name, annotated, field))
+        if inner or name in left_out:
+            changed.append((name, annotated, given))
     if not changed:
         return kind
-    return dataclasses.make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+    return dataclasses.make_dataclass(
+        # Where a default is put first, the fields that need a value may follow it all the same.
+        kind.__name__,
+        changed,
+        bases=(kind,),
+        frozen=True,
+        kw_only=bool(left_out),
+    )
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _instance(kind: type[Any], parsed: Any) -> Any:
