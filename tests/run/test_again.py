@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import dure
 from dure.contracts.stop import Stop
 from dure.errors import RunFolderError
+from dure.report.read import read_runs
+from dure.report.seeds import groups
 from small import same_bits, small_task
 
 STOP = Stop(epochs=3)
@@ -75,6 +78,27 @@ def test_an_interrupted_comparison_goes_on_to_the_same_bits(tmp_path):
     assert after == kept
     comparison = json.loads((tmp_path / "all" / "comparison.json").read_text())
     assert comparison["runs"] == comparison["planned"]
+
+
+def test_the_report_of_a_killed_comparison_shows_what_was_begun(tmp_path):
+    out = tmp_path / "all"
+    dure.compare(small_task(), SYSTEMS[:1], stop=STOP, seeds=3, out=out)
+    comparison = json.loads((out / "comparison.json").read_text())
+    del comparison["runs"], comparison["failed"]
+    (out / "comparison.json").write_text(json.dumps(comparison))
+    shutil.rmtree(out / "single-worker-seed-2")
+    (out / "single-worker-seed-1" / "history.jsonl").unlink()
+    assert [run.folder.name for run in read_runs([out]).runs] == ["single-worker-seed-0"]
+
+
+def test_runs_of_several_seeds_are_found_in_any_folders(tmp_path):
+    for seed in (0, 1):
+        out = tmp_path / f"run{seed}"
+        dure.train(small_task(), SYSTEMS[0], stop=STOP, seed=seed, out=out)
+    dure.train(small_task(), dure.SingleWorker(5), stop=STOP, out=tmp_path / "other")
+    folders = [tmp_path / name for name in ("run0", "other", "run1")]
+    (group,) = groups(read_runs(folders).runs)
+    assert [run.folder.name for run in group] == ["run0", "run1"]
 
 
 @pytest.mark.parametrize(
