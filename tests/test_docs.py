@@ -47,6 +47,7 @@ OPERANDS = {
     "replay": 1,
     "backup": 0,
     "audit": 0,
+    "predict": 2,
 }
 """What these commands name before their options, as far as the options depend on it."""
 
@@ -140,7 +141,8 @@ def test_commands_on_a_page_name_what_there_is(
     monkeypatch.chdir(tmp_path)
     write_files_of(page)
     for command in commands(page):
-        if command[0] == "compare" or (command[0] == "train" and "--resume" not in command):
+        compares = command[0] in ("compare", "sweep") and "--resume" not in command
+        if compares or (command[0] == "train" and "--resume" not in command):
             first_flag = next(
                 (i for i, word in enumerate(command) if word.startswith("-")), len(command)
             )
@@ -172,7 +174,8 @@ def test_commands_on_a_page_name_what_there_is(
                 word for word in command if word.startswith("--") and word not in listed
             ] == [], shlex.join(command)
         else:
-            assert command[0] in ("train", "report", "--help", "--version"), shlex.join(command)
+            known = ("train", "report", "list", "show", "sweep", "systems", "--help", "--version")
+            assert command[0] in known, shlex.join(command)
 
 
 class Asked(BaseException):
@@ -192,8 +195,8 @@ def asked(*given: Any, **how: Any) -> None:
 
 def compared(task: Any, entries: Sequence[Any], **how: Any) -> None:
     """In place of `dure.compare`, likewise."""
-    for strategy, world in entries:
-        strategy.check(task, world.workers)
+    for strategy, world, *own in entries:
+        strategy.check(own[0] if own else task, world.workers)
     raise Asked
 
 
@@ -203,12 +206,14 @@ def test_commands_on_a_page_begin_to_train(
 ) -> None:
     """As they stand there; where they name a folder of data, it is missing."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dure.cli.main._start_fork_server", lambda: None)
+    for module in ("main", "comparing", "sweeping"):
+        monkeypatch.setattr(f"dure.cli.{module}.start_fork_server", lambda: None)
     monkeypatch.setattr("dure.run.train.train", asked)
     monkeypatch.setattr("dure.run.compare.compare", compared)
     write_files_of(page)
     for command in commands(page):
-        if command[0] in ("train", "compare") and not {"--resume", "--help"} & set(command):
+        asks = {"--resume", "--help"} & set(command)
+        if command[0] in ("train", "compare", "sweep") and not asks:
             with pytest.raises((Asked, DataError)) as caught:
                 dispatched(command)
             if isinstance(caught.value, DataError):

@@ -30,6 +30,7 @@ LEAST_ACCURACY = {
     "fed_nova": 0.9,
     "moon": 0.8,
     "power_of_choice": 0.8,
+    "optuna_search": 0.7,
 }
 SHORT = 40
 WITH_A_SERVER = 56
@@ -62,6 +63,8 @@ def longest(text: str) -> int:
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short_and_runs(script, tmp_path, monkeypatch):
     text = script.read_text()
+    if "import optuna" in text:
+        pytest.importorskip("optuna")
     assert len(text.splitlines()) < longest(text)
     assert text.startswith('"""')
     arguments = []

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
     from dure.report import write_report as write_report
+    from dure.run.again import resume_comparison as resume_comparison
     from dure.run.backup import backup as backup
     from dure.run.client import Client as Client
     from dure.run.compare import Comparison as Comparison
@@ -155,6 +156,7 @@ _WHERE = {
     "personalise": "dure.run.personalise",
     "replay": "dure.run.replay",
     "resume": "dure.run.train",
+    "resume_comparison": "dure.run.again",
     "serve": "dure.run.serve",
     "train": "dure.run.train",
 }

@@ -213,6 +213,90 @@ SYSTEMS: dict[str, System] = {
 }
 """Strategies by name."""
 
+
+class Family(NamedTuple):
+    """A branch of the family tree: what its systems have in common, and which these are.
+
+    worlds: where they live.
+    """
+
+    title: str
+    systems: tuple[str, ...] = ()
+    worlds: tuple[str, ...] = ()
+    branches: tuple[Family, ...] = ()
+
+
+_RANKS = ("processes", "torchrun")
+_CLIENTS = ("simulated", "network")
+
+FAMILIES: tuple[Family, ...] = (
+    Family("one worker, with which all others are compared", ("single-worker",), ("processes",)),
+    Family(
+        "workers that make each step together",
+        branches=(
+            Family(
+                "each computes its part of the batch",
+                ("data-parallel",),
+                (*_RANKS, "threads"),
+            ),
+            Family("and holds a part of what all would hold alike", ("zero",), _RANKS),
+            Family("each holds a part of the model", ("pipeline", "tensor-parallel"), _RANKS),
+            Family("each holds some of the layers", ("layers-per-core",), ("threads",)),
+            Family("several of these at once", ("parallel",), _RANKS),
+        ),
+    ),
+    Family(
+        "workers that train apart, and combine their models now and then",
+        ("parallel-sgd", "local-sgd", "diloco", "admm"),
+        _RANKS,
+    ),
+    Family(
+        "weights that all workers update, each when it is ready",
+        branches=(
+            Family(
+                "servers own them",
+                ("parameter-server", "downpour"),
+                ("processes", "simulated"),
+            ),
+            Family("they lie in memory that all share", ("hogwild",), ("threads", "processes")),
+        ),
+    ),
+    Family(
+        "federated: clients keep their data, a server has the model",
+        branches=(
+            Family(
+                "in rounds",
+                ("fed-sgd", "fed-avg", "fed-prox", "scaffold"),
+                _CLIENTS,
+                (
+                    Family(
+                        "with an optimizer on the server",
+                        ("fed-avg-m", "fed-adagrad", "fed-adam", "fed-yogi"),
+                        _CLIENTS,
+                    ),
+                ),
+            ),
+            Family("without rounds", ("fed-async", "fed-buff"), _CLIENTS),
+            Family("against clients that lie", ("byzantine",), _CLIENTS),
+            Family(
+                "with a model of each client's own", ("fed-per", "ditto", "per-fed-avg"), _CLIENTS
+            ),
+        ),
+    ),
+    Family(
+        "split: clients and a server have parts of the model",
+        branches=(
+            Family(
+                "clients have examples of their own",
+                ("split", "parallel-split", "split-fed"),
+                _CLIENTS,
+            ),
+            Family("parties have features of the same people", ("vertical-split",), _CLIENTS),
+        ),
+    ),
+)
+"""All systems, each once, by what they divide."""
+
 WORLDS: dict[str, World] = {
     "processes": World(
         "dure.worlds.processes.world",

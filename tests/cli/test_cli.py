@@ -238,6 +238,7 @@ def test_json_is_one_object_on_standard_output_and_nothing_else(dure, here):
     assert (status, err) == (0, "")
     summary = json.loads(out)
     assert (summary["steps"], summary["samples"], summary["ended"]) == (6, 48, "epochs")
+    assert summary.pop("folder") == "run"
     assert summary == json.loads((here / "run" / "summary.json").read_text())
     config = json.loads((here / "run" / "config.json").read_text())
     assert config["task"]["options"] == {"n": 24, "lr": 0.5}

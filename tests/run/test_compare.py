@@ -35,7 +35,9 @@ def test_every_system_gets_a_run_folder_and_all_one_report(tmp_path):
     folders = ["single-worker", "gradient-descent", "fedavg-iid-k-3"]
     assert {p.name for p in tmp_path.iterdir()} == {*folders, "comparison.json", "report.html"}
     comparison = json.loads((tmp_path / "comparison.json").read_text())
-    assert set(comparison) == {"task", "seed", "stop", "runs", "failed"}
+    keys = {"task", "seed", "seeds", "stop", "planned", "runs", "failed"}
+    assert set(comparison) == keys
+    assert comparison["planned"] == folders
     assert (comparison["task"], comparison["seed"], comparison["runs"]) == ("small", 4, folders)
     assert comparison["failed"] == {}
     assert [run.label for run in done.runs] == [

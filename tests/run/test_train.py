@@ -70,6 +70,7 @@ SUMMARY = {
         "strategy",
         "world",
         "unit",
+        "seed",
         "ended",
         "steps",
         "epochs",

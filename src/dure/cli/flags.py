@@ -12,10 +12,12 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from dure.cli.help import captured, grouped
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -182,6 +184,8 @@ class TrainOptions:
 
     Args:
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
+        seeds: how many seeds to train under, counted from --seed on: a run each, and over them
+            mean, deviation and interval.
         out: the run folder; by default a new one in runs/. Under torchrun with restarts it is gone
             on with.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
@@ -197,6 +201,7 @@ class TrainOptions:
     """
 
     seed: int = 0
+    seeds: int = 1
     out: Path | None = None
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
@@ -253,6 +258,8 @@ class CompareOptions:
         workers: ranks or threads, for systems that divide the work; one a core by default. Of a
             parameter server: those that compute, where its settings do not say it.
         seed: of weights, order of examples, sampling and dropout; same seed, same bits.
+        seeds: how many seeds each system is trained under, counted from --seed on: a run each, and
+            over them mean, deviation and interval.
         out: the folder of the comparison; by default a new one in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
         weights: that the model begins with: a safetensors file, the index of several, a folder of
@@ -265,6 +272,7 @@ class CompareOptions:
 
     workers: int | None = None
     seed: int = 0
+    seeds: int = 1
     out: Path | None = None
     evaluate_every: int | None = None
     weights: Path | None = None
@@ -341,12 +349,17 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def parse_flags(
-    prog: str, parts: dict[str, Any], arguments: list[str], description: str = ""
+    prog: str,
+    parts: dict[str, Any],
+    arguments: list[str],
+    description: str = "",
+    hidden: Collection[str] = (),
 ) -> dict[str, Any]:
     """Parses flags into instances of several dataclasses, whose fields share one level of flags.
 
-    parts: the dataclasses by name, as which their instances are returned. Raises ValueError with
-    one line where tyro would print a box and end the process, and Shown after --help.
+    parts: the dataclasses by name, as which their instances are returned. hidden: flags that the
+    help leaves out. Raises ValueError with one line where tyro would print a box and end the
+    process, and Shown after --help.
     """
     import tyro
 
@@ -360,30 +373,48 @@ def parse_flags(
         # None leaves the type to tyro.
         return _text(info.type) if info.type in TEXTS else None
 
-    # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
-    fields = [
-        (name, Annotated[_with_texts(kind), tyro.conf.arg(name="")]) for name, kind in parts.items()
-    ]
-    together = dataclasses.make_dataclass("Options", fields, frozen=True)
-    together.__doc__ = description
-    # tyro prints its complaint and raises SystemExit; help ends with status 0 and passes.
+    # Without prefixes flags are short, but two of the same name would be one.
+    short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
+    config = (tyro.conf.FlagCreatePairsOff, *short)
+    if {"--help", "-h"} & set(arguments):
+
+        def help_of(kind: type[Any], left_out: Collection[str]) -> str:
+            one = _together({"one": kind}, "", left_out)
+            return captured(lambda: tyro.cli(one, prog=prog, args=["--help"], config=config))
+
+        with registry:
+            told = grouped(parts, hidden, help_of)
+        print(f"usage: {prog} [--help] [OPTIONS]\n\n{description}\n\n{told}".rstrip())
+        raise Shown
+    together = _together(parts, description)
+    # tyro prints its complaint and raises SystemExit.
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
-            # Without prefixes flags are short, but two of the same name would be one.
-            short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
-            config = (tyro.conf.FlagCreatePairsOff, *short)
             parsed: Any = tyro.cli(
                 together, prog=prog, args=arguments, config=config, description=description
             )
-    except SystemExit as end:
-        # --help has printed what was asked for.
-        if not end.code:
-            raise Shown from None
+    except SystemExit:
         raise ValueError(
             f"{_complaint(complaint.getvalue())} ({prog} --help lists the options)"
         ) from None
     return {name: _instance(kind, getattr(parsed, name)) for name, kind in parts.items()}
+
+
+def _together(
+    parts: Mapping[str, Any], description: str, left_out: Collection[str] = ()
+) -> type[Any]:
+    """Several dataclasses as one, as tyro is to see them. left_out: fields without help."""
+    import tyro
+
+    # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
+    fields = [
+        (name, Annotated[_with_texts(kind, left_out), tyro.conf.arg(name="")])
+        for name, kind in parts.items()
+    ]
+    together = dataclasses.make_dataclass("Options", fields, frozen=True)
+    together.__doc__ = description
+    return together
 
 
 def _text(kind: type[Any], optional: bool = False) -> Any:
@@ -404,24 +435,46 @@ def _text(kind: type[Any], optional: bool = False) -> Any:
     )
 
 
-def _with_texts(kind: type[Any]) -> type[Any]:
-    """The dataclass as tyro is to see it.
+def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
+    """The dataclass as tyro is to see it. left_out: fields that no help tells of.
 
     A setting or None would be a choice of subcommands to it, and not a text.
     """
+    import tyro
+
     from dure.run.registry import TEXTS
 
     changed: list[Any] = []
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        inner = [one for one in typing.get_args(hints[field.name]) if one in TEXTS]
+        name = field.name
+        inner = [one for one in typing.get_args(hints[name]) if one in TEXTS]
+        annotated: Any = hints[name]
         if inner:
-            hint: Any = hints[field.name]
-            annotated = Annotated[hint, _text(inner[0], optional=True)]
-            changed.append((field.name, annotated, field))
+            annotated = Annotated[annotated, _text(inner[0], optional=True)]
+        given: Any = field
+        # What no help tells of is not asked for in it either.
+        if name in left_out and _is_required(field):
+            annotated = annotated | None
+            given = dataclasses.field(default=None)
+        if name in left_out:
+            annotated = Annotated[annotated, tyro.conf.Suppress]
+        if inner or name in left_out:
+            changed.append((name, annotated, given))
     if not changed:
         return kind
-    return dataclasses.make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
+    return dataclasses.make_dataclass(
+        # Where a default is put first, the fields that need a value may follow it all the same.
+        kind.__name__,
+        changed,
+        bases=(kind,),
+        frozen=True,
+        kw_only=bool(left_out),
+    )
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _instance(kind: type[Any], parsed: Any) -> Any:

@@ -10,16 +10,30 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import __version__, catalog
-from dure.cli import audit, certificates, clients, network, roster, served, verify
+from dure.cli import (
+    audit,
+    certificates,
+    clients,
+    comparing,
+    folders,
+    network,
+    predicting,
+    roster,
+    served,
+    sweeping,
+    systems,
+    verify,
+)
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
@@ -35,12 +49,19 @@ from dure.cli.flags import (
     value_of,
 )
 from dure.cli.interrupted import STATUS, interrupts_end_imports
-from dure.cli.running import check_names, file_name, resumed, run_folder, show_run
+from dure.cli.running import (
+    check_names,
+    file_name,
+    one_line,
+    resumed,
+    run_folder,
+    show_run,
+    start_fork_server,
+)
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
 from dure.machine.memory import in_huge_pages
 from dure.machine.streams import nobody_reads, open_streams
-from dure.report.words import printable
-from dure.worlds.launched import leads_here, under_torchrun
+from dure.worlds.launched import under_torchrun
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here("dure.cli")
@@ -53,7 +74,7 @@ USAGE = """\
 dure trains one PyTorch model with many machines, by the system you name, and measures it.
 
   dure train TASK SYSTEM [options]   train; `dure train TASK SYSTEM --help` lists the options
-  dure train --resume RUN            go on with a run that was interrupted or killed
+  dure train --resume RUN            go on with what was interrupted or killed: a run, or many
   dure serve TASK SYSTEM [options]   serve a federation to clients on a network; --local starts them
   dure join URL TASK [options]       take part in it, with this machine's data
   dure personalise DIR TASK          train the newest model on this machine's data, offline
@@ -63,6 +84,11 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure audit RUN                     what a simulation's updates give away, by attacks on them
   dure verify RUN|MODEL              check a model's signature, and say where it comes from
   dure compare TASK [SYSTEM ...]     many systems on one task: a table and a report
+  dure sweep TASK SYSTEM --grid ...  one system with many settings: which are the best
+  dure list [FOLDER]                 the runs that there are, and how far each has come
+  dure show RUN                      what a run was and came to
+  dure predict RUN INPUT             what its trained model says of a file, or of an example
+  dure systems                       the systems as a family tree, and the worlds they live in
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
   dure certificates init|server      files for TLS, signed by an authority of your own
@@ -88,6 +114,28 @@ Examples
   dure bench all-reduce --quick --out runs/bench
 """
 
+USAGE_OF_TRAIN = """\
+dure train TASK SYSTEM [options]   train a task by a system, and measure it
+dure train --resume RUN            go on with a run, or with many in one folder
+
+The options are those of the system, the task, the world, the limits, the run and the output. Most
+depend on the system and the task, so name both to see them:
+
+  dure train digits fed-avg --help
+  dure train mnist data-parallel --help
+
+These are the same for all:
+
+  --epochs N, --seconds N, --target METRIC=VALUE   when it ends; ten epochs if nothing is said
+  --seed N, --seeds N                              same seed, same bits; several, and their spread
+  --out DIR, --label TEXT, --json                  where it is written, and how it is told
+  --weights PATH                                   what the model begins with
+
+Tasks      {tasks}
+Systems    {systems}
+           dure systems draws them as a family tree; either may be one of your own, file.py:name
+"""
+
 DEBUG = "--debug"
 
 
@@ -99,6 +147,22 @@ def usage() -> str:
 
     systems = {name: system.summary for name, system in catalog.SYSTEMS.items()}
     return USAGE.format(tasks=listed(catalog.TASKS), systems=listed(systems))
+
+
+def usage_of_train() -> str:
+    """The text of `dure train --help`."""
+
+    def listed(names: Iterable[str]) -> str:
+        # The first line is as far to the right as the others, behind its word.
+        return textwrap.fill(
+            ", ".join(names),
+            100,
+            initial_indent=" " * 11,
+            subsequent_indent=" " * 11,
+            break_on_hyphens=False,
+        ).lstrip()
+
+    return USAGE_OF_TRAIN.format(tasks=listed(catalog.TASKS), systems=listed(catalog.SYSTEMS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = foreseen and not isinstance(error, WorkerFailedError)
         text = (foreseen and text_of(error).strip()) or described(error)
         print(
-            f"dure: {_one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
+            f"dure: {one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
             file=sys.stderr,
         )
         if isinstance(error, DureError):
@@ -166,11 +230,6 @@ def _warnings_in_a_line() -> Iterator[None]:
         warnings.formatwarning = plain
 
 
-def _one_line(text: str) -> str:
-    # A server or a folder that somebody sent may be quoted in it.
-    return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
-
-
 def _dispatch(given: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
@@ -181,7 +240,12 @@ def _dispatch(given: list[str]) -> int:
         "personalise": served.personalise,
         "audit": audit.main,
         "verify": verify.main,
-        "compare": _compare,
+        "compare": comparing.compare,
+        "sweep": sweeping.main,
+        "list": folders.list_runs,
+        "show": folders.show,
+        "predict": predicting.main,
+        "systems": systems.main,
         "report": _report,
         "bench": _bench,
         "certificates": certificates.main,
@@ -195,8 +259,11 @@ def _dispatch(given: list[str]) -> int:
         print(f"dure {__version__}")
         return 0
     asks = given[1:] in (["--help"], ["-h"])
+    if given[0] == "train" and asks:
+        print(usage_of_train(), end="")
+        return 0
     # What flags there are depends on what nobody has named yet.
-    if given[0] in ("train", "serve", "join", "personalise", "replay") and asks:
+    if given[0] in ("serve", "join", "personalise", "replay") and asks:
         print(usage(), end="")
         return 0
     if given[0] in _NAMELESS and asks:
@@ -208,33 +275,16 @@ def _dispatch(given: list[str]) -> int:
     return commands[given[0]](given[1:])
 
 
-_ABOUT_COMPARE = (
-    "Many systems on one task. Any setting of a system, such as --clients 20, is given to all that "
-    "have it; what stands behind a name, as in fed-avg,clients=5, wins."
-)
-
 _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "compare": (
         "TASK [SYSTEM ...]",
         {"limits": Limits, "learning": LearningOptions, "how": CompareOptions},
-        _ABOUT_COMPARE,
+        comparing.ABOUT,
     ),
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
     "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
 }
 """What these commands take whatever is named: usage, parts of the flags, description."""
-
-COMPARED = (
-    "single-worker",
-    "single-worker,batch_size=None",
-    "data-parallel,all_reduce=ring",
-    "data-parallel,all_reduce=master",
-    "data-parallel,all_reduce=native",
-    "fed-avg",
-    "fed-avg,partition=label-shards:2",
-)
-"""What `dure compare TASK` compares if no system is named."""
-
 
 _UNFORKED = ("threads", "simulated")
 """Worlds of one process, also for systems whose ranks are forked elsewhere."""
@@ -244,6 +294,8 @@ def _train(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     # Everything else is in the run folder, so neither task nor system is named.
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
+        if (Path(value_of("--resume", flags) or ".") / "comparison.json").is_file():
+            return comparing.resumed(flags, "dure train")
         return resumed(["--help"] if flags == ["--resume", "--help"] else flags)
     if len(names) != 2:
         raise ValueError(
@@ -254,8 +306,8 @@ def _train(given: list[str]) -> int:
     built_in = catalog.SYSTEMS.get(system)
     # Before the imports below: the server loads torch while this process does.
     if built_in is not None and built_in.forks and value_of("--world", flags) not in _UNFORKED:
-        _start_fork_server()
-    from dure.cli.worlds import options_of, world_of
+        start_fork_server()
+    from dure.cli.worlds import not_offered, options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
@@ -269,8 +321,14 @@ def _train(given: list[str]) -> int:
         "learning": LearningOptions,
         "how": TrainOptions,
     }
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hidden = not_offered(kind, parts["world"]) - fields
     asked = parse_flags(
-        f"dure train {reference} {system}", parts, flags, (kind.__doc__ or "").split("\n")[0]
+        f"dure train {reference} {system}",
+        parts,
+        flags,
+        (kind.__doc__ or "").split("\n")[0],
+        hidden,
     )
     how: TrainOptions = asked["how"]
     task = load_task(reference, **given_options(asked["task"]))
@@ -283,6 +341,8 @@ def _train(given: list[str]) -> int:
             "torchrun may start this job again: say with --out which folder it goes on with"
         )
     stop: Stop = asked["limits"].stop()
+    if how.seeds != 1:
+        return comparing.over_seeds(task, strategy, world, stop, how)
     from dure.run.train import train
 
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out:
@@ -294,72 +354,6 @@ def _train(given: list[str]) -> int:
             as_json=how.json and world.leads,
             folder=out,
         )
-
-
-def _compare(given: list[str]) -> int:
-    names, flags = names_before_flags(given)
-    if not names:
-        raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
-    reference = names[0]
-    systems = names[1:] or list(COMPARED)
-    check_names(reference, [system.partition(",")[0] for system in systems])
-    _start_fork_server()
-    from dure.cli.shared_flags import shared
-    from dure.cli.worlds import entry
-    from dure.tasks.builtin import load_task
-
-    parts: dict[str, Any] = {
-        "task": options_of_task(reference),
-        "limits": Limits,
-        "learning": LearningOptions,
-        "how": CompareOptions,
-    }
-    own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-    systems, flags, notes, there = shared(systems, flags, {*own, "help"})
-    about = f"{_ABOUT_COMPARE} Here these are {', '.join(there)}."
-    asked = parse_flags(f"dure compare {reference}", parts, flags, about)
-    how: CompareOptions = asked["how"]
-    stop: Stop = asked["limits"].stop(epochs=20)
-    task = load_task(reference, **given_options(asked["task"]))
-    task = how.with_weights(asked["learning"].of(task))
-    entries = [entry(system, how.workers) for system in systems]
-    for note in notes:
-        print(f"dure: {note}", file=sys.stderr)
-    from dure.cli.show import Display, error_console, table
-    from dure.run.compare import compare
-
-    with (
-        run_folder(how.out, f"compare-{file_name(task)}") as out,
-        Display(stop, how.json or not leads_here()) as display,
-    ):
-        done = compare(
-            task,
-            entries,
-            stop=stop,
-            seed=how.seed,
-            out=out,
-            evaluate_every=how.evaluate_every,
-            check=how.check,
-            track=how.track,
-            on_progress=display,
-        )
-    # Under torchrun every rank comes here; one of them speaks.
-    if not leads_here():
-        return max((error.exit_code for error in done.failed.values()), default=0)
-    summaries = [run.summary for run in done.runs]
-    if how.json:
-        failed = {label: text_of(error) for label, error in done.failed.items()}
-        print(json.dumps({"runs": summaries, "failed": failed, "report": str(done.report)}))
-    elif summaries:
-        console = error_console()
-        console.print(table(summaries, console))
-    for label, error in done.failed.items():
-        print(f"dure: {label}: {_one_line(text_of(error))}", file=sys.stderr)
-    print(f"report: {done.report}", file=sys.stderr)
-    interrupted = any(summary["ended"] == "interrupt" for summary in summaries)
-    return (
-        130 if interrupted else max((error.exit_code for error in done.failed.values()), default=0)
-    )
 
 
 def _report(given: list[str]) -> int:
@@ -391,7 +385,7 @@ def _bench(given: list[str]) -> int:
     from dure.bench import options
 
     plan = options.plan(how.sizes, how.ranks, how.contenders, how.repeats, how.quick, how.fit)
-    _start_fork_server()
+    start_fork_server()
     from dure.bench.page import write
     from dure.bench.progress import Progress
     from dure.bench.run import run
@@ -416,13 +410,6 @@ def _bench(given: list[str]) -> int:
 def _cache_folder() -> Path:
     """Where dure keeps what it has learned about this machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dure"
-
-
-def _start_fork_server() -> None:
-    """It loads torch while this process does; under torchrun nobody forks."""
-    if not under_torchrun():
-        server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
-        server.start()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from dure import catalog
 from dure.cli.flags import Limits, ResumeOptions, parse_flags
 from dure.cli.interrupted import interrupts_raise
 from dure.errors import DureError, suggestion
-from dure.worlds.launched import leads_here
+from dure.report.words import printable
+from dure.worlds.launched import leads_here, under_torchrun
+from dure.worlds.processes.fork_server import server
 
 if TYPE_CHECKING:
     from dure.contracts.stop import Stop
@@ -107,7 +109,7 @@ def show_run(
             )
         raise
     if as_json:
-        print(json.dumps(done.summary))
+        print(json.dumps({**done.summary, "folder": str(folder)}))
     elif not quiet:
         console = error_console()
         console.print(table([done.summary], console))
@@ -147,6 +149,19 @@ def check_names(reference: str, systems: list[str]) -> None:
             raise ValueError(f"{system} is a file: say which strategy in it, {system}:NAME")
         if ":" not in system and system not in catalog.SYSTEMS:
             raise ValueError(f"there is no system {system!r}{suggestion(system, catalog.SYSTEMS)}")
+
+
+def start_fork_server() -> None:
+    """It loads torch while this process does; under torchrun nobody forks."""
+    if not under_torchrun():
+        server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
+        server.start()
+
+
+def one_line(text: str) -> str:
+    """A text in one line, as it may stand in a terminal."""
+    # A server or a folder that somebody sent may be quoted in it.
+    return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 def file_name(task: Task) -> str:

@@ -24,44 +24,13 @@ from dure.contracts.stop import Stop
 from dure.record import idleness
 from dure.record.history import is_spread, lower_is_better
 from dure.report.words import duration
+from dure.run.progress import facts, fraction_done
 
 PLAIN_SECONDS = 2.0
 """Between two lines of progress, where standard error is no terminal."""
 
 NAMES_WIDTH = 40
 """What the names of systems and worlds get at least, where columns are many."""
-
-
-def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
-    """How much of a run is done, by the limit that is nearest; None if only a target ends it."""
-    own = stop.steps if event["unit"] == "step" else stop.rounds
-    limits = [
-        (own, event["step"]),
-        (stop.epochs, event["epoch"]),
-        (stop.seconds, event["seconds"]),
-        (stop.bytes, event.get("bytes", 0)),
-    ]
-    shares = [done / limit for limit, done in limits if limit is not None]
-    # A step may go beyond the limit of epochs or seconds.
-    return min(max(shares), 1.0) if shares else None
-
-
-def facts(event: dict[str, Any]) -> str:
-    """ "round 12 · loss 0.31 · test_accuracy 0.953 · 48,200 samples/s"."""
-    parts = [f"{event['unit']} {event['step']}"]
-    if event["loss"] is not None:
-        parts.append(f"loss {event['loss']:.4g}")
-    parts.extend(
-        f"{name} {value:.4g}"
-        for name, value in event["metrics"].items()
-        if name != "test_loss" and not is_spread(name)
-    )
-    epsilon = event.get("numbers", {}).get("epsilon")
-    if epsilon is not None:
-        parts.append(f"epsilon {epsilon:.4g}")
-    if event["seconds"] > 0:
-        parts.append(f"{event['samples'] / event['seconds']:,.0f} samples/s")
-    return " · ".join(parts)
 
 
 def error_console() -> Console:

@@ -59,6 +59,39 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
     return {"world": Conditions}
 
 
+_FOLLOW = {"attack": ("attackers", "attackers_change"), "engine": ("processes",)}
+"""Conditions that say more of another one, and nothing without it."""
+
+
+def not_offered(kind: type[Strategy], world: type[Any]) -> set[str]:
+    """Flags of limits, worlds and runs that mean nothing to a system, or are refused.
+
+    world: whose flags there are.
+    """
+    hidden: set[str] = set()
+    # The deadline of ranks, for one, is another than that of clients.
+    if issubclass(world, Conditions):
+        hidden |= kind.without
+        for name in kind.without & set(_FOLLOW):
+            hidden.update(_FOLLOW[name])
+    hidden.add("rounds" if kind.unit == "step" else "steps")
+    lives = kind.dwellings()
+    if kind.kind != "clients" and not kind.led:
+        # Alone it is one process, whose number and place there is no choice of.
+        if kind.alone:
+            hidden |= {"workers", "world", "devices", "deadline", "backend", "bytes"}
+        if "threads" not in lives:
+            hidden.add("devices")
+        if not {"ranks", "threads"} <= set(lives):
+            hidden.add("world")
+        if "ranks" not in lives:
+            hidden |= {"deadline", "backend"}
+    # Tried is only what a strategy believes about a model.
+    if kind.prove is Strategy.prove:
+        hidden.add("check")
+    return hidden
+
+
 def world_of(strategy: Strategy, given: Any) -> World:
     """The world that the flags describe."""
     if isinstance(given, World):

@@ -429,6 +429,9 @@ class Strategy(Told):
     trains_with: ClassVar[frozenset[Part]] = frozenset()
     """Which of `dure.contracts.learning` it can do; what it cannot do is refused by name."""
 
+    without: ClassVar[frozenset[str]] = frozenset()
+    """Conditions of clients that it does not have, and refuses where they are given."""
+
     @property
     def label(self) -> str:
         """For tables: the name, and the fields that matter."""

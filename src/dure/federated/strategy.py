@@ -124,6 +124,7 @@ class Federated(Strategy):
     follows_model: ClassVar[bool] = True
     # Before, what the server and its clients keep was one state.
     oldest_checkpoint: ClassVar[int] = 2
+    without: ClassVar[frozenset[str]] = frozenset({"server_mbit", "server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
     noises_steps: ClassVar[bool] = True
     """Whether its clients' local training may be DP-SGD's."""

@@ -39,6 +39,7 @@ from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.plan import (
     CANNOT,
     TRAINS_WITH,
+    WITHOUT,
     check_compressed,
     check_compression,
     check_model,
@@ -101,6 +102,7 @@ class Downpour(Strategy):
     unit: ClassVar[str] = "round"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     led: ClassVar[bool] = True
+    without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse, "compression": parse_compression})

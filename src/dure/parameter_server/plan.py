@@ -338,6 +338,19 @@ def check_world(world: World) -> None:
         )
 
 
+WITHOUT = (
+    "availability",
+    "arrival",
+    "drop_out",
+    "attack",
+    "engine",
+    "transfer_budget",
+    "keep_updates",
+    "deadline",
+)
+"""Conditions of clients that workers do not have."""
+
+
 def check_under(conditions: Conditions) -> None:
     """Raises ValueError for conditions that workers do not have."""
     ideal = Conditions()
@@ -346,8 +359,7 @@ def check_under(conditions: Conditions) -> None:
             "server_examples_per_second is of the server of split learning, which has a part of "
             "the model: leave it out"
         )
-    without = ("availability", "arrival", "drop_out", "attack", "engine", "transfer_budget")
-    for name in (*without, "keep_updates", "deadline"):
+    for name in WITHOUT:
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
                 f"{name.replace('_', ' ')} is about clients, and a parameter server has workers: "

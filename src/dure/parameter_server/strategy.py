@@ -38,6 +38,7 @@ from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import (
     CANNOT,
     TRAINS_WITH,
+    WITHOUT,
     Plan,
     check_compressed,
     check_compression,
@@ -93,6 +94,7 @@ class ParameterServer(Strategy):
     unit: ClassVar[str] = "round"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     led: ClassVar[bool] = True
+    without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

@@ -54,6 +54,24 @@ class Lock:
             os.close(descriptor)
 
 
+def is_held(path: Path) -> bool:
+    """Whether somebody has what is locked at `path`, a folder or a file that is there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # Shared, and given back at once: whoever takes it meanwhile tries for a moment.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 _HELD: set[int] = set()
 """Descriptors that this process holds.
 

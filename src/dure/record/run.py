@@ -29,7 +29,7 @@ from dure.record.checkpoint import (
     stored,
 )
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
-from dure.record.history import History, Record
+from dure.record.history import History, Record, is_spread
 from dure.record.lock import Lock
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.seal import Seal, checksum, checksum_of, sha256
@@ -450,7 +450,7 @@ def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A Task under a Strategy in a World, done.
 
@@ -484,6 +484,17 @@ class Run:
         except (OSError, RuntimeError, *UNREADABLE) as error:
             raise RunFolderError(f"cannot load the best model: {described(error)}") from error
         return twin
+
+    def __repr__(self) -> str:
+        """In a line: what it is called, how far it came, what it reached, and where it lies."""
+        told = [repr(self.label), f"{self.summary['steps']} {self.summary['unit']}s"]
+        metrics = [name for name in self.summary["best"] if not is_spread(name)]
+        for name in metrics:
+            value = self.summary.get(name)
+            told += [] if value is None else [f"{name}={value:.4g}"]
+        told.append(f"ended={self.summary['ended']!r}")
+        told += [] if self.folder is None else [f"folder={str(self.folder)!r}"]
+        return f"Run({', '.join(told)})"
 
     @property
     def label(self) -> str:

@@ -20,6 +20,7 @@ from dure.report.ranks import holdings
 from dure.report.read import read_runs
 from dure.report.repeat import command, plain, settings
 from dure.report.runs import Run, Runs, Worker, is_simulated
+from dure.report.seeds import over_seeds
 from dure.report.servers import figures as figures_of_servers
 from dure.report.servers import parameter_servers
 from dure.report.split import divided_models
@@ -75,6 +76,7 @@ def page(runs: Runs, title: str, plotly: str) -> str:
     sections = [
         _header(runs, title),
         table(runs),
+        over_seeds(runs.runs),
         _curves(runs.runs) if curves else "",
         _time_bars(runs.runs),
         pipelines(runs.runs),

@@ -66,10 +66,14 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
         inside = folder.iterdir() if folder.is_dir() else ()
         return sorted(filter(_is_run, inside), key=_natural), {}
     # In the order in which they were asked, which the names of folders do not tell.
-    names = [name for name in listing(comparison.get("runs")) if isinstance(name, str)]
+    # One that goes on, or was killed, says only which runs were planned.
+    begun = comparison.get("runs")
+    names = [name for name in listing(begun or comparison.get("planned")) if isinstance(name, str)]
     # Folders in this one: a comparison that somebody sent is not to show others of the reader's.
     names = [name for name in names if Path(name).name == name]
     failed = {name: str(reason) for name, reason in mapping(comparison.get("failed")).items()}
+    if begun is None:
+        names = [name for name in names if (folder / name / "history.jsonl").is_file()]
     missing = [name for name in names if not _is_run(folder / name)]
     failed.update(dict.fromkeys(missing, "its folder is missing"))
     return [folder / name for name in names if name not in missing], failed

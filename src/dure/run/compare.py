@@ -1,6 +1,13 @@
 """Many systems side by side, and one report.
 
-Task, seed, initial weights and limits are the same for all of them.
+Task, seed, initial weights and limits are the same for all of them, but for what is asked
+otherwise: a system may have a task of its own, such as the same one with another learning rate, and
+all of them may be trained under several seeds. Then each system has a run for each seed, in folders
+`name-seed-0` and so on, and all of these have the system's label: what they have in common is told
+over seeds (`dure.record.spread`).
+
+All folders are made, with their config.json, before the first run begins. So a comparison that was
+interrupted or killed goes on from its folder alone (`dure.run.again`).
 """
 
 from __future__ import annotations
@@ -11,9 +18,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from torch import nn
 
 from dure.arguments import check_path, shown
 from dure.contracts.stop import Stop
@@ -22,29 +30,49 @@ from dure.contracts.task import Task
 from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
-from dure.run.asked import check_asked, check_function
+from dure.run.asked import check_asked, check_function, check_task
 from dure.run.fresh import fresh_model
 from dure.run.job import Job
+from dure.run.progress import bars_here
 from dure.run.registry import default_world
-from dure.run.train import Progress, begun_here, heard, prepare, run_job
+from dure.run.train import begun_here, heard, prepare, run_job
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
 
-Entry = Strategy | tuple[Strategy, World]
+Entry = (
+    Strategy
+    | tuple[Strategy, World]
+    | tuple[Strategy, World | None, Task]
+    | tuple[Strategy, World | None, Task, str]
+)
+
+COMPARISON = "comparison.json"
+"""What makes a folder one of a comparison, as config.json makes it one of a run."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What a comparison came to.
 
-    runs: those that ended, in the order asked. failed: label to error. report: the page, if `out`
-    was given.
+    runs: those that ended, in the order asked; of several seeds, those of a system share its label.
+    failed: label to error. report: the page, if `out` was given.
     """
 
     runs: list[Run]
     failed: dict[str, DureError]
     report: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A run that is to be done. name: of its folder. told: how its progress is called."""
+
+    job: Job
+    config: Mapping[str, Any]
+    world: World
+    name: str
+    told: str
 
 
 def _ignore(label: str, event: dict[str, Any]) -> None:
@@ -57,6 +85,7 @@ def compare(
     *,
     stop: Stop | None = None,
     seed: int = 0,
+    seeds: int = 1,
     out: str | Path | None = None,
     evaluate_every: int | None = None,
     check: bool = True,
@@ -66,81 +95,174 @@ def compare(
 ) -> Comparison:
     """Trains `task` by each of `systems`, one after another, and writes one report.
 
-    systems: strategies, or pairs (strategy, world) where the default world is not what is wanted.
+    systems: strategies, or pairs (strategy, world) where the default world is not what is wanted,
+        or (strategy, world or None, task) where a system trains a task of its own, and a label
+        besides where tables are to call it otherwise.
     stop: the same limits for all; limits that a strategy does not count (rounds, steps) do not
         concern it.
-    out: a new or empty folder that gets a run folder for each system, comparison.json and
+    seeds: how many seeds each system is trained under, counted from `seed` on.
+    out: a new or empty folder that gets a run folder for each system and seed, comparison.json and
         report.html.
     check: as in `dure.train`, for every system.
     callbacks, track: as in `dure.train`; they hear of one run after another.
     on_progress: called with the label of the system at work and the event that `dure.train`
-        reports.
+        reports. By default a notebook draws a bar for each.
 
     A system that fails does not end the comparison; it is in `failed`. Ctrl-C ends it after the
-    step at hand: the report is written of what there is.
+    step at hand: the report is written of what there is, and `dure.resume_comparison` goes on.
 
     Raises ValueError or RunFolderError, before any work, if anything asked does not fit.
     """
     stop = stop if stop is not None else Stop(epochs=10)
     check_asked(task, stop, seed=seed, evaluate_every=evaluate_every)
+    check_seeds(seeds)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
+    heard(callbacks, track)  # what is wrong with them is said before any work
+    bars = bars_here(stop) if on_progress is _ignore else None
+    on_progress = on_progress if bars is None else bars
+    entries = _entries(task, systems)
+    how = {"evaluate_every": evaluate_every, "check": check}
+    planned = _planned(task, entries, stop, range(seed, seed + seeds), how)
+    folder = Path(out) if out is not None else None
+    leads = all(one.world.leads for one in planned)
+    asked = {
+        "task": task.name,
+        "seed": seed,
+        "seeds": seeds,
+        "stop": msgspec.to_builtins(stop),
+        "planned": [one.name for one in planned],
+    }
+    if folder is not None and leads:
+        _make_folders(folder, asked, planned)
+    for one in planned:
+        one.world.ready()  # before anything is measured
+    done = Comparison([], {})
+    names: list[str] = []
+    for one in planned:
+        names.append(one.name)
+        path = folder / one.name if folder is not None else None
+        program = functools.partial(
+            run_job,
+            dataclasses.replace(one.job, folder=path),
+            one.world,
+            functools.partial(on_progress, one.told),
+            heard(callbacks, track),
+        )
+        if noted(program, one.told, done) == "interrupt":
+            break  # Ctrl-C is meant for the whole comparison
+    if folder is None or not leads:
+        return done
+    return dataclasses.replace(done, report=reported(folder, asked, names, done))
+
+
+def check_seeds(seeds: Any) -> None:
+    """Raises ValueError if this is no number of seeds."""
+    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
+        raise ValueError(
+            f"seeds is {shown(seeds)}, but it says how many there are, counted from seed on: at "
+            f"least 1"
+        )
+
+
+class _Asked(NamedTuple):
+    """A system, where it lives, what it trains, and how it is to be called if not by its own."""
+
+    strategy: Strategy
+    world: World
+    task: Task
+    label: str | None
+
+
+def _entries(task: Task, systems: Any) -> list[_Asked]:
+    """Each system with its world and its task. Raises ValueError for what is none."""
     if isinstance(systems, (str, Strategy)) or not isinstance(systems, Iterable):
         raise ValueError(
             f"systems is {shown(systems)}: give a list of strategies, or of pairs (strategy, world)"
         )
-    heard(callbacks, track)  # what is wrong with them is said before any work
-    systems = list(systems)
+    found: list[_Asked] = []
     for entry in systems:
-        if isinstance(entry, tuple) and len(entry) != 2:
-            raise ValueError(f"{shown(entry)} is no pair: give (strategy, world), or a strategy")
-    pairs = [
-        entry if isinstance(entry, tuple) else (entry, default_world(entry)) for entry in systems
-    ]
-    if not pairs:
+        parts = entry if isinstance(entry, tuple) else (entry,)
+        if not 1 <= len(parts) <= 4:
+            raise ValueError(
+                f"{shown(entry)} is no pair: give (strategy, world), (strategy, world, task), or a "
+                f"strategy"
+            )
+        strategy: Strategy = parts[0]
+        world: World | None = parts[1] if len(parts) > 1 else None
+        own: Task = parts[2] if len(parts) > 2 else task
+        label: str | None = parts[3] if len(parts) > 3 else None
+        check_task(own)
+        lives = default_world(strategy) if world is None else world
+        found.append(_Asked(strategy, lives, own, label))
+    if not found:
         raise ValueError("there is nothing to compare: give at least one strategy")
-    with exit_is_a_failure("the task", "making the model"):
-        # Every run in this process begins with a copy of it.
-        divided = all(_holds_parts(*pair) for pair in pairs)
-        waits = divided and all(world.elsewhere for _, world in pairs)
-        model = fresh_model(task, seed, divided, waits)
-    prepared = [
-        _prepared(
-            task,
-            strategy,
-            world,
-            stop,
-            seed,
-            evaluate_every=evaluate_every,
-            check=check,
-            model=model,
+    return found
+
+
+def _planned(
+    task: Task,
+    entries: Sequence[_Asked],
+    stop: Stop,
+    seeds: Sequence[int],
+    how: Mapping[str, Any],
+) -> list[_Planned]:
+    """All the runs, each checked as `dure.train` does. Raises ValueError for what does not fit."""
+    divided = all(_holds_parts(strategy, world) for strategy, world, *_ in entries)
+    waits = divided and all(world.elsewhere for _, world, *_ in entries)
+    models: dict[tuple[int, int], nn.Module] = {}
+
+    def model(task: Task, seed: int) -> nn.Module:
+        """Every run of a task under a seed begins with a copy of it."""
+        if (id(task), seed) not in models:
+            with exit_is_a_failure("the task", "making the model"):
+                models[id(task), seed] = fresh_model(task, seed, divided, waits)
+        return models[id(task), seed]
+
+    prepared: list[list[tuple[Job, dict[str, Any]]]] = []
+    for strategy, world, own, _ in entries:
+        runs = []
+        for seed in seeds:
+            # What a strategy believes of a model is tried once, and not under every seed.
+            tries = how["check"] and seed == seeds[0]
+            runs.append(
+                _prepared(
+                    own,
+                    strategy,
+                    world,
+                    stop,
+                    seed,
+                    **{**how, "check": tries},
+                    model=model(own, seed),
+                )
+            )
+        prepared.append(runs)
+    # A label names the system in tables, and its folders.
+    labels = _unique(
+        [
+            one.label or f"{runs[0][0].label}{_own_options(task, one.task)}"
+            for runs, one in zip(prepared, entries, strict=True)
+        ]
+    )
+    return [
+        _Planned(
+            job=dataclasses.replace(job, label=label, check=how["check"]),
+            config={**config, "label": label},
+            world=world,
+            name=_slug(label) + (f"-seed-{job.seed}" if len(seeds) > 1 else ""),
+            told=label + (f", seed {job.seed}" if len(seeds) > 1 else ""),
         )
-        for strategy, world in pairs
+        for runs, (_, world, *_), label in zip(prepared, entries, labels, strict=True)
+        for job, config in runs
     ]
-    # A label names the run in tables, and its folder.
-    labels = _unique([job.label for job, _ in prepared])
-    folder = Path(out) if out is not None else None
-    leads = all(world.leads for _, world in pairs)
-    asked = {"task": task.name, "seed": seed, "stop": msgspec.to_builtins(stop)}
-    if folder is not None and leads:
-        _make_folder(folder, asked)
-    for _, world in pairs:
-        world.ready()  # before anything is measured
-    done = Comparison([], {})
-    names: list[str] = []
-    for (job, config), (_, world), label in zip(prepared, pairs, labels, strict=True):
-        names.append(_slug(label))
-        path = folder / names[-1] if folder is not None else None
-        if path is not None and leads:
-            RunFolder.create(path, {**config, "label": label})
-            begun_here(path, job.task, job.strategy, world)
-        job = dataclasses.replace(job, label=label, folder=path, config={**config, "label": label})
-        hearing = heard(callbacks, track)
-        if _run(job, world, functools.partial(on_progress, label), hearing, done) == "interrupt":
-            break  # Ctrl-C is meant for the whole comparison
-    if folder is None or not leads:
-        return done
-    return dataclasses.replace(done, report=_report(folder, asked, names, done))
+
+
+def _own_options(task: Task, own: Task) -> str:
+    """What a system's own task was given otherwise than that of the comparison, for its label."""
+    common = (task.reference or {}).get("options", {})
+    mine = (own.reference or {}).get("options", {})
+    differs = {name: value for name, value in mine.items() if common.get(name) != value}
+    return "".join(f", {name.replace('_', ' ')} {value}" for name, value in differs.items())
 
 
 def _holds_parts(strategy: Strategy, world: World) -> bool:
@@ -150,38 +272,44 @@ def _holds_parts(strategy: Strategy, world: World) -> bool:
     return known and strategy.holds_parts(world.workers)
 
 
-def _make_folder(folder: Path, asked: Mapping[str, Any]) -> None:
-    """A new folder for the comparison. Raises what says that no report can be drawn in the end."""
+def _make_folders(folder: Path, asked: Mapping[str, Any], planned: Sequence[_Planned]) -> None:
+    """A new folder for the comparison, and one in it for each run.
+
+    Raises what says that no report can be drawn in the end.
+    """
     from dure.report.document import check_plotly
 
     check_plotly("the report")  # now, and not after hours of training
     RunFolder.create(folder, asked)
     # A config.json would make the folder of the comparison look like one of a run.
-    (folder / "config.json").rename(folder / "comparison.json")
+    (folder / "config.json").rename(folder / COMPARISON)
+    for one in planned:
+        RunFolder.create(folder / one.name, one.config)
+        begun_here(folder / one.name, one.job.task, one.job.strategy, one.world)
 
 
-def _run(
-    job: Job, world: World, on_progress: Progress, hearing: Sequence[Any], done: Comparison
-) -> str:
-    """Does a job and notes it in `done`; how it ended."""
+def noted(program: Callable[[], Run], told: str, done: Comparison) -> str:
+    """Does a run and notes it in `done`; how it ended. told: how it is called."""
     try:
-        run = run_job(job, world, on_progress, hearing)
+        run = program()
     # Errors of dure alone: anything else is a bug, which has to be seen.
     except DureError as error:
-        done.failed[job.label] = error
+        done.failed[told] = error
         return "failed"
     done.runs.append(run)
     return str(run.summary["ended"])
 
 
-def _report(folder: Path, asked: Mapping[str, Any], names: list[str], done: Comparison) -> Path:
-    """Writes comparison.json and the page. names: the runs' folders."""
+def reported(
+    folder: Path, asked: Mapping[str, Any], names: Sequence[str], done: Comparison
+) -> Path:
+    """Writes comparison.json and the page. names: the folders of the runs that were begun."""
     from dure.report import write_report
 
     failed = {label: text_of(error) for label, error in done.failed.items()}
-    content = {**asked, "runs": names, "failed": failed}
+    content = {**asked, "runs": list(names), "failed": failed}
     text = msgspec.json.format(msgspec.json.encode(content)) + b"\n"
-    write_atomically(folder / "comparison.json", text)
+    write_atomically(folder / COMPARISON, text)
     return write_report([folder], folder / "report.html")
 
 

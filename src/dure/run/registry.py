@@ -255,7 +255,7 @@ def parse_world(text: str) -> World:
 
 def _read(kind: type[Any], text: str) -> dict[str, Any]:
     """What `encode` would have written of "name,field=value,…"."""
-    name, *settings = _divided(text)
+    name, *settings = divided(text)
     hints = typing.get_type_hints(kind)
     written: dict[str, Any] = {"name": name}
     for setting in settings:
@@ -291,7 +291,7 @@ def _value(text: str, hint: Any) -> Any:
     return text if _is_text(hint) else msgspec.json.decode(text.encode())
 
 
-def _divided(text: str) -> list[str]:
+def divided(text: str) -> list[str]:
     """The text between commas, of which those inside brackets divide nothing."""
     # The commas in mesh={"data":2,"pipeline":2} divide no settings.
     parts = [""]

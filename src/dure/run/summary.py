@@ -59,6 +59,7 @@ def summarise(
         "strategy": job.strategy.name,
         "world": job.world,
         "unit": learner.unit,
+        "seed": job.seed,
         "ended": ended,
         "steps": position.step,
         "epochs": position.samples / (learner.examples or len(job.task.train)),

@@ -41,6 +41,7 @@ from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.own_data import forget, to_look_at
+from dure.run.progress import bars_here
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
 from dure.run.track import tracker
 from dure.run.validation import check_validation, with_validation
@@ -60,6 +61,12 @@ Progress = Callable[[dict[str, Any]], None]
 
 def _ignore(event: dict[str, Any]) -> None:
     pass
+
+
+def _shown(on_progress: Progress, stop: Stop) -> Progress:
+    """Who is told of progress: the one asked for, or the bar of a notebook."""
+    bars = bars_here(stop) if on_progress is _ignore else None
+    return on_progress if bars is None else bars.of("training")
 
 
 def train(
@@ -103,7 +110,7 @@ def train(
     on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
         seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
         step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
-        before the first step, as pairs of words and seconds.
+        before the first step, as pairs of words and seconds. By default a notebook draws a bar.
 
     Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
     use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps
@@ -115,6 +122,7 @@ def train(
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
     hearing = heard(callbacks, track)
+    on_progress = _shown(on_progress, stop)
     job, config = prepare(
         task,
         strategy,
@@ -214,6 +222,7 @@ def resume(
     for one in named:
         if not is_reference(one):
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
+    on_progress = _shown(on_progress, stop if stop is not None else asked.stop)
     ask = Asks(path, config, named)
     task, strategy, world = found_again(path, asked, ask, task, strategy, world)
     task = _with_weights(path, task, asked, weights)
@@ -292,7 +301,7 @@ def found_again(
 ) -> tuple[Task, Strategy, World]:
     """What config.json names, or what was given in its place."""
     if not isinstance(task, Task):
-        task = _task_again(folder, asked, task, ask)
+        task = task_again(folder, asked, task, ask)
     # A strategy may name rules of a user's own in any of its fields.
     with followed_as(ask):
         if not isinstance(strategy, Strategy):
@@ -308,8 +317,11 @@ def found_again(
     return task, strategy, world
 
 
-def _task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
-    """The task of a folder. reference: what the user named in place of what the folder names."""
+def task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
+    """The task of a folder. reference: what the user named in place of what the folder names.
+
+    Raises RunFolderError where it was made in Python, or must not be run.
+    """
     if reference is None:
         reference = asked.task.name
         if not reference:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dure.fleet.conditions import Conditions
 
-_WITHOUT = (
+WITHOUT = (
     "availability",
     "arrival",
     "drop_out",
@@ -16,6 +16,7 @@ _WITHOUT = (
     "keep_updates",
     "deadline",
 )
+"""Conditions that a simulation of split learning does not have."""
 
 
 def check_conditions(conditions: Conditions, known: Sequence[str] = ()) -> None:
@@ -24,7 +25,7 @@ def check_conditions(conditions: Conditions, known: Sequence[str] = ()) -> None:
     known: those that it has besides devices and links.
     """
     ideal = Conditions()
-    for name in _WITHOUT:
+    for name in WITHOUT:
         # Over a network each client computes by itself, step by step, as it does here.
         if name in known or (name == "engine" and conditions.engine == "loop"):
             continue

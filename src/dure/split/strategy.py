@@ -51,7 +51,7 @@ from dure.split.apart.proof import prove as prove_parts
 from dure.split.apart.sides import Apart, clients_examples, cut_of
 from dure.split.client import Rules
 from dure.split.compressed import check_compression, exchange_of
-from dure.split.conditions import check_conditions
+from dure.split.conditions import WITHOUT, check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.messages import Own
@@ -107,6 +107,7 @@ class Split(Strategy):
     unit: ClassVar[str] = "round"
     trains_parts: ClassVar[bool] = True
     trains_at_server: ClassVar[bool] = True
+    without: ClassVar[frozenset[str]] = frozenset(WITHOUT) - {"availability", "drop_out", "engine"}
     joins: ClassVar[bool] = False
     """Whether batches of several clients are one batch of the server's."""
 

@@ -39,7 +39,7 @@ from dure.fleet.conditions import Conditions
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.settings import parse_fields
 from dure.split.alignment import check_library, id_texts
-from dure.split.conditions import check_conditions
+from dure.split.conditions import WITHOUT, check_conditions
 from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.parties.model import (
     Columns,
@@ -91,6 +91,7 @@ class VerticalSplit(Strategy):
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "step"
     trains_at_server: ClassVar[bool] = True
+    without: ClassVar[frozenset[str]] = frozenset(WITHOUT) - {"engine"}
 
     def __post_init__(self) -> None:
         # The one place where a frozen dataclass is still being made.

@@ -1,0 +1,240 @@
+"""`dure compare`, and what else trains many runs into one folder: `dure train --seeds`, `--resume`.
+
+What they share is how such a folder is filled and told of (`show_comparison`): a display, a table
+over runs or over seeds, the report, and how it ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.cli.flags import (
+    CompareOptions,
+    LearningOptions,
+    Limits,
+    ResumeOptions,
+    TrainOptions,
+    given_options,
+    names_before_flags,
+    options_of_task,
+    parse_flags,
+)
+from dure.cli.running import (
+    check_names,
+    file_name,
+    one_line,
+    run_folder,
+    start_fork_server,
+)
+from dure.errors import text_of
+from dure.worlds.launched import leads_here
+
+if TYPE_CHECKING:
+    from dure.contracts.stop import Stop
+    from dure.contracts.strategy import Strategy, World
+    from dure.contracts.task import Task
+    from dure.run.compare import Comparison
+
+ABOUT = (
+    "Many systems on one task. Any setting of a system, such as --clients 20, is given to all that "
+    "have it; what stands behind a name, as in fed-avg,clients=5 or single-worker,lr=0.01, wins."
+)
+
+COMPARED = (
+    "single-worker",
+    "single-worker,batch_size=None",
+    "data-parallel,all_reduce=ring",
+    "data-parallel,all_reduce=master",
+    "data-parallel,all_reduce=native",
+    "fed-avg",
+    "fed-avg,partition=label-shards:2",
+)
+"""What `dure compare TASK` compares if no system is named."""
+
+
+def compare(given: list[str]) -> int:
+    """`dure compare TASK [SYSTEM ...]`, or `dure compare --resume FOLDER`."""
+    names, flags = names_before_flags(given)
+    if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
+        return resumed(flags, "dure compare")
+    if not names:
+        raise ValueError("dure compare TASK [SYSTEM ...]: name a task (dure --help lists them)")
+    reference = names[0]
+    systems = names[1:] or list(COMPARED)
+    check_names(reference, [system.partition(",")[0] for system in systems])
+    start_fork_server()
+    from dure.cli.entries import Entries, without_options
+    from dure.cli.shared_flags import shared
+
+    parts: dict[str, Any] = {
+        "task": options_of_task(reference),
+        "limits": Limits,
+        "learning": LearningOptions,
+        "how": CompareOptions,
+    }
+    own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
+    # Flags are shared by what belongs to the systems; options of the task are put back behind them.
+    apart = [without_options(system, reference) for system in systems]
+    given_to = shared([system for system, _ in apart], flags, {*own, "help"})
+    about = f"{ABOUT} Here these are {', '.join(given_to.there)}."
+    asked = parse_flags(f"dure compare {reference}", parts, given_to.flags, about)
+    how: CompareOptions = asked["how"]
+    stop: Stop = asked["limits"].stop(epochs=20)
+    learning: LearningOptions = asked["learning"]
+    entries = Entries(
+        reference,
+        given_options(asked["task"]),
+        lambda task: how.with_weights(learning.of(task)),
+    )
+    task = entries.task()
+    asked_systems = [
+        entries.entry(system, options, how.workers)
+        for system, (_, options) in zip(given_to.systems, apart, strict=True)
+    ]
+    for note in given_to.notes:
+        print(f"dure: {note}", file=sys.stderr)
+    from dure.run.compare import compare as compare_systems
+
+    with run_folder(how.out, f"compare-{file_name(task)}") as out:
+        program = partial(
+            compare_systems,
+            task,
+            asked_systems,
+            stop=stop,
+            seed=how.seed,
+            seeds=how.seeds,
+            out=out,
+            evaluate_every=how.evaluate_every,
+            check=how.check,
+            track=how.track,
+        )
+        return show_comparison(program, stop, out, as_json=how.json)
+
+
+def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: TrainOptions) -> int:
+    """`dure train TASK SYSTEM --seeds N`: the same run under several seeds."""
+    for name in ("label", "checkpoint_every"):
+        if getattr(how, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is for a single run: leave it out, or --seeds")
+    from dure.run.compare import compare as compare_systems
+
+    with run_folder(how.out, f"{file_name(task)}-{strategy.name}-seeds") as out:
+        program = partial(
+            compare_systems,
+            task,
+            [(strategy, world)],
+            stop=stop,
+            seed=how.seed,
+            seeds=how.seeds,
+            out=out,
+            evaluate_every=how.evaluate_every,
+            check=how.check,
+            track=how.track,
+        )
+        return show_comparison(program, stop, out, as_json=how.json, command="dure train")
+
+
+Judges = Callable[["Comparison"], Mapping[str, Any]]
+"""What else there is to say of many runs: words to what they say, JSON-able."""
+
+
+def _nothing(done: Comparison) -> Mapping[str, Any]:
+    return {}
+
+
+def resumed(flags: list[str], command: str, judges: Judges = _nothing) -> int:
+    """Goes on with a comparison or a sweep; everything is in its folder.
+
+    judges: what else there is to say of it.
+    """
+    asked = parse_flags(
+        command, {"how": ResumeOptions}, flags, "Go on with many runs; those that ended stay."
+    )
+    how: ResumeOptions = asked["how"]
+    unused = [name for name in ("strategy", "world", "weights") if getattr(how, name) is not None]
+    if unused:
+        raise ValueError(
+            f"{how.resume} has runs of several systems: leave out --{unused[0]}, and name other "
+            f"code with --rules"
+        )
+    start_fork_server()
+    from dure.run.again import resume_comparison, stop_of
+
+    program = partial(
+        resume_comparison, how.resume, task=how.task, rules=how.rules, check=how.check
+    )
+    return show_comparison(
+        program,
+        stop_of(how.resume),
+        how.resume,
+        as_json=how.json,
+        command=command,
+        judges=judges,
+    )
+
+
+def show_comparison(
+    program: Callable[..., Comparison],
+    stop: Stop,
+    folder: Path,
+    *,
+    as_json: bool,
+    command: str = "dure compare",
+    judges: Judges = _nothing,
+) -> int:
+    """Runs with a display, then says what came out and where it lies; returns the exit status.
+
+    command: that goes on with what was interrupted. judges: what else there is to say.
+    """
+    from dure.cli.show import Display
+
+    with Display(stop, as_json or not leads_here()) as display:
+        done = program(on_progress=display)
+    worst = max((error.exit_code for error in done.failed.values()), default=0)
+    # Under torchrun every rank comes here; one of them speaks.
+    if not leads_here():
+        return worst
+    said = judges(done)
+    _tell(done, folder, as_json, said)
+    for name, value in said.items():
+        print(f"{name}: {value}", file=sys.stderr)
+    for label, error in done.failed.items():
+        print(f"dure: {label}: {one_line(text_of(error))}", file=sys.stderr)
+    print(f"report: {done.report}", file=sys.stderr)
+    if not any(run.summary["ended"] == "interrupt" for run in done.runs):
+        return worst
+    print(f"interrupted; go on with: {command} --resume {folder}", file=sys.stderr)
+    return 130
+
+
+def _tell(done: Comparison, folder: Path, as_json: bool, said: Mapping[str, Any]) -> None:
+    """The table of a comparison, or its JSON."""
+    from dure.cli.over_seeds import groups, over_seeds, table_over_seeds
+    from dure.cli.show import error_console, table
+
+    summaries = [run.summary for run in done.runs]
+    together = groups(summaries)
+    if as_json:
+        content = {
+            "runs": [
+                {**run.summary, "folder": None if run.folder is None else str(run.folder)}
+                for run in done.runs
+            ],
+            "failed": {label: text_of(error) for label, error in done.failed.items()},
+            "report": str(done.report),
+            "folder": str(folder),
+            **said,
+        }
+        if together:
+            content["over_seeds"] = over_seeds(together)
+        print(json.dumps(content))
+    elif summaries:
+        console = error_console()
+        console.print(table_over_seeds(together) if together else table(summaries, console))

@@ -1,0 +1,299 @@
+"""`dure list` and `dure show`: which runs there are, and what one of them was and came to.
+
+Both read what folders say, as data: nothing of a task is imported, and nothing is loaded that would
+take longer than to answer. A run that somebody trains is known by its lock (`dure.record.lock`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.cli.flags import names_before_flags, parse_flags
+from dure.errors import RunFolderError
+from dure.record.history import is_spread, lower_is_better
+from dure.record.lock import is_held
+from dure.report.values import mapping, number, text_of
+from dure.report.words import duration, metric_name, metric_value, printable
+
+_DEPTH = 3
+"""Folders in folders, down to which runs are looked for."""
+
+_TAIL = 4096
+"""Bytes at the end of a history, in which its last line is."""
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """How to list.
+
+    Args:
+        json: print a list of objects as JSON on standard output.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """How to show.
+
+    Args:
+        json: print what was asked and what came out as JSON on standard output.
+    """
+
+    json: bool = False
+
+
+def list_runs(given: list[str]) -> int:
+    """`dure list [FOLDER ...]`: a line a run, the newest last."""
+    names, flags = names_before_flags(given)
+    usage = "dure list [FOLDER ...]"
+    how: ListOptions = parse_flags(
+        usage, {"how": ListOptions}, flags, "The runs in folders, by default those in runs/."
+    )["how"]
+    roots = [Path(name) for name in names] or [Path("runs")]
+    for root in roots:
+        if names and not root.is_dir():
+            raise RunFolderError(f"there is no folder {root}")
+    found = sorted(
+        (listed(folder) for root in roots for folder in runs_below(root)),
+        key=lambda run: run["begun"],
+    )
+    if how.json:
+        print(json.dumps(found))
+        return 0
+    if not found:
+        print(f"no runs in {', '.join(map(str, roots))}", file=sys.stderr)
+        return 0
+    _print_table(found)
+    return 0
+
+
+def show(given: list[str]) -> int:
+    """`dure show RUN`: what was asked, what came out, and what may be done with it."""
+    names, flags = names_before_flags(given)
+    usage = "dure show RUN"
+    how: ShowOptions = parse_flags(
+        usage, {"how": ShowOptions}, flags, "What a run, or a comparison, was and came to."
+    )["how"]
+    if len(names) != 1:
+        raise ValueError(f"{usage}: name one run folder; dure list says which there are")
+    folder = Path(names[0])
+    if (folder / "comparison.json").is_file():
+        return _show_comparison(folder, how.json)
+    if not (folder / "config.json").is_file():
+        raise RunFolderError(f"{folder} is not a run folder: it has no config.json")
+    if how.json:
+        content = {**listed(folder), "config": _read(folder / "config.json")}
+        print(json.dumps({**content, "summary": _read(folder / "summary.json")}))
+        return 0
+    for name, value in _facts(folder):
+        print(f"{name:<12} {printable(value)}")
+    return 0
+
+
+# A run
+
+
+def runs_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """The run folders in a folder, itself among them."""
+    if (root / "config.json").is_file():
+        yield root
+        return
+    if depth == 0 or not root.is_dir():
+        return
+    with suppress(OSError):  # a folder that may not be read
+        for inside in sorted(root.iterdir()):
+            if inside.is_dir() and not inside.is_symlink():
+                yield from runs_below(inside, depth - 1)
+
+
+def listed(folder: Path) -> dict[str, Any]:
+    """A run as JSON: folder, label, task, system, seed, state, step, metric, seconds, begun."""
+    config = _read(folder / "config.json")
+    summary = _read(folder / "summary.json")
+    last = {} if summary else _last_line(folder / "history.jsonl")
+    metric = _metric(summary)
+    return {
+        "folder": str(folder),
+        "label": text_of(config.get("label")) or folder.name,
+        "task": _task(config),
+        "system": text_of(mapping(config.get("strategy")).get("name")),
+        "seed": config.get("seed"),
+        "state": _state(folder, summary, last),
+        "step": number(summary.get("steps", last.get("step"))),
+        "metric": metric,
+        "value": None if metric is None else number(summary.get(metric)),
+        "seconds": number(summary.get("seconds", last.get("seconds"))),
+        "begun": (folder / "config.json").stat().st_mtime,
+    }
+
+
+def _state(folder: Path, summary: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    """ "running", "interrupted", "done (epochs)", "killed" or "not begun"."""
+    if is_held(folder):
+        return "running"
+    ended = text_of(summary.get("ended"))
+    if ended is not None:
+        return "interrupted" if ended == "interrupt" else f"done ({ended})"
+    return "killed" if last else "not begun"
+
+
+def _metric(summary: Mapping[str, Any]) -> str | None:
+    """What to judge a run by: what rises comes first, and validation before test."""
+    names = [
+        name
+        for name in mapping(summary.get("best"))
+        if not is_spread(name) and number(summary.get(name)) is not None
+    ]
+    names.sort(key=lambda name: (lower_is_better(name), not name.startswith("validation")))
+    return names[0] if names else None
+
+
+def _task(config: Mapping[str, Any]) -> str:
+    task = mapping(config.get("task"))
+    return text_of(task.get("title")) or text_of(task.get("name")) or "made in Python"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """What a JSON file of a folder holds; nothing where it is missing or damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return mapping(value)
+
+
+def _last_line(path: Path) -> Mapping[str, Any]:
+    """The last whole line of a history; of a killed run the very last may be half a one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError):
+            found = mapping(json.loads(line))
+            if found:
+                return found
+    return {}
+
+
+def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in (
+        "folder",
+        "task",
+        "system",
+        "seed",
+        "state",
+        "steps",
+        "result",
+        "time",
+        "begun",
+    ):
+        right = heading in ("seed", "steps", "time")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=heading == "folder")
+    for run in found:
+        step = run["step"]
+        table.add_row(
+            *(
+                escape(printable(text))
+                for text in (
+                    run["folder"],
+                    run["task"],
+                    run["label"],
+                    str(run["seed"]),
+                    run["state"],
+                    "–" if step is None else f"{step:,.0f}",
+                    _result(run),
+                    duration(run["seconds"]),
+                    time.strftime("%Y-%m-%d %H:%M", time.localtime(run["begun"])),
+                )
+            )
+        )
+    console = Console()
+    # A file or a pipe has no width; rich would take 80 columns and wrap the table.
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def _result(run: Mapping[str, Any]) -> str:
+    if run["metric"] is None:
+        return "–"
+    return f"{metric_name(run['metric'])} {metric_value(run['metric'], run['value'])}"
+
+
+def _facts(folder: Path) -> Iterator[tuple[str, str]]:
+    """What there is to say of a run: pairs of a word and a text."""
+    from dure.report import federated, pipeline, privacy
+    from dure.report.read import read_run
+    from dure.report.repeat import command, settings
+    from dure.report.words import count, size
+
+    run = read_run(folder)
+    told = listed(folder)
+    result = run.result
+    yield "run", run.label
+    yield "folder", str(folder)
+    yield "task", _with_options(run.config)
+    yield "system", settings(run)
+    yield "seed", str(told["seed"])
+    yield "state", told["state"]
+    steps = "–" if result.steps is None else f"{count(result.steps)} {result.unit}s"
+    epochs = "" if result.epochs is None else f", {result.epochs:,.4g} epochs"
+    yield "done", f"{steps}{epochs}, {duration(result.seconds)}"
+    for name, value in result.final.items():
+        if not is_spread(name):
+            best = metric_value(name, result.best.get(name))
+            yield metric_name(name), f"{metric_value(name, value)} (best {best})"
+    yield "sent", f"{size(result.bytes_per_worker)} a worker"
+    yield "memory", f"{size(result.peak_memory)} at the peak"
+    lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
+    for line in filter(None, (*lines, *run.notes)):
+        yield "told", line
+    again = command(run)
+    if again is not None:
+        yield "again", again
+    yield "next", _next(folder, told["state"])
+
+
+def _with_options(config: Mapping[str, Any]) -> str:
+    options = mapping(mapping(config.get("task")).get("options"))
+    return " · ".join([_task(config), *(f"{name} {value}" for name, value in options.items())])
+
+
+def _next(folder: Path, state: str) -> str:
+    """What a run in this state is good for."""
+    if state.startswith("done"):
+        return f"dure predict {folder} INPUT, dure report {folder}"
+    if state == "running":
+        return f"dure report {folder}"
+    return f"dure train --resume {folder}"
+
+
+def _show_comparison(folder: Path, as_json: bool) -> int:
+    comparison = _read(folder / "comparison.json")
+    found = [listed(run) for run in runs_below(folder)]
+    if as_json:
+        print(json.dumps({"comparison": comparison, "runs": found}))
+        return 0
+    _print_table(found)
+    for label, why in mapping(comparison.get("failed")).items():
+        print(f"failed: {printable(f'{label}: {why}')}")
+    if (folder / "report.html").is_file():
+        print(f"report: {folder / 'report.html'}")
+    if any(not run["state"].startswith(("done", "running")) for run in found):
+        print(f"go on with: dure train --resume {folder}")
+    return 0

@@ -1,0 +1,101 @@
+"""The table of runs that differ in their seed alone: a row a system, and how each number is spread.
+
+0.9512 ±0.0031 [0.9480, 0.9544]      mean, deviation, and the 95 % interval of the mean
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from dure.cli.show import Column, columns
+from dure.record.spread import Spread, spread
+
+Group = Sequence[dict[str, Any]]
+"""Summaries of runs that differ in their seed alone."""
+
+_LEFT_OUT = ("epochs", "peak memory", "simulated in", "shuffle time", "idle (over busy)")
+"""Columns of single runs that say little over seeds; the report and summary.json have them."""
+
+
+def groups(summaries: Sequence[dict[str, Any]]) -> list[Group]:
+    """The summaries by system; none where no system has several seeds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        found.setdefault(summary["label"], []).append(summary)
+    several = any(len({one["seed"] for one in group}) > 1 for group in found.values())
+    return list(found.values()) if several else []
+
+
+def over_seeds(together: Sequence[Group]) -> list[dict[str, Any]]:
+    """The same as JSON: label, seeds, and each metric of the systems."""
+    told = []
+    for group in together:
+        names = dict.fromkeys(name for one in group for name in one["best"])
+        spreads = {name: _spread(group, operator.methodcaller("get", name)) for name in names}
+        told.append(
+            {
+                "label": group[0]["label"],
+                "seeds": [one["seed"] for one in group],
+                **{
+                    name: dataclasses.asdict(found)
+                    for name, found in spreads.items()
+                    if found is not None
+                },
+            }
+        )
+    return told
+
+
+def table_over_seeds(together: Sequence[Group]) -> Table:
+    """A row a system; the best mean of every column in bold."""
+    every = [summary for group in together for summary in group]
+    shown = [column for column in columns(every) if column[0] not in _LEFT_OUT]
+    metrics = {name.replace("_", " ") for summary in every for name in summary["best"]}
+    result = Table(box=None, pad_edge=False, header_style="dim")
+    result.add_column("system")
+    result.add_column("seeds", justify="right")
+    for heading, *_ in shown:
+        result.add_column(heading, justify="right")
+    best = [_best(column, together) for column in shown]
+    for group in together:
+        cells = []
+        for column, top in zip(shown, best, strict=True):
+            found = _spread(group, column[1])
+            text = _written(found, column[2], column[0] in metrics)
+            is_best = found is not None and found.mean == top
+            cells.append(f"[bold]{escape(text)}[/bold]" if is_best else escape(text))
+        result.add_row(escape(group[0]["label"]), str(len(group)), *cells)
+    return result
+
+
+def _spread(group: Group, value: Callable[[dict[str, Any]], float | None]) -> Spread | None:
+    return spread([number for number in map(value, group) if number is not None])
+
+
+def _best(column: Column, together: Sequence[Group]) -> float | None:
+    """The best mean of a column, where there is something to choose from."""
+    _, value, _, lower = column
+    spreads = [_spread(group, value) for group in together]
+    means = [one.mean for one in spreads if one is not None]
+    if lower is None or len(set(means)) < 2:
+        return None
+    return min(means) if lower else max(means)
+
+
+def _written(found: Spread | None, text: Callable[[float], str], interval: bool) -> str:
+    """interval: whether it is told too, which takes room."""
+    if found is None:
+        return "–"
+    if found.deviation is None or found.low is None or found.high is None:
+        return text(found.mean)
+    # What is the same under every seed, such as bytes, has no deviation to speak of.
+    if not found.deviation:
+        return text(found.mean)
+    written = f"{text(found.mean)} ±{text(found.deviation)}"
+    return f"{written} [{text(found.low)}, {text(found.high)}]" if interval else written

@@ -1,0 +1,167 @@
+"""`dure sweep TASK SYSTEM --grid NAME=VALUES ...`: which settings are the best of a few.
+
+A setting is the system's, its world's, or an option of the task, as behind a system's name in
+`dure compare`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dure.cli.comparing import resumed, show_comparison
+from dure.cli.flags import (
+    CompareOptions,
+    LearningOptions,
+    Limits,
+    given_options,
+    names_before_flags,
+    options_of_task,
+    parse_flags,
+)
+from dure.cli.running import check_names, file_name, run_folder, start_fork_server
+
+if TYPE_CHECKING:
+    from dure.run.compare import Comparison
+
+USAGE = "dure sweep TASK SYSTEM --grid NAME=VALUE,VALUE ..."
+
+ABOUT = (
+    "One system with many settings, each a run. Settings are the system's, its world's or the "
+    "task's; those with one value may stand behind the system's name, or be flags."
+)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to try.
+
+    Args:
+        grid: settings with their values, such as lr=0.1,0.01 batch_size=16,64; with --random also
+            ranges, lr=log:0.001:1, momentum=uniform:0:0.99 or batch_size=int:8:128.
+        random: so many trials, each of which draws every setting; by default every combination.
+        metric: that judges, such as test_loss; by default one of validation data, if there are any.
+    """
+
+    grid: tuple[str, ...] = ()
+    random: int | None = None
+    metric: str | None = None
+
+
+def main(given: list[str]) -> int:
+    """Trains every trial, and says which was the best."""
+    names, flags = names_before_flags(given)
+    if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
+        return resumed(flags, "dure sweep", _judged)
+    parts: dict[str, Any] = {
+        "sweep": SweepOptions,
+        "limits": Limits,
+        "learning": LearningOptions,
+        "how": CompareOptions,
+    }
+    if not names and flags in (["--help"], ["-h"]):
+        parse_flags(USAGE, parts, flags, ABOUT)
+    if len(names) != 2:
+        raise ValueError(f"{USAGE}: name a task and a system (dure --help lists them)")
+    reference, system = names
+    check_names(reference, [system.partition(",")[0]])
+    start_fork_server()
+    from dure.cli.entries import Entries, without_options
+    from dure.cli.shared_flags import shared
+    from dure.run.sweep import parse_values, trials
+
+    parts["task"] = options_of_task(reference)
+    own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
+    system, options = without_options(system, reference)
+    given_to = shared([system], flags, {*own, "help"})
+    asked = parse_flags(f"dure sweep {reference} {system}", parts, given_to.flags, ABOUT)
+    how: CompareOptions = asked["how"]
+    what: SweepOptions = asked["sweep"]
+    space = {}
+    for text in what.grid:
+        name, equals, values = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--grid {text}: it is NAME=VALUE,VALUE, such as lr=0.1,0.01")
+        space[name.replace("-", "_")] = parse_values(name, values)
+    learning: LearningOptions = asked["learning"]
+    entries = Entries(
+        reference,
+        given_options(asked["task"]),
+        lambda task: how.with_weights(learning.of(task)),
+    )
+    tried = [
+        _entry(entries, given_to.systems[0], options, trial, how.workers)
+        for trial in trials(space, what.random, how.seed)
+    ]
+    stop = asked["limits"].stop()
+    from dure.run.compare import compare
+
+    task = entries.task(options)
+    with run_folder(how.out, f"sweep-{file_name(task)}-{system.partition(',')[0]}") as out:
+        program = partial(
+            compare,
+            task,
+            tried,
+            stop=stop,
+            seed=how.seed,
+            seeds=how.seeds,
+            out=out,
+            evaluate_every=how.evaluate_every,
+            check=how.check,
+            track=how.track,
+        )
+        return show_comparison(
+            program,
+            stop,
+            out,
+            as_json=how.json,
+            command="dure sweep",
+            judges=partial(_judged, metric=what.metric),
+        )
+
+
+def _entry(
+    entries: Any,
+    system: str,
+    options: Mapping[str, str],
+    trial: Mapping[str, Any],
+    workers: int | None,
+) -> tuple[Any, ...]:
+    """A trial as a system of a comparison, called by its settings."""
+    from dure.cli.entries import without_options
+
+    texts = {name: str(value) for name, value in trial.items()}
+    name, *settings = system.split(",")
+    # What is tried takes the place of what stands behind the system's name.
+    kept = [text for text in settings if text.partition("=")[0] not in texts]
+    tried = [f"{setting}={value}" for setting, value in texts.items()]
+    own, of_task = without_options(",".join([name, *kept, *tried]), entries.reference)
+    told = (f"{setting.replace('_', ' ')} {_short(value)}" for setting, value in trial.items())
+    label = ", ".join(told)
+    return *entries.entry(own, {**options, **of_task}, workers), label
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _judged(done: Comparison, metric: str | None = None) -> Mapping[str, Any]:
+    """Which trial was the best, and by what."""
+    from dure.run.sweep import judge_of, ranked
+
+    if not done.runs:
+        return {}
+    judge = judge_of(done.runs, metric)
+    found = ranked(done.runs, judge)
+    if not found:
+        return {"best": f"none: no trial reached a finite {judge}"}
+    best = found[0]
+    said = {"best": best.label, judge: best.value}
+    if best.runs[0].folder is not None:
+        said["where"] = ", ".join(str(run.folder) for run in best.runs)
+    if judge.startswith("test"):
+        said["note"] = f"{judge} has chosen it, and so flatters it: measure it on other data"
+    return said

@@ -1,0 +1,103 @@
+"""Runs that differ in their seed alone, told together: a row a system, and how it is spread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from dure.record.history import is_spread
+from dure.record.spread import Spread, spread
+from dure.report import charts
+from dure.report.document import section
+from dure.report.runs import Run, is_simulated, virtual_seconds
+from dure.report.words import UNKNOWN, duration, escape, metric_name, metric_value, size
+
+_SAME = ("label", "task", "strategy", "world", "stop")
+"""What runs have in common of which the seed alone differs, as config.json has it."""
+
+
+def groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Those that were trained under several seeds, each with its fellows, in their order."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        same = {name: run.config.get(name) for name in _SAME}
+        found.setdefault(json.dumps(same, sort_keys=True), []).append(run)
+    return [
+        group for group in found.values() if len({str(run.config.get("seed")) for run in group}) > 1
+    ]
+
+
+def over_seeds(runs: Sequence[Run]) -> str:
+    """The section with a row for each system that has several seeds; none where none has."""
+    together = groups(runs)
+    if not together:
+        return ""
+    several = [run for group in together for run in group]
+    columns = _columns(several)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _, _ in columns)
+    rows = ""
+    for group in together:
+        label = group[0].config.get("label") or group[0].label
+        seeds = f'<td data-value="{len(group)}">{len(group)}</td>'
+        cells = "".join(_cell(group, value, text) for _, value, text in columns)
+        rows += f'<tr><th scope="row"><span>{escape(label)}</span></th>{seeds}{cells}</tr>'
+    body = (
+        '<div class="scroll" role="region" aria-labelledby="over-seeds" tabindex="0">'
+        f'<table><thead><tr><th scope="col">system</th><th scope="col">seeds</th>{head}</tr>'
+        f"</thead><tbody>{rows}</tbody></table></div>"
+    )
+    lead = (
+        "Runs of which the seed alone differs: the mean, the standard deviation, and below them "
+        "the interval that holds the mean of all seeds with a probability of 95 %. Two systems "
+        "whose intervals lie apart differ by more than their seeds."
+    )
+    return section("over-seeds", "Over seeds", lead, body)
+
+
+Column = tuple[str, Callable[[Run], float | None], Callable[[float | None], str]]
+"""Heading, value of a run, and how it is written."""
+
+
+def _columns(runs: Sequence[Run]) -> list[Column]:
+    columns: list[Column] = []
+    for key in charts.metrics(runs):
+        if not is_spread(key):
+            columns.append(_metric(key))
+    columns.append(
+        ("time", lambda run: None if is_simulated(run) else run.result.seconds, duration)
+    )
+    columns.append(("virtual time", virtual_seconds, duration))
+    columns.append(("sent per worker", lambda run: run.result.bytes_per_worker, size))
+    return [one for one in columns if any(one[1](run) is not None for run in runs)]
+
+
+def _seconds(run: Run) -> float | None:
+    """Those of a simulation are the time of no system."""
+    return None if is_simulated(run) else run.result.seconds
+
+
+def _metric(key: str) -> Column:
+    return (
+        metric_name(key),
+        lambda run: run.result.final.get(key),
+        lambda value: metric_value(key, value),
+    )
+
+
+def _cell(
+    group: Sequence[Run], value: Callable[[Run], float | None], text: Callable[[float | None], str]
+) -> str:
+    found = spread([number for number in map(value, group) if number is not None])
+    if found is None:
+        return f"<td>{UNKNOWN}</td>"
+    return f'<td data-value="{found.mean}">{escape(text(found.mean))}{_around(found, text)}</td>'
+
+
+def _around(found: Spread, text: Callable[[float | None], str]) -> str:
+    """Deviation and interval, where there are any to speak of."""
+    if not found.deviation:
+        return ""
+    return (
+        f" ±{escape(text(found.deviation))}"
+        f"<small>{escape(text(found.low))} to {escape(text(found.high))}</small>"
+    )

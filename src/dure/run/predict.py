@@ -1,0 +1,234 @@
+"""What a run's model says of inputs: of a file, or of examples of the task itself.
+
+A run folder is data, and so is an input: arrays are read from npy, csv, JSON and safetensors, of
+which none can hold code. Where the run's loss is torch's cross-entropy, outputs are scores of
+classes, and their softmax is told as probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.errors import RunFolderError
+from dure.record.run import Run
+from dure.run.again import ended_run, task_of
+from dure.tasks.known_losses import cross_entropy_of
+from dure.tasks.modes import in_mode
+
+_BATCH = 256
+"""Inputs that the model has at once."""
+
+_EXAMPLE = re.compile(r"(test|train):(\d+)(?::(\d+))?")
+"""An example of the task, test:0, or those from one on up to another, test:0:10."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a model says.
+
+    outputs: of all inputs, the first dimension. probabilities: of classes, float64; None where the
+    outputs are no scores of classes. classes: their names, or their numbers.
+    """
+
+    outputs: Tensor
+    probabilities: Tensor | None = None
+    classes: Sequence[str] = ()
+
+    def best(self, place: int, most: int = 3) -> list[tuple[str, float]]:
+        """The likeliest classes of an input, each with its probability."""
+        if self.probabilities is None:
+            return []
+        values, indices = self.probabilities[place].topk(min(most, len(self.classes)))
+        pairs = zip(indices.tolist(), values.tolist(), strict=True)
+        return [(self.classes[index], value) for index, value in pairs]
+
+
+def predict(folder: Path, source: str, task: Task | str | None = None) -> Predicted:
+    """What the model of the ended run in `folder` says of an input.
+
+    source: a file (npy, csv, json, safetensors), - for JSON on standard input, or examples of the
+        task, test:0 or test:0:10. task: as in `dure.resume`.
+
+    Raises ValueError for an input that is not what the model takes, and RunFolderError for a folder
+    without a whole model.
+    """
+    run = ended_run(folder, task)
+    elsewhere = run.summary.get("weights_elsewhere")
+    if elsewhere:
+        raise RunFolderError(
+            f"the model of {folder} is not whole: {', '.join(map(str, elsewhere))} are with its "
+            f"clients, each of which has its own"
+        )
+    whole = task_of(folder, task)
+    outputs = torch.cat(list(_outputs(run, _inputs(whole, source))))
+    return _told(whole, outputs)
+
+
+def _outputs(run: Run, inputs: Any) -> Iterator[Tensor]:
+    model = run.model
+    leaves = tree_leaves(inputs)
+    with torch.inference_mode(), in_mode(model, training=False):
+        for start in range(0, len(leaves[0]), _BATCH):
+            some = tree_map(lambda leaf, at=start: leaf[at : at + _BATCH], inputs)
+            try:
+                outputs = model(some)
+            # What the user's own model says of what it was given.
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                raise ValueError(f"the model does not take this input: {error}") from error
+            if not isinstance(outputs, Tensor) or outputs.ndim < 1:
+                raise ValueError(
+                    f"the model gives {type(outputs).__name__}, and no tensor of outputs"
+                )
+            yield outputs
+
+
+def _told(task: Task, outputs: Tensor) -> Predicted:
+    loss = cross_entropy_of(task.loss)
+    if loss is None or outputs.ndim != 2 or not outputs.is_floating_point():
+        return Predicted(outputs)
+    scores = outputs.double()
+    probabilities = scores.softmax(dim=1) if loss.of_scores else scores.exp()
+    names = task.train.classes
+    fits = names is not None and len(names) == outputs.shape[1]
+    return Predicted(
+        outputs,
+        probabilities,
+        list(names) if fits and names is not None else list(map(str, range(outputs.shape[1]))),
+    )
+
+
+# Inputs
+
+
+def _inputs(task: Task, source: str) -> Any:
+    chosen = _EXAMPLE.fullmatch(source)
+    if chosen is not None and not Path(source).exists():
+        return _examples(task, chosen)
+    example = _example(task)
+    array = _read(source)
+    if not isinstance(example, Tensor):
+        raise ValueError(
+            f"an example of the task is no tensor, which {source} would hold: name one of the "
+            f"task's, such as test:0"
+        )
+    return _fitted(array, example, source)
+
+
+def _examples(task: Task, chosen: re.Match[str]) -> Any:
+    """The inputs of examples of the task."""
+    name, first, end = chosen.groups()
+    data = task.test if name == "test" else task.train
+    if data is None:
+        raise ValueError("the task has no test data: name training examples, such as train:0")
+    start = int(first)
+    stop = start + 1 if end is None else int(end)
+    if not start < stop <= len(data):
+        raise ValueError(
+            f"{chosen.string} is not there: the task has {len(data)} {name} examples, from 0 on"
+        )
+    return data.batch(torch.arange(start, stop))[0]
+
+
+def _example(task: Task) -> Any:
+    """The inputs of one example of the task."""
+    data: Examples | None = task.train if len(task.train) else task.test
+    if data is None:
+        raise ValueError("the task has no data, which would say what an input is like")
+    inputs = data.batch(torch.tensor([data.first]))[0]
+    return tree_map(lambda leaf: leaf[0], inputs)
+
+
+def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
+    """The inputs as the model takes them: those of several examples, or of one."""
+    try:
+        # Lists of JSON would be float32 to torch, which has fewer digits than they.
+        given = torch.as_tensor(array if isinstance(array, Tensor) else numpy.asarray(array))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source} holds no array of numbers: {error}") from error
+    if example.is_floating_point() or not given.is_floating_point():
+        given = given.to(example.dtype)
+    else:
+        whole = given.to(example.dtype)
+        if not torch.equal(whole.to(given.dtype), given):
+            raise ValueError(f"{source} holds fractions, but the task's inputs are whole numbers")
+        given = whole
+    shape = tuple(example.shape)
+    if tuple(given.shape[1:]) == shape and given.ndim == len(shape) + 1 and len(given):
+        return given
+    if tuple(given.shape) == shape:
+        return given[None]
+    # A row of a table for each example, such as the pixels of a picture.
+    if given.ndim == 2 and len(given) and given.shape[1] == example.numel():
+        return given.reshape(len(given), *shape)
+    if given.ndim == 1 and given.numel() == example.numel():
+        return given.reshape(1, *shape)
+    raise ValueError(
+        f"{source} holds {tuple(given.shape)}, but an example of the task is {shape}: give one, or "
+        f"several one after another"
+    )
+
+
+def _read(source: str) -> Any:
+    """What a file holds. Raises ValueError if it holds no array, or cannot be read."""
+    if source == "-":
+        return _parsed(sys.stdin.read(), "standard input")
+    path = Path(source)
+    readers: dict[str, Callable[[], Any]] = {
+        ".npy": lambda: numpy.load(path, allow_pickle=False),
+        ".csv": lambda: _table(path),
+        ".json": lambda: _parsed(path.read_text(), source),
+        ".safetensors": lambda: _only(path),
+    }
+    if path.suffix not in readers:
+        raise ValueError(
+            f"{source} is neither a file of {', '.join(readers)}, nor - for JSON on standard "
+            f"input, nor examples of the task, such as test:0 or test:0:10"
+        )
+    try:
+        return readers[path.suffix]()
+    except OSError as error:
+        raise ValueError(f"cannot read {source}: {error.strerror or error}") from error
+    except (ValueError, EOFError, SafetensorError) as error:
+        raise ValueError(f"cannot read {source}: {error}") from error
+
+
+def _parsed(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is no JSON: {error}") from error
+
+
+def _table(path: Path) -> Any:
+    """Rows of numbers; a first line with names of columns is passed over."""
+    with path.open() as lines:
+        first = lines.readline()
+    try:
+        [float(cell) for cell in first.split(",")]
+    except ValueError:
+        named = 1
+    else:
+        named = 0
+    return numpy.loadtxt(path, delimiter=",", skiprows=named, ndmin=2)
+
+
+def _only(path: Path) -> Tensor:
+    tensors = load_file(path)
+    if len(tensors) != 1:
+        raise ValueError(f"it holds {len(tensors)} tensors, and has to hold the inputs alone")
+    return next(iter(tensors.values()))
