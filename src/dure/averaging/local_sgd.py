@@ -71,6 +71,7 @@ class LocalSGD(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -129,6 +130,7 @@ class LocalSGDLearner(Learner):
             strategy.batch_size,
             seed,
             order=self.replica.train_examples.order(),
+            drop_last=self.replica.train_examples.sampling.drop_last,
         )
         self.meeting = Meeting(
             self.replica,

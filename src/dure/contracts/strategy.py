@@ -405,6 +405,10 @@ class Strategy(Told):
     own_data: ClassVar[bool] = False
     """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
 
+    samples: ClassVar[bool] = False
+    """Whether it goes through all data in joint batches, as their sampler asks
+    (`dure.data.sampling`)."""
+
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
 

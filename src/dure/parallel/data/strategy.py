@@ -140,6 +140,7 @@ class DataParallel(Strategy):
     also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}

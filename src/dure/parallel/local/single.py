@@ -113,6 +113,7 @@ class SingleWorker(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -251,7 +252,11 @@ class SingleLearner(Learner):
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches: Batches | PoissonBatches = Batches(
-            len(self.train_examples), batch_size, seed, order=self.train_examples.order()
+            len(self.train_examples),
+            batch_size,
+            seed,
+            order=self.train_examples.order(),
+            drop_last=self.train_examples.sampling.drop_last,
         )
         self.private: ExampleLevel | None = None
         if wanted is not None:

@@ -163,6 +163,7 @@ class Parallel(Strategy):
     name: ClassVar[str] = "parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    samples: ClassVar[bool] = True
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}
@@ -382,6 +383,7 @@ class ParallelLearner(Learner):
             strategy.batch_size,
             seed,
             order=self.train_examples.order(),
+            drop_last=self.train_examples.sampling.drop_last,
         )
         self.offloaded = Offloaded(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True

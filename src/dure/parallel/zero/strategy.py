@@ -101,6 +101,7 @@ class ZeRO(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )
