@@ -132,6 +132,7 @@ class LocalSGDLearner(Learner):
             order=self.replica.train_examples.order(),
             drop_last=self.replica.train_examples.sampling.drop_last,
         )
+        self.examples = self.batches.visited
         self.meeting = Meeting(
             self.replica,
             place,

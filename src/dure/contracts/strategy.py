@@ -127,7 +127,7 @@ class Learner(ABC):
     """What it has tried while it was made (`Place.check`), the same on every rank."""
 
     examples: int | None = None
-    """Training examples of all workers; None: those of the task."""
+    """Training examples of an epoch, of all workers; None: those of the task."""
 
     elsewhere: Sequence[str] = ()
     """Tensors of the model that others have, who do not give them here: `weights` is without them.

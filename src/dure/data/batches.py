@@ -49,9 +49,9 @@ class Batches:
         self._order = partial(shuffled, n) if order is None else order
         self._sizes = [self.batch_size] * (self.steps_per_epoch - 1)
         self._sizes.append(self.batch_size if drop_last else n - sum(self._sizes))
-        self._visited = sum(self._sizes)
+        self.visited = sum(self._sizes)
         self._epoch = -1
-        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(self._visited), self._sizes)
+        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(self.visited), self._sizes)
 
     def at(self, step: int) -> Tensor:
         """The indices of `step`'s batch, int64 of shape (b,), b <= batch_size.
@@ -63,7 +63,7 @@ class Batches:
         if self.shuffles and epoch != self._epoch:
             order = self._order(self.seed, epoch, self.client)
             self._epoch = epoch
-            self._batches = torch.split(order[: self._visited], self._sizes)
+            self._batches = torch.split(order[: self.visited], self._sizes)
         return self._batches[position]
 
 

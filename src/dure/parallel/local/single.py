@@ -258,6 +258,7 @@ class SingleLearner(Learner):
             order=self.train_examples.order(),
             drop_last=self.train_examples.sampling.drop_last,
         )
+        self.examples = self.batches.visited
         self.private: ExampleLevel | None = None
         if wanted is not None:
             self.private = ExampleLevel(

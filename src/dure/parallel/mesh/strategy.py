@@ -385,6 +385,7 @@ class ParallelLearner(Learner):
             order=self.train_examples.order(),
             drop_last=self.train_examples.sampling.drop_last,
         )
+        self.examples = self.batches.visited
         self.offloaded = Offloaded(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True
         )
