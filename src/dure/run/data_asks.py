@@ -37,6 +37,11 @@ def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
         raise ValueError(
             f"drop_last leaves nothing of {len(task.train)} examples in batches of {size}"
         )
+    if isinstance(task.loss, OwnLoss) and world.kind == "threads":
+        raise ValueError(
+            f"{strategy.name} in a world of threads puts outputs together example by example, and a "
+            f"model's own loss is one number of all: take dure.Processes, or give a loss"
+        )
     if isinstance(task.loss, OwnLoss) and "split" in strategy.name:
         raise ValueError(
             f"{strategy.name} keeps labels from a side of the model, and a model that computes its "
