@@ -39,8 +39,8 @@ def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
         )
     if isinstance(task.loss, OwnLoss) and world.kind == "threads":
         raise ValueError(
-            f"{strategy.name} in a world of threads puts outputs together example by example, and a "
-            f"model's own loss is one number of all: take dure.Processes, or give a loss"
+            f"{strategy.name} in a world of threads puts outputs together example by example, and "
+            f"a model's own loss is one number of all: take dure.Processes, or give a loss"
         )
     if isinstance(task.loss, OwnLoss) and "split" in strategy.name:
         raise ValueError(
