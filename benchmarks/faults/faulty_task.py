@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import dure
-from dure.data.examples import DatasetExamples
+from dure.data.datasets import DatasetExamples
 
 KINDS = ("raise", "exit", "hang", "stop", "kill")
 BLOCKS = 3

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from dure.collectives.compression import Sign as Sign
     from dure.collectives.compression import TopK as TopK
     from dure.contracts.metric import SumMetric as SumMetric
+    from dure.contracts.own_loss import OwnLoss as OwnLoss
     from dure.contracts.stop import Stop as Stop
     from dure.contracts.strategy import Strategy as Strategy
     from dure.contracts.strategy import World as World
     from dure.contracts.task import Task as Task
     from dure.contracts.task import accuracy as accuracy
+    from dure.data.datasets import DatasetExamples as DatasetExamples
     from dure.data.examples import Examples as Examples
     from dure.data.partition import IID as IID
     from dure.data.partition import Dirichlet as Dirichlet
@@ -119,6 +121,10 @@ _WHERE = {
     "compare": "dure.run.compare",
     "Comparison": "dure.run.compare",
     "Examples": "dure.data.examples",
+    "DatasetExamples": "dure.data.datasets",
+    "StreamExamples": "dure.data.streams",
+    "class_weights": "dure.data.sampling",
+    "OwnLoss": "dure.contracts.own_loss",
     "Shards": "dure.data.shards",
     "IID": "dure.data.partition",
     "Dirichlet": "dure.data.partition",

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.task import Task, accuracy
-from dure.data.examples import DatasetExamples, Examples
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples
 from small import network, small_task
 
 

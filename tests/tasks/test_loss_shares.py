@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.data.examples import DatasetExamples, Examples
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples
 from dure.tasks.loss_shares import (
     NOTHING,
     CountedLoss,

@@ -74,6 +74,7 @@ class DiLoCo(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    samples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

@@ -76,6 +76,7 @@ class LocalSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    samples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})
@@ -137,7 +138,9 @@ class LocalSGDLearner(Learner):
             strategy.batch_size,
             seed,
             order=self.replica.train_examples.order(),
+            drop_last=self.replica.train_examples.sampling.drop_last,
         )
+        self.examples = self.batches.visited
         self.meeting = Meeting(
             self.replica,
             place,

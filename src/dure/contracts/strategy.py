@@ -131,7 +131,7 @@ class Learner(ABC):
     """What it has tried while it was made (`Place.check`), the same on every rank."""
 
     examples: int | None = None
-    """Training examples of all workers; None: those of the task."""
+    """Training examples of an epoch, of all workers; None: those of the task."""
 
     elsewhere: Sequence[str] = ()
     """Tensors of the model that others have, who do not give them here: `weights` is without them.
@@ -422,6 +422,10 @@ class Strategy(Told):
 
     own_data: ClassVar[bool] = False
     """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
+
+    samples: ClassVar[bool] = False
+    """Whether it goes through all data in joint batches, as their sampler asks
+    (`dure.data.sampling`)."""
 
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""

@@ -20,8 +20,11 @@ from dure.arguments import check_path
 from dure.contracts.learning import Precision, check_learning
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
-from dure.data.examples import Examples, NoExamples, as_examples
+from dure.contracts.own_loss import CalledByName, OwnLoss
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples, NoExamples
 from dure.data.nodes import DataOfRanks
+from dure.data.taken import as_examples
 from dure.machine.devices import on_device
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -67,11 +70,13 @@ class Task:
         seed. A float64 model trains in float64: floating-point examples are converted to the dtype
         of the parameters that it trains.
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
-        (sum, count), for one that does not count every example alike: see `Loss`.
-    train, test: `Examples`, `dure.Shards`, a pair of tensors (inputs, targets), or a map-style
-        Dataset of such pairs. train: also a function of (rank, world) that gives one of these, the
-        data that lie with this rank; None for a server whose clients have the data
-        (`dure.Network`), and for nobody else. test: None measures nothing here.
+        (sum, count), for one that does not count every example alike: see `Loss`. None: the model
+        gives its own, as those of Hugging Face do (`dure.OwnLoss`).
+    train, test: `Examples`, `dure.Shards`, a pair (inputs, targets) of tensors, arrays or frames, a
+        dataset of pairs or dicts, or a DataLoader (`dure.data.taken`). train: also a function of
+        (rank, world) that gives one of these, the data that lie with this rank; None for a server
+        whose clients have the data (`dure.Network`), and for nobody else. test: None measures
+        nothing here.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
         accuracy if the targets are class indices, otherwise nothing but the loss.
@@ -105,7 +110,7 @@ class Task:
     """
 
     model: Callable[[], nn.Module]
-    loss: Loss
+    loss: Any
     train: Any = None
     test: Any = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SGD
@@ -125,6 +130,8 @@ class Task:
     validation: Any = None
 
     def __post_init__(self) -> None:
+        if self.loss is None:
+            object.__setattr__(self, "loss", OwnLoss())
         for name in ("model", "loss", "optimizer"):
             # A module can be called: a model would pass for its factory, and all workers would
             # train that one. A loss may be a module, since nothing in it is trained.
@@ -158,8 +165,20 @@ class Task:
             object.__setattr__(self, "weights", Path(self.weights).expanduser().resolve())
         # The class is frozen for its users; here the data get the one form that all others know.
         object.__setattr__(self, "train", _training_data(self.train))
-        object.__setattr__(self, "test", None if self.test is None else as_examples(self.test))
+        test = None if self.test is None else as_examples(self.test, measures=True)
+        object.__setattr__(self, "test", test)
         object.__setattr__(self, "validation", _validation(self.validation))
+        if isinstance(self.loss, OwnLoss):
+            self._call_by_name()
+
+    def _call_by_name(self) -> None:
+        """The model gets the columns of a dict, its labels among them, and gives its own loss."""
+        if not isinstance(self.model, CalledByName):
+            object.__setattr__(self, "model", CalledByName(self.model))
+        for name in ("train", "test", "validation"):
+            examples = getattr(self, name)
+            if isinstance(examples, DatasetExamples):
+                object.__setattr__(self, name, examples.with_labels())
 
     def on(self, device: torch.device) -> Task:
         """The task for a model on `device`: tensors that its loss holds are there as well."""

@@ -22,7 +22,8 @@ class Batches:
     """The batches of n examples.
 
     batch_size: None is all the data in every step. client: whose examples they are. joins: as in
-    `batches_per_epoch`. order: of an epoch, where examples lie elsewhere than in memory.
+    `batches_per_epoch`. order: of an epoch, where it is not `shuffled`. drop_last: an epoch
+    ends before a last batch that is not full.
     """
 
     def __init__(
@@ -33,18 +34,24 @@ class Batches:
         client: int = 0,
         joins: bool = False,
         order: Order | None = None,
+        drop_last: bool = False,
     ) -> None:
         self.n = n
         self.batch_size = n if batch_size is None else min(batch_size, n)
         self.shuffles = batch_size is not None
         self.seed = seed
         self.client = client
+        self.drop_last = drop_last
         self.steps_per_epoch = batches_per_epoch(n, self.batch_size, joins)
+        if drop_last:
+            # Whoever has fewer than a batch has them all: `batch_size` is theirs.
+            self.steps_per_epoch = n // self.batch_size
         self._order = partial(shuffled, n) if order is None else order
         self._sizes = [self.batch_size] * (self.steps_per_epoch - 1)
-        self._sizes.append(n - sum(self._sizes))
+        self._sizes.append(self.batch_size if drop_last else n - sum(self._sizes))
+        self.visited = sum(self._sizes)
         self._epoch = -1
-        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(n), self._sizes)
+        self._batches: tuple[Tensor, ...] = torch.split(torch.arange(self.visited), self._sizes)
 
     def at(self, step: int) -> Tensor:
         """The indices of `step`'s batch, int64 of shape (b,), b <= batch_size.
@@ -56,7 +63,7 @@ class Batches:
         if self.shuffles and epoch != self._epoch:
             order = self._order(self.seed, epoch, self.client)
             self._epoch = epoch
-            self._batches = torch.split(order, self._sizes)
+            self._batches = torch.split(order[: self.visited], self._sizes)
         return self._batches[position]
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from dure.data.examples import DatasetExamples, Examples
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples
 from dure.data.holdout import hold_out
 
 OWN = "give examples of their own, Task(validation=examples)"
@@ -63,7 +64,7 @@ def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Exam
 
     Raises ValueError for examples of which none can be taken out, or that would leave none.
     """
-    if not isinstance(train, DatasetExamples) and type(train) is not Examples:
+    if type(train) not in (DatasetExamples, Examples):
         raise ValueError(
             f"validation={share} is a share of the training data, which are read in an order of "
             f"their own and cannot be parted ({type(train).__name__}): {OWN}"
@@ -74,13 +75,16 @@ def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Exam
     trained, kept = hold_out(strata, share, seed)
     if not len(trained):
         raise ValueError(f"validation={share} of {len(train)} examples leaves none to train on")
-    return _part(train, trained), _part(train, kept)
+    rest = _part(train, trained)
+    rest.sampling = train.sampling.of(trained)
+    return rest, _part(train, kept)
 
 
 def _part(whole: Examples, indices: Tensor) -> Examples:
     keys = None if whole.keys is None else [whole.keys[index] for index in indices.tolist()]
     if isinstance(whole, DatasetExamples):
-        return DatasetExamples(_Part(whole.dataset, indices.tolist()), keys)
+        part = _Part(whole.dataset, indices.tolist())
+        return DatasetExamples(part, keys, whole.collate, whole.keeps_labels)
     inputs, targets = tree_map(
         lambda leaf: leaf.index_select(0, indices), (whole.inputs, whole.targets)
     )

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from dure.data.arrangement import Arrangement, Order, interleaved
-from dure.data.examples import Examples, as_examples
+from dure.data.examples import Examples
+from dure.data.taken import as_examples
 from dure.errors import DataError, DureError, described
 
 OwnData = Callable[[int, int], Any]
@@ -63,9 +64,15 @@ class DataOfRanks(Examples):
         except Exception as error:
             raise DataError(f"{where} failed: {described(error)}") from error
         try:
-            return as_examples(found)
+            examples = as_examples(found)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        if examples.sampling.asks:
+            raise ValueError(
+                f"{where} gave a DataLoader that samples: ranks that have data of their own take "
+                f"turns; give the dataset itself"
+            )
+        return examples
 
     def forget(self) -> None:
         """What was asked for last need not stay in this process."""

@@ -262,8 +262,9 @@ class _Trial:
 
 
 def _loss(task: Task, outputs: Any, targets: Any) -> Tensor:
-    value = task.loss(outputs, targets)
-    return value[0] if isinstance(value, tuple) else value
+    value: Any = task.loss(outputs, targets)
+    mean: Tensor = value[0] if isinstance(value, tuple) else value
+    return mean
 
 
 def _digest(tensor: Tensor | None) -> bytes:

@@ -34,6 +34,7 @@ from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import Asked, asked_in, config_of
+from dure.run.data_asks import check_data_asks
 from dure.run.drive import drive
 from dure.run.early import check_early
 from dure.run.fits import check_fits, made_in_memory
@@ -506,6 +507,7 @@ def prepare(
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     world.begin(strategy.imports)  # while this process looks at what is asked
     strategy = strategy.planned(task, stop)
+    check_data_asks(task, strategy, world)
     strategy.check(task, world.workers)
     strategy.check_in(world)
     stop.check(strategy.unit)

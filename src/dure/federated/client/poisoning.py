@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from dure.data.examples import DatasetExamples, Examples
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples
 from dure.fleet.attacks import Attack
 
 

@@ -135,6 +135,7 @@ class DataParallel(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    samples: ClassVar[bool] = True
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}

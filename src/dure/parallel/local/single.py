@@ -112,6 +112,7 @@ class SingleWorker(Strategy):
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    samples: ClassVar[bool] = True
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -276,8 +277,13 @@ class SingleLearner(Learner):
         self.train_examples, self.test_examples = examples_for(self.model, task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches: Batches | PoissonBatches = Batches(
-            len(self.train_examples), batch_size, seed, order=self.train_examples.order()
+            len(self.train_examples),
+            batch_size,
+            seed,
+            order=self.train_examples.order(),
+            drop_last=self.train_examples.sampling.drop_last,
         )
+        self.examples = self.batches.visited
         self.private: ExampleLevel | None = None
         if wanted is not None:
             self.private = ExampleLevel(

@@ -176,6 +176,7 @@ class Parallel(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
+    samples: ClassVar[bool] = True
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}
@@ -398,7 +399,9 @@ class ParallelLearner(Learner):
             strategy.batch_size,
             seed,
             order=self.train_examples.order(),
+            drop_last=self.train_examples.sampling.drop_last,
         )
+        self.examples = self.batches.visited
         self.offloaded = Offloaded(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True
         )

@@ -100,6 +100,7 @@ class ZeRO(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
+    samples: ClassVar[bool] = True
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )

@@ -1,0 +1,259 @@
+"""Examples that are read one by one, from whatever has a length and gives an item by its index.
+
+    item                         inputs and targets
+    a pair (input, target)       these
+    a dict                       the column `labels`, or `label`, is the target, and the others are
+                                 the inputs: as Hugging Face's `datasets` give it
+
+A batch is put together by `collate`, as a DataLoader would do it: torch's own, or a function of the
+items that pads, for example, what has different lengths. What it returns is a pair or a dict
+likewise. Each rank collates its own part of a joint batch, and pads to the longest of that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    default_collate,
+)
+
+from dure.data.examples import Examples
+from dure.data.keys import keys_of
+from dure.errors import DataError, ExampleError, described
+
+Collate = Callable[[Any], Any]
+"""collate(items) makes a batch of them."""
+
+LABELS = ("labels", "label", "label_ids")
+"""The columns of which the first that is there is the target, in a dict."""
+
+
+class DatasetExamples(Examples):
+    """Examples read one by one from a map-style dataset of pairs or dicts.
+
+    Its transforms are applied at every reading.
+
+    collate: makes a batch of items; None is torch's `default_collate`. keeps_labels: in a dict the
+    inputs keep the labels, for models that compute their own loss.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        keys: Sequence[Any] | None = None,
+        collate: Collate | None = None,
+        keeps_labels: bool = False,
+    ) -> None:
+        items: Any = dataset
+        self.dataset = items
+        self.collate = collate
+        self.keeps_labels = keeps_labels
+        _check_by_index(dataset)
+        self.draws = True
+        self.keys = keys_of(keys) if keys is not None else None
+        if self.keys is not None and len(self.keys) != len(items):
+            raise ValueError(f"{len(items)} examples, but {len(self.keys)} keys")
+        classes = getattr(dataset, "classes", None)
+        self.classes = list(map(str, classes)) if isinstance(classes, (list, tuple)) else None
+        self._convert: Callable[[Tensor], Tensor] = lambda leaf: leaf
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        places = indices.tolist()
+        return self._batch_of(places, [self._item(index) for index in places])
+
+    def _batch_of(self, places: Sequence[int], items: Sequence[Any]) -> tuple[Any, Any]:
+        """The batch of items that were read. places: of each, for errors."""
+        if self.collate is not None:
+            batch = self._pair_of(self._collated(self.collate, items))
+        else:
+            # Checked here: `default_collate` would not say which example it cannot collate.
+            for index, item in zip(places, items, strict=True):
+                _check_item(index, item)
+            batch = self._pair_of(default_collate([_with_tensors(item) for item in items]))
+        return cast("tuple[Any, Any]", tree_map(self._convert, batch))
+
+    @staticmethod
+    def _collated(collate: Collate, items: Sequence[Any]) -> Any:
+        try:
+            return collate(list(items))
+        except Exception as error:
+            raise DataError(
+                f"collate_fn failed on a batch of {len(items)}: {described(error)}"
+            ) from error
+
+    def _pair_of(self, batch: Any) -> tuple[Any, Any]:
+        """(inputs, targets) of a collated batch. Raises ValueError for anything else."""
+        if isinstance(batch, Mapping):
+            name = _labels_in(batch)
+            rest = dict(batch) if self.keeps_labels else _without(batch, name)
+            return rest, batch[name]
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return batch[0], batch[1]
+        raise ValueError(
+            f"collate_fn returned a {type(batch).__name__}: a batch is (inputs, targets), or a "
+            f"dict with the column labels"
+        )
+
+    def labels(self) -> Tensor | None:
+        return self._labels
+
+    @cached_property
+    def _labels(self) -> Tensor | None:
+        targets = getattr(self.dataset, "targets", None)
+        if targets is None:
+            # One example is read to see what targets are; all are read only if they are numbers.
+            # What only `collate` can make a pair of has no labels that can be seen here.
+            if self.collate is not None and not _is_pair(self._item(0)):
+                return None
+            if not self._is_number(self._target(0)):
+                return None
+            targets = list(map(self._target, range(len(self))))
+        try:
+            # Whatever a dataset keeps as `targets` (lists, arrays, tensors) if it is numbers, one
+            # an example.
+            labels = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError):  # names, structures, tensors of many elements
+            return None
+        return labels.long() if labels.ndim == 1 and not labels.is_floating_point() else None
+
+    def _target(self, index: int) -> Any:
+        item = self._item(index)
+        return item[_labels_in(item)] if isinstance(item, Mapping) else item[1]
+
+    def _item(self, index: int) -> Any:
+        """What the dataset has there. Raises ExampleError, which names it, where that raises."""
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise ExampleError(
+                f"the dataset cannot give example {index}: {described(error)}"
+            ) from error
+
+    @staticmethod
+    def _is_number(target: Any) -> bool:
+        return isinstance(target, (int, numpy.integer)) or (
+            isinstance(target, Tensor) and target.ndim == 0
+        )
+
+    def to(self, dtype: torch.dtype) -> Examples:
+        twin = copy.copy(self)
+        twin._convert = lambda leaf: (
+            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        )
+        return twin
+
+    def with_labels(self) -> DatasetExamples:
+        """The same, whose inputs keep the labels where items are dicts."""
+        twin = copy.copy(self)
+        twin.keeps_labels = True
+        return twin
+
+
+def _check_by_index(dataset: Any) -> None:
+    """Raises ValueError for a dataset that is no list of examples to be read by index."""
+    kind = type(dataset)
+    # torch's own class has the method, which only raises.
+    by_index = getattr(kind, "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    if isinstance(dataset, IterableDataset) or not by_index or not hasattr(kind, "__len__"):
+        raise ValueError(
+            f"a {kind.__name__} is read from its start: a dataset needs __len__ and __getitem__; "
+            f"iterable datasets cannot be divided by index: give dure.StreamExamples(dataset, "
+            f"length=...)"
+        )
+    # What is made of a stream, such as a part of one, can be read no other way.
+    for part in _parts_of(dataset):
+        _check_by_index(part)
+    try:
+        length = len(dataset)
+    except Exception as error:
+        raise ValueError(
+            f"the dataset has no length ({described(error)}), and what has none "
+            f"cannot be divided by index"
+        ) from error
+    if length == 0:
+        raise ValueError("there are no examples: the dataset has length 0")
+
+
+def _parts_of(dataset: Any) -> Sequence[Any]:
+    """The datasets that one of torch's is made of."""
+    if isinstance(dataset, Subset):
+        return [dataset.dataset]
+    if isinstance(dataset, (ConcatDataset, StackDataset)):
+        return [one for one in tree_leaves(dataset.datasets) if isinstance(one, Dataset)]
+    return []
+
+
+def _labels_in(item: Mapping[str, Any]) -> str:
+    """The column of the targets. Raises ValueError where none is called so."""
+    found = next((name for name in LABELS if name in item), None)
+    if found is None:
+        raise ValueError(
+            f"a dict needs a column labels, which is the target, and there is "
+            f"{', '.join(map(str, item)) or 'none'}"
+        )
+    return found
+
+
+def _without(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in item.items() if key != name}
+
+
+def _is_pair(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return any(name in item for name in LABELS)
+    return isinstance(item, (tuple, list)) and len(item) == 2
+
+
+def _with_tensors(item: Any) -> Any:
+    """A dict's lists of numbers become tensors; torch would take them for tuples of columns."""
+    if not isinstance(item, Mapping):
+        return item
+    return {
+        name: torch.as_tensor(value) if isinstance(value, list) else value
+        for name, value in item.items()
+    }
+
+
+def _check_item(index: int, item: Any) -> None:
+    """Raises ValueError for an item that is neither a pair nor a dict with labels."""
+    if not isinstance(item, Mapping):
+        _check_pair(index, item)
+        return
+    _labels_in(item)
+    texts = [str(name) for name, value in item.items() if isinstance(value, str)]
+    if texts:
+        raise ValueError(
+            f"item {index} of the dataset has texts in {', '.join(texts)}: remove these columns, "
+            f"or make numbers of them, as a tokenizer does"
+        )
+
+
+def _check_pair(index: int, item: Any) -> None:
+    """Raises ValueError for an item that is no pair of an input and a target."""
+    # Checked here: `default_collate` would say what it cannot collate, and not which example.
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        what = f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
+        raise ValueError(
+            f"item {index} of the dataset is a {what}: give (input, target), of which either may "
+            f"be a tuple or a dict"
+        )
+    if isinstance(item[1], str):
+        raise ValueError(
+            f"the target of item {index} is the text {item[1]!r}: give the index of its class"
+        )

@@ -1,0 +1,107 @@
+"""What is taken of a `torch.utils.data.DataLoader`: the data, and how their owner samples them.
+
+    dataset, collate_fn            taken
+    shuffle=True                   an order drawn under the run's seed
+    shuffle=False                  in training as the examples lie
+    SubsetRandomSampler            those examples alone, in an order drawn under the seed
+    WeightedRandomSampler          draws by weight, under the seed (`dure.data.sampling`)
+    drop_last                      taken
+    batch_size                     has to be the strategy's, which is checked before a run
+    other samplers, batch_sampler  refused: who trains on what is the strategy's
+    workers, pinned memory         not needed: reading ahead is dure's (`--loaders`)
+
+A loader of test data is read whole, in the order of its data: only which examples these are counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples
+from dure.data.sampling import Sampling
+from dure.data.streams import StreamExamples
+
+
+def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
+    """The examples of a loader. measures: they are test data, whose order nobody feels.
+
+    Raises ValueError for what dure cannot do as the loader does it.
+    """
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if loader.worker_init_fn is not None:
+        raise ValueError("a DataLoader with worker_init_fn: leave it out, dure reads ahead itself")
+    if isinstance(loader.dataset, IterableDataset):
+        examples: Examples = StreamExamples(loader.dataset, collate=collate)
+        sampling = Sampling(drop_last=loader.drop_last, batch_size=loader.batch_size)
+    else:
+        dataset, sampling = _sampled(loader)
+        examples = _examples(dataset, collate)
+    if not measures:
+        examples.sampling = sampling
+    elif sampling.weights is not None:
+        raise ValueError("a WeightedRandomSampler draws, and test data are measured each once")
+    return examples
+
+
+def _examples(dataset: Any, collate: Any) -> Examples:
+    if collate is None and isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        return Examples(*dataset.tensors)
+    return DatasetExamples(dataset, collate=collate)
+
+
+def _sampled(loader: DataLoader[Any]) -> tuple[Any, Sampling]:
+    """(the dataset, or the part of it that is meant, how it is visited)."""
+    # torch makes one of its own where a batch size is given, and none where it is None.
+    if loader.batch_size is None:
+        raise ValueError(
+            "a DataLoader with batch_sampler, or with batch_size=None: which examples a batch has "
+            "is decided by the strategy; give batch_size, and a sampler"
+        )
+    said = Sampling(drop_last=loader.drop_last, batch_size=loader.batch_size)
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError("a DataLoader whose batch_sampler was replaced: give batch_size instead")
+    sampler = loader.sampler
+    dataset: Any = loader.dataset
+    if type(sampler) is SequentialSampler:
+        return dataset, replace(said, in_a_row=True)
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        _check_count(sampler.num_samples, len(dataset), "RandomSampler")
+        return dataset, said
+    if type(sampler) is SubsetRandomSampler:
+        return Subset(dataset, list(sampler.indices)), said
+    if type(sampler) is WeightedRandomSampler and sampler.replacement:
+        weights = torch.as_tensor(sampler.weights, dtype=torch.float64)
+        _check_count(len(weights), len(dataset), "WeightedRandomSampler")
+        _check_count(sampler.num_samples, len(dataset), "WeightedRandomSampler")
+        if not bool((weights >= 0).all()) or not 0 < float(weights.sum()) < float("inf"):
+            raise ValueError("weights of a WeightedRandomSampler are 0 or more, and not all 0")
+        return dataset, replace(said, weights=weights)
+    raise ValueError(
+        f"a DataLoader with a {type(sampler).__name__}: dure draws by shuffle=True, a "
+        f"SubsetRandomSampler, or a WeightedRandomSampler with replacement, since the order is a "
+        f"function of the run's seed"
+    )
+
+
+def _check_count(count: int, examples: int, name: str) -> None:
+    if count != examples:
+        raise ValueError(
+            f"a {name} of {count} for {examples} examples: an epoch has as many draws as there are "
+            f"examples"
+        )

@@ -1,0 +1,137 @@
+"""Examples that come one after another: an iterable dataset, divided over ranks.
+
+The stream's own order is the order of every epoch, so that an example has an index, its place, and
+a joint batch is the next so many examples. Each rank reads the stream from its start, keeps the
+examples of its own part of each batch, and passes over the others: every example comes exactly once
+an epoch, whatever the number of ranks, and one worker walks the same path as many. A run that is
+resumed passes over what was trained on.
+
+Cost: every rank reads all of the stream. Where that is much, let each rank have a stream of its
+own: `Task(train=function of (rank, world))`.
+
+The stream has to give the same examples in the same order each time it is begun. How many there are
+has to be known, for an epoch ends somewhere: `len()` of the dataset, or `length`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dure.data.datasets import Collate, DatasetExamples
+from dure.data.sampling import Sampling
+from dure.errors import DataError, ExampleError, described
+
+
+class StreamExamples(DatasetExamples):
+    """Examples of an iterable dataset, of pairs or dicts.
+
+    length: examples of an epoch, from the start of the stream; None asks the dataset. collate: as
+    in `DatasetExamples`.
+
+    Raises ValueError where nobody says how many there are.
+    """
+
+    def __init__(
+        self, dataset: Any, length: int | None = None, collate: Collate | None = None
+    ) -> None:
+        if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__iter__"):
+            raise ValueError(f"a {type(dataset).__name__} is no stream: it has no __iter__")
+        if length is not None and (type(length) is not int or length < 1):
+            raise ValueError(f"length is {length!r}, but it counts examples: 1 or more")
+        self.dataset = dataset
+        self.collate = collate
+        self.keeps_labels = False
+        self.draws = False
+        self.keys = None
+        self.classes = None
+        self.sampling = Sampling()
+        self._convert = lambda leaf: leaf
+        self._length = _length_of(dataset) if length is None else length
+        self._here = _Here()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Nobody goes on elsewhere with a stream that was begun here.
+        return {**self.__dict__, "_here": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _here=_Here())
+
+    def order(self, part: Tensor | None = None) -> Any:
+        """As the stream has them. Raises ValueError for a part, which would be read in leaps."""
+        if part is not None:
+            raise ValueError(
+                "an iterable dataset is read from its start, and cannot be divided among clients "
+                "or replicas that go through parts of their own: give a map-style dataset"
+            )
+        return Sampling(in_a_row=True).order(len(self))
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        # Read forward, given as asked.
+        found = {place: self._at(place) for place in sorted(set(indices.tolist()))}
+        places = indices.tolist()
+        return self._batch_of(places, [found[place] for place in places])
+
+    def _at(self, place: int) -> Any:
+        """The example at a place; from the start again where that has gone by."""
+        here = self._here
+        if here.stream is None or place < here.next:
+            here.begin(self._begun())
+        while here.next <= place:
+            here.item = self._next(here.stream, here.next)
+            here.next += 1
+        return here.item
+
+    def _begun(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise DataError("an iterable dataset is read where it is trained on: leave loaders out")
+        return iter(self.dataset)
+
+    def _next(self, stream: Iterator[Any] | None, place: int) -> Any:
+        assert stream is not None
+        try:
+            return next(stream)
+        except StopIteration:
+            raise DataError(
+                f"the stream ended after {place} examples, and {len(self)} are said to be in it"
+            ) from None
+        except Exception as error:
+            raise ExampleError(
+                f"the dataset cannot give example {place}: {described(error)}"
+            ) from error
+
+    def labels(self) -> Tensor | None:
+        return None
+
+
+class _Here(threading.local):
+    """How far this thread has come. Workers that are threads each read for themselves."""
+
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, stream: Iterator[Any] | None) -> None:
+        self.stream = stream
+        self.next = 0
+        self.item: Any = None
+
+
+def _length_of(dataset: Any) -> int:
+    """Raises ValueError for what does not tell."""
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise ValueError(
+            f"a {type(dataset).__name__} does not say how many examples an epoch has: give "
+            f"dure.StreamExamples(dataset, length=...), which sum(1 for _ in dataset) counts"
+        ) from None
+    if not length:
+        raise ValueError("there are no examples: the dataset has length 0")
+    return int(length)
