@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from dure.federated.algorithms.fed_per import FedPer as FedPer
     from dure.federated.algorithms.fed_prox import FedProx as FedProx
     from dure.federated.algorithms.fed_sgd import FedSGD as FedSGD
+    from dure.federated.algorithms.local_only import LocalOnly as LocalOnly
     from dure.federated.algorithms.per_fed_avg import PerFedAvg as PerFedAvg
     from dure.federated.algorithms.scaffold import Scaffold as Scaffold
     from dure.federated.privacy.choice import Privacy as Privacy
