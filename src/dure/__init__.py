@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dure.contracts.task import accuracy as accuracy
     from dure.data.examples import Examples as Examples
     from dure.data.partition import IID as IID
+    from dure.data.partition import Blocks as Blocks
     from dure.data.partition import Dirichlet as Dirichlet
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
@@ -123,6 +124,7 @@ _WHERE = {
     "Dirichlet": "dure.data.partition",
     "LabelShards": "dure.data.partition",
     "NaturalKey": "dure.data.partition",
+    "Blocks": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
     "Privacy": "dure.federated.privacy.choice",
     "SecureAggregation": "dure.federated.privacy.secure_aggregation.settings",
