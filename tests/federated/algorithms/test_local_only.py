@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ ALONE = dure.LocalOnly(clients=3, batch_size=None, local_steps=4, held_out=0.0)
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_the_mean_of_its_clients_is_that_of_single_workers_and_nothing_travels(engine: str) -> None:
+def test_the_mean_of_its_clients_is_that_of_single_workers_and_nothing_travels(
+    engine: Literal["loop", "batched"],
+) -> None:
     run = dure.train(task(), ALONE, dure.Simulated(engine=engine), stop=dure.Stop(rounds=3))
     parts = dure.IID().divide(3, 36, seed=0)
     models = [
