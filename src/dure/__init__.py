@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dure.data.datasets import DatasetExamples as DatasetExamples
     from dure.data.examples import Examples as Examples
     from dure.data.partition import IID as IID
+    from dure.data.partition import Blocks as Blocks
     from dure.data.partition import Dirichlet as Dirichlet
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from dure.federated.algorithms.fed_per import FedPer as FedPer
     from dure.federated.algorithms.fed_prox import FedProx as FedProx
     from dure.federated.algorithms.fed_sgd import FedSGD as FedSGD
+    from dure.federated.algorithms.local_only import LocalOnly as LocalOnly
     from dure.federated.algorithms.per_fed_avg import PerFedAvg as PerFedAvg
     from dure.federated.algorithms.scaffold import Scaffold as Scaffold
     from dure.federated.privacy.choice import Privacy as Privacy
@@ -130,6 +132,7 @@ _WHERE = {
     "Dirichlet": "dure.data.partition",
     "LabelShards": "dure.data.partition",
     "NaturalKey": "dure.data.partition",
+    "Blocks": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
     "Privacy": "dure.federated.privacy.choice",
     "SecureAggregation": "dure.federated.privacy.secure_aggregation.settings",

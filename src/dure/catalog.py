@@ -205,6 +205,11 @@ SYSTEMS: dict[str, System] = {
         "Ditto",
         "FedAvg, and for every client a model of its own near the global one",
     ),
+    "local-only": System(
+        "dure.federated.algorithms.local_only",
+        "LocalOnly",
+        "every client trains alone, nothing travels: what taking part is compared with",
+    ),
     "per-fed-avg": System(
         "dure.federated.algorithms.per_fed_avg",
         "PerFedAvg",

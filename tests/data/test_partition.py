@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dure.data.partition import (
     IID,
+    Blocks,
     Dirichlet,
     LabelShards,
     NaturalKey,
@@ -20,6 +21,7 @@ from dure.data.partition import (
 PARTITIONS = st.one_of(
     st.just(IID()),
     st.builds(LabelShards, st.integers(1, 4)),
+    st.builds(Blocks, st.integers(1, 4)),
     st.builds(Dirichlet, st.sampled_from([0.001, 0.1, 1.0, 100.0]), st.integers(1, 2)),
     st.builds(QuantitySkew, st.sampled_from([0.001, 0.1, 1.0, 100.0]), st.integers(1, 2)),
 )
@@ -61,6 +63,8 @@ def test_the_text_form_is_read_back(partition):
         ("dirichlet:0.3", Dirichlet(0.3)),
         ("dirichlet:0.3:10", Dirichlet(0.3, minimum=10)),
         ("quantity-skew:1", QuantitySkew(1.0)),
+        ("blocks", Blocks()),
+        ("blocks:3", Blocks(3)),
         ("natural-key", NaturalKey()),
     ],
 )
@@ -89,6 +93,7 @@ def test_the_text_form_is_short():
         ("iid:3", "too many values: write iid"),
         ("label-shards:two", "'two' is not a whole number; write label-shards:PER_CLIENT"),
         ("label-shards:0", "at least 1 shard, not 0"),
+        ("blocks:0", "at least 1 block, not 0"),
         ("dirichlet:-1", "alpha has to be a positive number, not -1.0"),
         ("dirichlet:nan", "alpha has to be a positive number"),
         ("quantity-skew:1:0", "at least 1 example, not 0"),
@@ -145,11 +150,25 @@ def test_quantity_skew_keeps_the_label_mixture():
 
 
 def test_another_seed_gives_another_partition():
-    for partition in (IID(), LabelShards(2), Dirichlet(), QuantitySkew()):
+    for partition in (IID(), LabelShards(2), Dirichlet(), QuantitySkew(), Blocks(2)):
         first, second = (
             partition.divide(4, 100, torch.arange(100) % 5, seed=seed) for seed in (0, 1)
         )
         assert not all(map(torch.equal, first, second))
+
+
+def test_blocks_are_stretches_of_the_data_in_their_order():
+    assert [part.tolist() for part in Blocks().divide(3, 8, seed=5)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7],
+    ]
+    for part in Blocks(2).divide(4, 80, seed=5):
+        # Two stretches of ten, which may lie side by side.
+        assert int((part.diff() != 1).sum()) <= 1
+        assert len(part) == 20
+    with pytest.raises(ValueError, match="9 examples cannot be cut into 10 blocks"):
+        Blocks(2).divide(5, 9)
 
 
 def test_natural_clients_are_the_keys_in_sorted_order():

@@ -1,0 +1,59 @@
+"""Consecutive examples stay together: n examples in their order, cut into s * clients blocks.
+
+Examples that were taken one after another depend on one another: recordings of one person, frames
+of a film, days of a season. A permutation hides that, and blocks keep it: with one block a client,
+client k has the k-th stretch of time, and clients differ by whatever drifts. The order is that in
+which the data lie, so data that are sorted by time are given as they are.
+
+Nothing else is drawn than which blocks a client has, s of them each; for s = 1 nothing is drawn.
+
+Source: dure's own; P. Kairouz et al., "Advances and Open Problems in Federated Learning", 2021,
+section 3.1, describe data that are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dure.data.partition.partition import Partition
+from dure.data.partition.parts import Parts, dealt
+from dure.randomness.seeds import generator
+
+
+@dataclass(frozen=True)
+class Blocks(Partition):
+    """Blocks of consecutive examples, equal to within one; each client draws `per_client`."""
+
+    name: ClassVar[str] = "blocks"
+    per_client: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per_client < 1:
+            raise ValueError(f"blocks: a client needs at least 1 block, not {self.per_client}")
+
+    def _divide(
+        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
+    ) -> Parts:
+        count = self.per_client * clients
+        if count > n:
+            raise ValueError(
+                f"{n} examples cannot be cut into {count} blocks ({self.per_client} a client): "
+                "take fewer clients or fewer blocks a client"
+            )
+        owners = torch.arange(clients)
+        if self.per_client > 1:
+            drawn = torch.randperm(count, generator=generator(seed, "partition"))
+            # The first `per_client` blocks that are drawn are client 0's, and so on.
+            owner_of_block = torch.empty_like(drawn)
+            owner_of_block[drawn] = owners.repeat_interleave(self.per_client)
+            owners = owner_of_block
+        return Parts(dealt(torch.arange(n), owners), clients)
+
+    @property
+    def description(self) -> str:
+        return f"blocks of consecutive examples, {self.per_client} a client"

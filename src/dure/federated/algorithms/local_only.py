@@ -1,0 +1,103 @@
+"""Local only: every client trains alone, and nothing that is learned travels.
+
+    client k:  w_k <- E epochs of SGD on its own data, from the w_k that it kept
+    server:    does nothing
+
+It is no way to train together but what every such way has to beat: the reference "each client
+alone" beside the reference "all data pooled" (`single-worker`). Clients begin with the same initial
+model and follow the same schedule as FedAvg's, so that a difference is that of taking part.
+A client's own model is measured on what it has held out, and the model that is measured as a whole
+has the mean of the clients' weights, which nobody but the simulation could know.
+
+Cost of a round: no element in either direction; a client keeps d.
+
+Source: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation",
+2020, which compares participants' federated models with those that they train alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from dure.contracts.task import Task
+from dure.federated.aggregate import Mean
+from dure.federated.algorithm import Algorithm, Memory, Own, Start
+from dure.federated.engines.job import Job, Trained
+from dure.federated.privacy.choice import NOTHING
+from dure.federated.server.unfit import alike
+from dure.federated.strategy import Federated
+from dure.protocol.messages import Assignment
+
+
+@dataclass(frozen=True)
+class LocalOnly(Federated):
+    """Every client trains alone: what taking part is compared with."""
+
+    held_out: float = 0.2
+
+    name: ClassVar[str] = "local-only"
+    title: ClassVar[str] = "Local only"
+
+    def check_task(self, task: Task) -> None:
+        if self.aggregate != Mean():
+            raise ValueError(
+                f"nothing of clients of {self.name} is combined: leave aggregate "
+                f"({self.aggregate}) out"
+            )
+        if self.privacy != NOTHING:
+            raise ValueError(
+                f"clients of {self.name} tell nothing that a protection could hide: leave privacy "
+                f"({self.privacy}) out"
+            )
+
+    def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
+        super().check_model(task, model, workers)
+        # A round's buffers are the server's to average, and here nobody is to hear of them.
+        buffer = next((name for name, _ in model.named_buffers()), None)
+        if buffer is not None:
+            raise ValueError(
+                f"{self.name} lets nothing travel, and buffers, such as {buffer}, are averaged "
+                f"over clients: take a model without, or ditto with lam=0"
+            )
+
+    def algorithm(self, start: Start) -> Algorithm:
+        return Alone(start)
+
+
+class Alone(Algorithm):
+    """All weights are each client's own, and what is shared has no element."""
+
+    def __init__(self, start: Start) -> None:
+        # Both halves know it without a message: all clients begin with the initial model.
+        self.initial = list(start.weights)
+
+    def shared(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [w[:0] for w in weights]
+
+    def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        # Before anybody has trained there is no mean; nor is what has other shapes one.
+        return list(kept if alike(kept, self.initial) else self.initial)
+
+    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        return [replace(job, weights=memory or self.initial)]
+
+    def answer(
+        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        delta = trained[0].delta
+        own = [w + d for w, d in zip(jobs[0].weights, delta, strict=True)]
+        return self.shared(delta), (), own
+
+    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+        return Own(memory or self.initial)
+
+    def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+        # Sorted, so that the sum's rounding does not depend on who came first.
+        parts = [memories[client] for client in sorted(memories)]
+        return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]
