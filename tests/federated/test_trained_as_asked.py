@@ -43,7 +43,11 @@ EVERYTHING: dict[str, Any] = {
 ALIKE: dict[str, tuple[Strategy, str, dict[str, Any]]] = {
     "fed-avg": (dure.FedAvg(**ONE), "auto", {}),
     "fed-avg, loop-processes": (dure.FedAvg(**ONE), "loop-processes", {}),
-    "fed-avg, one flat gradient": (dure.FedAvg(**ONE), "auto", {"unfreeze": None, "model": network}),
+    "fed-avg, one flat gradient": (
+        dure.FedAvg(**ONE),
+        "auto",
+        {"unfreeze": None, "model": network},
+    ),
     "fed-prox": (dure.FedProx(**ONE), "auto", {}),
     "fed-async": (dure.FedAsync(**ONE, alpha=1.0), "auto", {}),
     "fed-buff": (dure.FedBuff(**ONE, buffer=1), "auto", {}),
@@ -69,7 +73,7 @@ def test_a_federation_of_one_trains_as_the_single_worker_with_all_of_it(name: st
     "strategy",
     [
         dure.FedSGD(clients=1),
-        dure.ByzantineGD(clients=1, aggregate="mean"),
+        dure.ByzantineGD(clients=1, groups=1),
         dure.PerFedAvg(
             clients=1, batch_size=None, local_steps=1, alpha=0.0, held_out=0.0, fine_tune=0
         ),
@@ -178,13 +182,18 @@ def test_the_average_is_that_of_the_servers_models_and_goes_on_to_the_same_bits(
         (
             dure.FedAvg(**THREE, privacy="dp-sgd:1:1.1"),
             "auto",
-            {"clip_norm": 1.0},
+            {"precision": "bf16"},
             "each example by itself",
         ),
         (dure.FedAvg(**THREE), "batched", {"clip_norm": 1.0}, "engine batched cannot .*one client"),
         (dure.FedAvg(**THREE), "batched", {"precision": "bf16"}, "engine batched cannot .*weights"),
         (dure.FedAvg(**THREE), "batched", {"unfreeze": {"0.*": 1}}, "engine batched cannot .*all"),
-        (dure.FedAvg(**THREE), "loop-processes", {"compile": "eager"}, "the compiler has the model"),
+        (
+            dure.FedAvg(**THREE),
+            "loop-processes",
+            {"compile": "eager"},
+            "the compiler has the model",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_trained(

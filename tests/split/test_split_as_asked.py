@@ -13,7 +13,7 @@ from small import EXAMPLES, largest_difference, small_task
 STEPS = -(-EXAMPLES // 8)
 
 
-@pytest.mark.parametrize("cut", [("1",), ("1", "3")], ids=["one cut", "U-shape"])
+@pytest.mark.parametrize("cut", [("1",), ("1", "2")], ids=["one cut", "U-shape"])
 def test_both_sides_of_the_cut_leave_alone_what_is_frozen_still(cut: tuple[str, ...]) -> None:
     def scheduled(step: int) -> float:
         return 0.9**step
@@ -36,8 +36,13 @@ def test_what_is_frozen_in_a_first_round_is_as_it_was(strategy: Strategy) -> Non
     task = small_task(unfreeze={"0.*": 100, "4.*": 100})
     run = dure.train(task, strategy, stop=dure.Stop(rounds=1), seed=3)
     first = seeded_model(task, 3).state_dict()
-    moved = {name: bool((one != first[name]).any()) for name, one in run.model.state_dict().items()}
-    assert [name for name, has in moved.items() if has] == ["2.weight", "2.bias"]
+    # A mean of equal weights may be rounded.
+    moved = [
+        name
+        for name, one in run.model.state_dict().items()
+        if float((one - first[name]).abs().max()) > 1e-14
+    ]
+    assert moved == ["2.weight", "2.bias"]
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,8 @@ class Federated(Strategy):
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         """Why it cannot do a part of learning: dp-sgd has gradients of single examples."""
-        if self.privacy.example is not None and part in ("clip_norm", "precision", "compile"):
-            return "dp-sgd computes and clips the gradient of each example by itself"
+        if self.privacy.example is not None and part in ("precision", "compile"):
+            return "dp-sgd computes the gradient of each example by itself, in full precision"
         return super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:

@@ -301,7 +301,12 @@ class _Made:
     def is_long(self) -> bool:
         """Whether a round is divided over processes, if that is possible at all."""
         jobs = self.setting.jobs
-        if len(jobs) == 1 or self.setting.task.compile or self.loop.device.type != "cpu" or not forks_here():
+        if (
+            len(jobs) == 1
+            or self.setting.task.compile
+            or self.loop.device.type != "cpu"
+            or not forks_here()
+        ):
             return False
         examples = sum(_examples(job, self.setting.batch_size) for job in jobs)
         return examples * self.flops >= LONG_ROUND

@@ -462,7 +462,7 @@ class Server(Learner):
         found: dict[str, Tensor] = {}
         for whole, named in zip(self.averaged, self.flat.names, strict=True):
             sizes = [math.prod(shape) for _, shape in named]
-            for (name, shape), piece in zip(named, whole.split(sizes), strict=True):
+            for (name, shape), piece in zip(named, torch.split(whole, sizes), strict=True):
                 found[name] = piece.view(shape)
         return found
 
