@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from dure.contracts.learning import ALL, Part
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, examples_for
 from dure.contracts.task import Task
@@ -64,6 +65,10 @@ from dure.tensors.flat import check_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+OWNED = "ema averages the whole model, and a part of it belongs to each client: leave it out"
+"""Why an algorithm that divides the model has no average."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Federated(Strategy):
     oldest_checkpoint: ClassVar[int] = 2
     without: ClassVar[frozenset[str]] = frozenset({"server_mbit", "server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
+    trains_with: ClassVar[frozenset[Part]] = ALL
     noises_steps: ClassVar[bool] = True
     """Whether its clients' local training may be DP-SGD's."""
 
@@ -172,6 +178,12 @@ class Federated(Strategy):
     def rule(self) -> Aggregator:
         """How updates become one."""
         return self.aggregate
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        """Why it cannot do a part of learning: dp-sgd has gradients of single examples."""
+        if self.privacy.example is not None and part in ("precision", "compile"):
+            return "dp-sgd computes the gradient of each example by itself, in full precision"
+        return super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:
         """Raises ValueError if the algorithm cannot train the task."""
@@ -334,6 +346,8 @@ class Federated(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raises ValueError for a batch that is too small for the model, or shared memory."""
         check_apart(model)
+        if task.ema is not None and self._divides(task, model):
+            raise ValueError(OWNED)
         if self.privacy.example is not None:
             check_layers(model)
         if self.privacy != NOTHING:

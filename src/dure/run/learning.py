@@ -26,6 +26,10 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
     """Raises ValueError for the first thing asked that the strategy cannot do in this world."""
     for one in _asking(task):
         for part, value in asked_of(one).items():
+            if world.serves:
+                raise ValueError(
+                    f"{part}={value!r} is not told to the clients of a network yet: leave it out"
+                )
             why = strategy.cannot(part, world.kind)
             if why is not None:
                 raise ValueError(

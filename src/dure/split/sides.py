@@ -28,6 +28,7 @@ from dure.contracts.task import Task
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.messages import Own
 from dure.tasks.loss_shares import Computed, CountedLoss, Share
+from dure.tasks.trimming import Trimming
 
 Loss = Callable[[Any, Any, int, Share], Computed]
 """loss(outputs, targets, examples, share), as the last stage of a pipeline has it."""
@@ -105,6 +106,7 @@ class Side:
         """The same tensors, as the optimizer has them."""
         self._taken: Own | None = None
         """What its modules hold."""
+        self.trimming = Trimming(task, self.moved.items())
         self.written = stages.written()
         self.optimizer = self._made(task)
         self.rates = Rates(self.optimizer, task.lr_schedule)
@@ -174,9 +176,10 @@ class Side:
         return found
 
     def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
-        """One step of the optimizer; step: that of the schedule."""
+        """One step of the optimizer; step: that of the schedule, which unfreezes too."""
         for parameter, gradient in zip(self.moved.values(), gradients, strict=True):
             parameter.grad = gradient
+        self.trimming.drop(step)
         self.rates.at(step)
         self.optimizer.step()
         for parameter in self.moved.values():

@@ -17,7 +17,7 @@ Vepakomma et al. 2018, "Split Learning for Health".
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,6 +25,7 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
+from dure.contracts.learning import Part
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import (
     Kind,
@@ -68,6 +69,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+CANNOT: Mapping[Part, str] = {
+    "clip_norm": "the norm is of the whole gradient, and each side of the cut has its part alone",
+    "precision": "what crosses the cut is in the precision of the weights",
+    "ema": "no side has the whole model to average",
+    "compile": "no side calls the whole model that a compiler would have",
+}
+"""What a divided model cannot do, and why."""
+
+
 @dataclass(frozen=True)
 class Split(Strategy):
     """A model that is divided between clients, who have the data, and a server.
@@ -105,6 +115,7 @@ class Split(Strategy):
 
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
+    trains_with: ClassVar[frozenset[Part]] = frozenset({"unfreeze"})
     trains_parts: ClassVar[bool] = True
     trains_at_server: ClassVar[bool] = True
     without: ClassVar[frozenset[str]] = frozenset(WITHOUT) - {"availability", "drop_out", "engine"}
@@ -197,7 +208,15 @@ class Split(Strategy):
             held_out=self.held_out,
         )
 
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return CANNOT.get(part)
+
     def check(self, task: Task, workers: int | None) -> None:
+        if isinstance(task, PARTS) and task.unfreeze is not None:
+            raise ValueError(
+                "unfreeze names parameters of a whole model, and the task is of two files: freeze "
+                "them there (requires_grad_(False)), or leave it out"
+            )
         self.of(task)._check(task)
 
     def _check(self, task: Task) -> None:

@@ -32,6 +32,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import check_batch_size
@@ -117,6 +118,9 @@ class VerticalSplit(Strategy):
             defence=self.defence,
             measure_leaks=self.measure_leaks,
         )
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return "each party has a part of the model, its gradient and its optimizer, and no other"
 
     def check(self, task: Task, workers: int | None) -> None:
         if not len(task.train):

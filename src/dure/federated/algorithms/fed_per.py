@@ -23,6 +23,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from dure.contracts.learning import Part
+from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.engines.job import Job, Trained
@@ -45,6 +47,11 @@ class FedPer(Federated):
 
     name: ClassVar[str] = "fed-per"
     title: ClassVar[str] = "FedPer"
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "ema":
+            return "the average is of the whole model, and a part of it belongs to each client"
+        return super().cannot(part, kind)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         super().check_model(task, model, workers)

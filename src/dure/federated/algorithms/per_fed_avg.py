@@ -24,6 +24,8 @@ from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
+from dure.contracts.learning import Part
+from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.engines.choose import Setting
@@ -53,6 +55,11 @@ class PerFedAvg(Federated):
     name: ClassVar[str] = "per-fed-avg"
     title: ClassVar[str] = "Per-FedAvg"
     noises_steps: ClassVar[bool] = False
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "unfreeze":
+            return "the step to an adapted model moves all that is trained"
+        return super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha < float("inf"):

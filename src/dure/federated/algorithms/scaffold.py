@@ -28,6 +28,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from dure.contracts.learning import Part
+from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.federated.aggregate.mean import wide
 from dure.federated.algorithm import Algorithm, Memory, Start
@@ -57,6 +59,11 @@ class Scaffold(Federated):
 
     def optimizer(self) -> ServerOptimizer:
         return ServerOptimizer(lr=self.server_lr)
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        if part == "clip_norm":
+            return "option II takes a client's gradient from its way, which clipping shortens"
+        return super().cannot(part, kind)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         super().check_model(task, model, workers)

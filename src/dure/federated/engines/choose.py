@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from dure.contracts.learning import asked_of
 from dure.contracts.strategy import another, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
@@ -50,6 +51,14 @@ COMPANY = 10
 MOST_PARTS = 8
 """Parts of a round, at most."""
 
+
+ONE_BY_ONE: dict[str, str] = {
+    "clip_norm": "clip_norm is of the gradient of one client's step, not of many clients' at once",
+    "precision": "it computes in the precision of the weights",
+    "compile": "it traces the model itself, and no compiler has it",
+    "unfreeze": "its steps are of all that is trained",
+}
+"""What a task asks of training that many clients at once cannot do, and why."""
 
 OWN_OBJECTIVE = "the algorithm has an objective of its own, written for one client's model"
 
@@ -136,6 +145,9 @@ def _batched(setting: Setting) -> BatchedEngine | str:
         return "the gradients of single examples are clipped"
     if setting.objective is not None:
         return OWN_OBJECTIVE
+    asked = _one_by_one(setting.task)
+    if asked is not None:
+        return asked
     return batched_engine(
         task=setting.task,
         model=setting.model,
@@ -147,6 +159,11 @@ def _batched(setting: Setting) -> BatchedEngine | str:
     )
 
 
+def _one_by_one(task: Task) -> str | None:
+    """Why the task asks for one client after another; None if it does not."""
+    return next((ONE_BY_ONE[one] for one in asked_of(task) if one in ONE_BY_ONE), None)
+
+
 def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> None:
     """Raises ValueError if the engine asked for by name cannot compute the task here.
 
@@ -154,8 +171,13 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
     model, an optimizer and one step.
     """
     _check_name(wanted)
+    if task.compile and wanted in WAYS and WAYS[wanted].where != "here":
+        raise ValueError(
+            f"the engine {wanted} computes in processes of its own, and the compiler has the model "
+            f"of this one: take loop or auto"
+        )
     if wanted in WAYS and WAYS[wanted].batched:
-        reason = _reason(task, model)
+        reason = _one_by_one(task) or _reason(task, model)
         if reason is not None:
             raise _cannot(wanted, reason)
 
@@ -279,7 +301,12 @@ class _Made:
     def is_long(self) -> bool:
         """Whether a round is divided over processes, if that is possible at all."""
         jobs = self.setting.jobs
-        if len(jobs) == 1 or self.loop.device.type != "cpu" or not forks_here():
+        if (
+            len(jobs) == 1
+            or self.setting.task.compile
+            or self.loop.device.type != "cpu"
+            or not forks_here()
+        ):
             return False
         examples = sum(_examples(job, self.setting.batch_size) for job in jobs)
         return examples * self.flops >= LONG_ROUND

@@ -10,6 +10,9 @@ many: the same bits from a few calls. Large models are not copied: there the cal
 to the memory that a copy moves. Nor are those of plain SGD, which is one call anyway
 (`optimizers`), nor those of an optimizer with hooks, which see the parameters as they are.
 
+A task's `clip_norm` is of each local step's gradient, with what the algorithm adds to it, and its
+`unfreeze` counts rounds.
+
 With `noised` a client's steps are those of DP-SGD (`noised`); with an objective of the algorithm's
 own they minimise that (`objective`).
 
@@ -37,6 +40,7 @@ from dure.federated.engines.plan import batches
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import Computed, CountedLoss
+from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 from dure.tensors.frozen import Frozen
@@ -94,7 +98,7 @@ class LoopEngine(Engine):
         self.parameters = list(model.parameters())
         self.device = home_of(model)
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
-            task, self.parameters
+            task, dict(model.named_parameters())
         )
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -110,7 +114,7 @@ class LoopEngine(Engine):
                 # A parameter without a gradient is passed over by an optimizer, which one flat
                 # parameter cannot be. From now on they stay apart; the job begins again, with the
                 # same draws.
-                self.updates = _Updates(self.task, self.parameters)
+                self.updates = _Updates(self.task, dict(self.model.named_parameters()))
                 trained = self._train(job)
             yield trained
 
@@ -198,9 +202,10 @@ class LoopEngine(Engine):
         # shows.
         for parameter in self.parameters:
             parameter.grad = None
-        if self.objective is not None:
-            return self.objective.of(inputs, targets, len(batch))
-        return self.losses.mean(self.model(inputs), targets, len(batch))
+        with computing(self.task, self.device):
+            if self.objective is not None:
+                return self.objective.of(inputs, targets, len(batch))
+            return self.losses.mean(self.model(inputs), targets, len(batch))
 
     def _measured(
         self, job: Job, losses: list[Tensor], counts: list[float]
@@ -290,15 +295,23 @@ class _NoGradientError(Exception):
 class _Updates:
     """The optimizer as the task makes it."""
 
-    def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
-        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.fresh = _Fresh(task, parameters)
+    def __init__(self, task: Task, named: Mapping[str, nn.Parameter]) -> None:
+        self.trained = [parameter for parameter in named.values() if parameter.requires_grad]
+        self.trimming = Trimming(task, named.items())
+        self.fresh = _Fresh(task, list(named.values()))
 
     def begin(self, job: Job) -> Callable[[], None]:
         """What is to be called after each backward pass of the job."""
         optimizer = self.fresh.optimizer(job.lr_factor)
         terms = _terms(job)
+
+        def trimmed() -> None:
+            self.trimming.at(job.round)
+            optimizer.step()
+
         if terms is None:
+            if self.trimming.asked:
+                return trimmed
             return lambda: optimizer.step()  # a scheduler inside it makes `step` hold it weakly
         views = [self._views(part) for part in terms]
 
@@ -319,7 +332,7 @@ class _Updates:
                         job.mu,
                         *(None if view is None else view[at] for view in views),
                     )
-            optimizer.step()
+            trimmed()
 
         return step
 
@@ -338,7 +351,7 @@ class _FlatUpdates(_Updates):
     """All parameters as one, whose gradient is a flat buffer."""
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter], whole: nn.Parameter) -> None:
-        super().__init__(task, [whole])
+        super().__init__(task, {"": whole})
         # `whole` lies in the memory of the model's flat weights, so a step on it moves the model.
         self.pieces = parameters
         self.whole = whole
@@ -365,7 +378,8 @@ def _flat_updates(
     """Updates with all parameters as one; None where the bits differ or nothing is gained."""
     if len(flat.buffers) != 1 or flat.buffers[0].numel() > SMALL_MODEL:
         return None
-    if not all(parameter.requires_grad for parameter in parameters):
+    # Of one parameter, all or nothing is frozen.
+    if task.unfreeze is not None or not all(one.requires_grad for one in parameters):
         return None
     # Made both ways, for the task may treat parameters apart, by their number or shape: only where
     # both give the same optimizer with the same settings are the bits the same.

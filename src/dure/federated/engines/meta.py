@@ -23,6 +23,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import CountedLoss
+from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.frozen import Frozen
@@ -78,6 +79,7 @@ class MetaEngine(Engine):
         self.buffers = Buffers(model)
         self.groups = list(by_dtype(trained_of(model)).values())
         self.trained = list(chain.from_iterable(self.groups))
+        self.trimming = Trimming(task, model.named_parameters())
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
         """The results in the jobs' order, each computed when it is asked for.
@@ -140,6 +142,7 @@ class MetaEngine(Engine):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
                     # By the task's own optimizer, which reads gradients there.
                     parameter.grad = piece
+            self.trimming.at(job.round)
             optimizer.step()
             yield found, len(own[1])
 
@@ -188,7 +191,8 @@ class MetaEngine(Engine):
         inputs, targets = self.examples.batch(indices)
         if self.device.type != "cpu":
             inputs, targets = to_device((inputs, targets), self.device)
-        loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
+        with computing(self.task, self.device):
+            loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         # materialize_grads: zeros for parameters that the loss does not reach.
         gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
         found = iter([each.to_dense() if each.is_sparse else each for each in gradients])

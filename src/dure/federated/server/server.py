@@ -10,6 +10,7 @@ here; `Server` goes on from its own checkpoint, and what clients keep is theirs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -122,6 +123,8 @@ class Server(Learner):
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
+        # What `Task.ema` averages: a copy, for others may hold the weights of the global model.
+        self.averaged = None if task.ema is None else self.flat.copy()
         # Copies: evaluation loads other weights and buffers into the run's model again and again.
         shared = algorithm.shared(self.flat.copy())
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
@@ -226,6 +229,7 @@ class Server(Learner):
         if self.log.liars is not None:
             self.log.moved(number, before, coordinator.model.weights)
         self._freeze()
+        self._follow()
         if self._is_spent():
             wish |= STOP | SPENT
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
@@ -401,12 +405,11 @@ class Server(Learner):
         has_test = self.test is not None and "test" in self.test.sets()
         if self.attack is not None and self.attack.triggers and self.test is not None and has_test:
             found["test_backdoor"] = self._turned(self.attack, self.test)
-        model = self.coordinator.model
         # Clients get what the server has, which may be a part of the model.
+        weights = self._shown()
+        buffers = self.coordinator.model.buffers
         frozen, frozen_buffers = self.earlier or ((), ())
-        measure = Measure(
-            number, model.weights, model.buffers, self.carrier.now, frozen, frozen_buffers
-        )
+        measure = Measure(number, weights, buffers, self.carrier.now, frozen, frozen_buffers)
         said = fit(self.carrier.measure(measure), len(self.coordinator.sizes))
         self._tell_failed(said)
         return found | self.said.take(said)
@@ -452,8 +455,29 @@ class Server(Learner):
         # Where a part of the model belongs to each client, the server has only the rest: clients
         # give the mean of theirs, for measuring.
         kept = self.carrier.kept().tensors if self.algorithm.divides else ()
-        self.flat.load(self.algorithm.whole(model.weights, kept))
+        self.flat.load(self.algorithm.whole(self._shown(), kept))
         self.buffers.load(self.model, model.buffers)
+
+    def averages(self) -> dict[str, Tensor]:
+        assert self.averaged is not None
+        found: dict[str, Tensor] = {}
+        for whole, named in zip(self.averaged, self.flat.names, strict=True):
+            sizes = [math.prod(shape) for _, shape in named]
+            for (name, shape), piece in zip(named, torch.split(whole, sizes), strict=True):
+                found[name] = piece.view(shape)
+        return found
+
+    def _follow(self) -> None:
+        """The weights of which averages are taken are those of the global model again."""
+        if self.averaged is not None:
+            for mine, now in zip(self.averaged, self.coordinator.model.weights, strict=True):
+                mine.copy_(now)
+
+    def _shown(self) -> list[Tensor]:
+        """The weights that are measured and written: the average, while that is shown."""
+        if self.averaged is None:
+            return self.coordinator.model.weights
+        return self.averaged
 
     # Checkpoints
 
@@ -517,6 +541,7 @@ class Server(Learner):
         if self.told_of_examples is not None:
             self.told_of_examples.restore(server["examples"])
         self.carrier.restore(state["carrier"])
+        self._follow()
         model = self.coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
 
