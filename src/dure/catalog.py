@@ -286,6 +286,11 @@ FAMILIES: tuple[Family, ...] = (
             Family(
                 "with a model of each client's own", ("fed-per", "ditto", "per-fed-avg"), _CLIENTS
             ),
+            Family(
+                "each client alone, beside which federations are compared",
+                ("local-only",),
+                _CLIENTS,
+            ),
         ),
     ),
     Family(

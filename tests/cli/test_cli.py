@@ -262,6 +262,9 @@ def test_a_run_says_what_came_out_and_where_it_lies(dure, here):
         "seconds": None,
         "target": None,
         "bytes": None,
+        "patience": None,
+        "monitor": None,
+        "min_delta": 0.0,
     }
 
 

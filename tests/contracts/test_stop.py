@@ -73,7 +73,11 @@ def test_a_limit_that_is_not_positive_is_refused(name, value):
 @pytest.mark.parametrize(
     ("stop", "unit", "complaint"),
     [
-        (Stop(), "step", "nothing ends this run: give epochs, steps, seconds, bytes or a target"),
+        (
+            Stop(),
+            "step",
+            "nothing ends this run: give epochs, steps, seconds, bytes, patience or a target",
+        ),
         (Stop(rounds=3), "step", "rounds do not count here, it counts steps"),
         (Stop(steps=3), "round", "steps do not count here, it counts rounds"),
         (Stop(target={}), "round", "nothing ends this run"),

@@ -139,7 +139,10 @@ class Listed:
     ("item", "said"),
     [
         ((torch.ones(6), torch.ones(6), 1), "item 0 of the dataset is a tuple of 3: give"),
-        ({"features": torch.ones(6), "label": 1}, "item 0 of the dataset is a dict of 2: give"),
+        (
+            {"features": torch.ones(6), "size": 1},
+            "a dict needs a column labels, which is the target, and there is features, size",
+        ),
         ((torch.ones(6), "cat"), "the target of item 0 is the text 'cat': give the index"),
     ],
 )

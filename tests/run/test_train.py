@@ -144,7 +144,10 @@ def test_the_run_folder_holds_what_its_page_says(tmp_path, strategy, stop):
     assert set(config) == CONFIG
     assert set(config["task"]) == {"name", "options", "title"}
     assert config["task"]["name"] is None
-    assert set(config["stop"]) == {"epochs", "steps", "rounds", "seconds", "target", "bytes"}
+    assert set(config["stop"]) == {
+        *("epochs", "steps", "rounds", "seconds", "target", "bytes"),
+        *("patience", "monitor", "min_delta"),
+    }
     assert set(config["versions"]) == {"dure", "torch", "python"}
     assert (config["parameters"], config["train_examples"], config["test_examples"]) == (
         215,

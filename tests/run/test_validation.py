@@ -14,6 +14,7 @@ from torch import Tensor
 import dure
 from dure.contracts.strategy import Strategy
 from dure.data.measured import held_apart
+from dure.data.taken import as_examples
 from dure.errors import RunFolderError
 from dure.parameter_server.strategy import ParameterServer
 from dure.record.best import BEFORE, BEST, best_weights
@@ -86,7 +87,7 @@ def test_shares_are_the_same_under_a_seed_and_hold_of_each_class_its_part() -> N
     both = torch.cat([train.inputs, kept.inputs]).flatten().sort().values
     assert torch.equal(both, torch.arange(40.0))
     dataset = [(torch.tensor([float(i)]), i) for i in range(10)]
-    parts = held_apart(dure.data.examples.as_examples(dataset), 0.3, 0)
+    parts = held_apart(as_examples(dataset), 0.3, 0)
     seen = [int(one) for part in parts for one in part.batch(torch.arange(len(part)))[1]]
     assert sorted(seen) == list(range(10))
 

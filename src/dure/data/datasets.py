@@ -102,7 +102,9 @@ class DatasetExamples(Examples):
         if isinstance(batch, Mapping):
             name = _labels_in(batch)
             rest = dict(batch) if self.keeps_labels else _without(batch, name)
-            return rest, batch[name]
+            # A model of one input is given that, and no dict of one, unless `collate` made it so.
+            alone = self.collate is None and not self.keeps_labels and len(rest) == 1
+            return next(iter(rest.values())) if alone else rest, batch[name]
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
         raise ValueError(

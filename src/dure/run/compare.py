@@ -144,7 +144,7 @@ def compare(
         path = folder / one.name if folder is not None else None
         program = functools.partial(
             run_job,
-            dataclasses.replace(one.job, folder=path),
+            dataclasses.replace(one.job, folder=path, config=one.config),
             one.world,
             functools.partial(on_progress, one.told),
             heard(callbacks, track),

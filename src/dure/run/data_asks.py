@@ -6,10 +6,16 @@ goes through all of the data in joint batches, and refused where it does not.
 
 from __future__ import annotations
 
+import torch
+
 from dure.contracts.own_loss import OwnLoss
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import Examples
 from dure.data.streams import StreamExamples
+from dure.errors import DureError
+from dure.randomness.seeds import generators_state, restore_generators
 
 
 def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
@@ -42,11 +48,29 @@ def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
             f"{strategy.name} in a world of threads puts outputs together example by example, and "
             f"a model's own loss is one number of all: take dure.Processes, or give a loss"
         )
+    if isinstance(task.loss, OwnLoss):
+        _check_counts(task.loss, task.train)
     if isinstance(task.loss, OwnLoss) and "split" in strategy.name:
         raise ValueError(
             f"{strategy.name} keeps labels from a side of the model, and a model that computes its "
             f"own loss is given them: give a loss"
         )
+
+
+def _check_counts(loss: OwnLoss, train: Examples) -> None:
+    """Raises ValueError where the loss says too little of the labels that the first example has."""
+    if not isinstance(train, DatasetExamples):
+        return
+    # Reading an example may draw random numbers; the run is not to feel it.
+    before = generators_state()
+    try:
+        _, labels = train.batch(torch.tensor([train.first]))
+    except DureError:
+        # What is wrong with it is said where it is learned from.
+        return
+    finally:
+        restore_generators(before)
+    loss.count(labels)
 
 
 def _asked(task: Task) -> str:
