@@ -14,6 +14,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "collectives/conformance/test_conformance_groups.py": (
         "test_groups_of_some_ranks[c-4]",
         "test_groups_of_some_ranks[torch-4]",
+        "test_overlapping_groups_are_used_in_turn[c-4]",
+        "test_overlapping_groups_are_used_in_turn[torch-4]",
+    ),
+    "collectives/conformance/test_conformance_schedules.py": (
+        "test_random_schedules_arrive_at_what_their_seeds_say[torch]",
     ),
     "collectives/conformance/test_conformance_worlds.py": (
         "test_a_torchrun_job_trains_on_it",
@@ -24,16 +29,29 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_an_exchange_that_is_broken_on_purpose_is_seen",
         "test_what_is_broken_on_purpose_is_seen",
     ),
+    "collectives/shared_memory/test_endings.py": (
+        "test_a_script_under_torchrun_finds_its_ranks_and_uses_either_core",
+    ),
     "collectives/shared_memory/two_hosts/test_across.py": (
         "test_a_hung_rank_is_named_on_both_hosts_and_is_told_too[no leader]",
         "test_a_hung_rank_is_named_on_both_hosts_and_is_told_too[the first leader]",
         "test_who_is_lost_while_planned_calls_are_under_way_is_named[torch-",
     ),
+    "equivalence/test_trained_alike.py": (
+        "test_averages_are_those_of_the_models_of_every_step_and_go_on_to_the_same_bits[parallel-",
+    ),
     "equivalence/test_what_losses_count.py": (
         "test_admm_goes_to_the_minimum_of_the_loss_of_all_data",
     ),
     "federated/aggregate/test_processors.py": (
+        "test_a_model_has_the_same_bits_with_and_without_fused_multiply_add[avx2]",
         "test_a_model_has_the_same_bits_with_and_without_fused_multiply_add[avx512]",
+    ),
+    "federated/engines/test_engine_ray.py": (
+        "test_a_client_that_diverges_is_a_failure_and_a_lost_actor_names_the_client",
+        "test_a_run_on_it_is_the_run_without_it",
+        "test_frozen_weights_that_are_not_those_of_the_seed_reach_the_actors",
+        "test_what_a_tasks_file_registers_and_what_is_set_here_is_there_too",
     ),
     "parallel/data/test_distributed.py": (
         "test_every_all_reduce_size_of_bucket_and_way_walks_the_path_of_one_process[3]",
@@ -46,12 +64,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "parallel/pipeline/test_pipeline_checkpoint.py": (
         "test_a_run_goes_on_with_other_ranks_and_schedules[groups]",
+        "test_groups_of_the_optimizer_go_to_other_meshes[0]",
         "test_groups_of_the_optimizer_go_to_other_meshes[1]",
     ),
     "parallel/pipeline/test_pipeline_equal.py": (
+        "test_data_groups_of_pipelines",
         "test_steps_are_those_of_the_undivided_model[3]",
         "test_steps_are_those_of_the_undivided_model[4]",
-        "test_data_groups_of_pipelines",
     ),
     "parallel/pipeline/test_pipeline_models.py": ("test_language_models_of_hugging_face",),
     "parallel/pipeline/test_pipeline_random_models.py": ("test_random_models_learn_the_same[1]",),
@@ -66,8 +85,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "parameter_server/test_own_loop.py": ("test_the_loop_of_the_page_runs_under_torchrun",),
     "report/test_report_browser.py": (
-        "test_an_unusual_run_opens_too[thousand",
         "test_an_unusual_run_opens_too[no-labels",
+        "test_an_unusual_run_opens_too[thousand",
         "test_fifteen_runs_open_and_fit",
     ),
     "run/test_resume.py": ("test_a_killed_run_goes_on_to_the_same_bits[threads]",),
@@ -80,12 +99,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_clients_that_are_killed_go_on_with_the_same_bits[SCAFFOLD]",
     ),
     "worlds/network/test_split_deployed.py": (
-        "test_deployed_split_learning_has_the_bits_of_the_simulation[in turn]",
         "test_a_server_that_is_killed_goes_on_with_the_turn_after[strategy1]",
+        "test_deployed_split_learning_has_the_bits_of_the_simulation[in turn]",
         "test_the_round_goes_on_without_a_client_that_never_takes_over",
     ),
     "worlds/torchrun/test_elastic.py": ("test_a_machine_joins_and_the_one_with_rank_0_is_killed",),
     "worlds/torchrun/test_torchrun.py": (
+        "test_a_comparison_goes_on_behind_a_system_that_fails",
         "test_ranks_that_hold_parts_of_the_model_end_well[zero --stage 3]",
         "test_servers_and_workers_are_ranks_and_all_of_them_end_well",
     ),
