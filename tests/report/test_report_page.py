@@ -225,6 +225,17 @@ def test_a_command_repeats_a_run_whose_settings_are_plain(tmp_path: Path) -> Non
         "dure train 'my tasks.py:task' data-parallel --batch-size None --all-reduce ring --lr 0.1 "
         "--epochs 20 --target test_accuracy=0.95 --workers 2 --seed 0"
     )
+    learned = {
+        "name": "digits",
+        "learning": {"clip_norm": 1.0, "unfreeze": {"0.*": 3}},
+        "validation": 0.1,
+        "weights_from": "w.safetensors",
+    }
+    early = {"patience": 3, "min_delta": 0.0}
+    assert told("learned", strategy={"name": "single-worker"}, stop=early, task=learned) == (
+        "dure train digits single-worker --clip-norm 1 --unfreeze '0.*=3' --validation 0.1 "
+        "--weights w.safetensors --patience 3 --workers 2 --seed 0"
+    )
     assert told("nested", strategy={**strategy, "outer": {"lr": 1}}) is None
     assert told("in-python", task={"name": None}) is None
     assert told("elsewhere", world={"name": "network"}) is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,21 +99,8 @@ def compare(given: list[str]) -> int:
     ]
     for note in given_to.notes:
         print(f"dure: {note}", file=sys.stderr)
-    from dure.run.compare import compare as compare_systems
-
     with run_folder(how.out, f"compare-{file_name(task)}") as out:
-        program = partial(
-            compare_systems,
-            task,
-            asked_systems,
-            stop=stop,
-            seed=how.seed,
-            seeds=how.seeds,
-            out=out,
-            evaluate_every=how.evaluate_every,
-            check=how.check,
-            track=how.track,
-        )
+        program = all_of(task, asked_systems, stop, out, how)
         return show_comparison(program, stop, out, as_json=how.json)
 
 
@@ -123,22 +110,29 @@ def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: Tr
         if getattr(how, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is for a single run: leave it out, or --seeds")
+    with run_folder(how.out, f"{file_name(task)}-{strategy.name}-seeds") as out:
+        program = all_of(task, [(strategy, world)], stop, out, how)
+        return show_comparison(program, stop, out, as_json=how.json, command="dure train")
+
+
+def all_of(
+    task: Task, systems: Sequence[Any], stop: Stop, out: Path, how: CompareOptions | TrainOptions
+) -> Callable[..., Comparison]:
+    """What trains all of them into a folder. how: the flags of one run or of many."""
     from dure.run.compare import compare as compare_systems
 
-    with run_folder(how.out, f"{file_name(task)}-{strategy.name}-seeds") as out:
-        program = partial(
-            compare_systems,
-            task,
-            [(strategy, world)],
-            stop=stop,
-            seed=how.seed,
-            seeds=how.seeds,
-            out=out,
-            evaluate_every=how.evaluate_every,
-            check=how.check,
-            track=how.track,
-        )
-        return show_comparison(program, stop, out, as_json=how.json, command="dure train")
+    return partial(
+        compare_systems,
+        task,
+        systems,
+        stop=stop,
+        seed=how.seed,
+        seeds=how.seeds,
+        out=out,
+        evaluate_every=how.evaluate_every,
+        check=how.check,
+        track=how.track,
+    )
 
 
 Judges = Callable[["Comparison"], Mapping[str, Any]]

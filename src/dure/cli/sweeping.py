@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dure.cli.comparing import resumed, show_comparison
+from dure.cli.comparing import all_of, resumed, show_comparison
 from dure.cli.flags import (
     CompareOptions,
     LearningOptions,
@@ -97,22 +97,9 @@ def main(given: list[str]) -> int:
         for trial in trials(space, what.random, how.seed)
     ]
     stop = asked["limits"].stop()
-    from dure.run.compare import compare
-
     task = entries.task(options)
     with run_folder(how.out, f"sweep-{file_name(task)}-{system.partition(',')[0]}") as out:
-        program = partial(
-            compare,
-            task,
-            tried,
-            stop=stop,
-            seed=how.seed,
-            seeds=how.seeds,
-            out=out,
-            evaluate_every=how.evaluate_every,
-            check=how.check,
-            track=how.track,
-        )
+        program = all_of(task, tried, stop, out, how)
         return show_comparison(
             program,
             stop,

@@ -34,6 +34,7 @@ def command(run: Run) -> str | None:
         return None
     flags = _fields(strategy)
     flags |= mapping(task.get("options"))
+    flags |= _learning(task)
     # All fields and options: the folder does not say which of them were set. Of limits and world
     # only what differs from what is usual.
     flags |= {key: value for key, value in _asked(run, workers).items() if value is not None}
@@ -47,6 +48,19 @@ def command(run: Run) -> str | None:
     return shlex.join(words)
 
 
+def _learning(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of how the task is trained, as far as that was asked for."""
+    learning = dict(mapping(task.get("learning")))
+    unfrozen = mapping(learning.pop("unfreeze", None))
+    told = {
+        **learning,
+        "unfreeze": [f"{name}={step}" for name, step in unfrozen.items()] or None,
+        "validation": task.get("validation"),
+        "weights": task.get("weights_from"),
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
 def _asked(run: Run, workers: object) -> dict[str, Any]:
     """The flags of limits, world, seed and evaluation; what was not asked for is None."""
     place = mapping(run.config.get("world"))
@@ -54,6 +68,7 @@ def _asked(run: Run, workers: object) -> dict[str, Any]:
     goals = [f"{metric}={goal}" for metric, goal in mapping(stop.get("target")).items()]
     return {
         **stop,
+        "min_delta": stop.get("min_delta") or None,
         "workers": workers,
         **_of_threads(place),
         **_conditions(place),
