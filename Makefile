@@ -62,7 +62,7 @@ pytest: | lint browser iproute2
 
 proofs: export OMP_WAIT_POLICY ?= PASSIVE
 proofs: install-test browser iproute2
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist load -m proof
+	@$(BIN)/python -m pytest -m proof
 
 lint: install-test
 	@echo "lint"

@@ -3,6 +3,9 @@
     make test      everything else, within 20 minutes on two cores
     make proofs    these alone; before a release, and where their subject was changed
 
+One of them is no slow one: a limit of memory counts what is not yet written to the disk, and a
+machine whose other tests write as well may be too slow for it. Proofs run one at a time.
+
 By folder and file: names of tests as pytest shows them, or how these begin. pytest without a
 selection runs both.
 """
@@ -52,6 +55,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_a_run_on_it_is_the_run_without_it",
         "test_frozen_weights_that_are_not_those_of_the_seed_reach_the_actors",
         "test_what_a_tasks_file_registers_and_what_is_set_here_is_there_too",
+    ),
+    "memory/test_under_a_limit.py": (
+        "test_divided_it_trains_as_undivided_without_the_limit_and_whole_not_at_all",
     ),
     "parallel/data/test_distributed.py": (
         "test_every_all_reduce_size_of_bucket_and_way_walks_the_path_of_one_process[3]",
