@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import another, seeded_model
 from dure.contracts.task import Task
-from dure.memory.mapped import leave_views, release
+from dure.machine.memory import give_back
+from dure.memory.formula import bytes_of
+from dure.memory.mapped import WINDOW, leave_views, release
 from dure.memory.undivided import (
     beside,
     in_files,
@@ -79,11 +82,16 @@ class FreshModel:
         """What the user gets in the end is from now on a copy, which takes no memory until then."""
         if self._model is None or self.keep:
             return
+        is_large = bytes_of(tensors_of(self._model)) >= WINDOW
         # In files it takes none as it is.
         if lies_in_files(self._model):
             release(tensors_of(self._model))
         else:
             self._put_away(self._model)
+        # The checks of a large model leave copies of it in cycles, and holes as large.
+        if is_large:
+            gc.collect()
+            give_back()
 
     def _put_away(self, model: nn.Module) -> None:
         with beside(model):
