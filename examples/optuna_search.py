@@ -21,23 +21,24 @@ chosen_by, train = (
 )
 
 
-def task(lr: float, test: dure.Examples) -> dure.Task:
+def task(lr: float) -> dure.Task:
     sgd = partial(torch.optim.SGD, lr=lr)
-    return dure.Task(digits.model, F.cross_entropy, train, test, sgd, name="digits")
+    loss = F.cross_entropy
+    return dure.Task(digits.model, loss, train, digits.test, sgd, validation=chosen_by)
 
 
-def run(lr: float, clients: int, test: dure.Examples) -> dict:
+def run(lr: float, clients: int) -> dict:
     strategy = dure.FedAvg(clients=clients, batch_size=10)
-    return dure.train(task(lr, test), strategy, stop=dure.Stop(epochs=4)).summary
+    return dure.train(task(lr), strategy, stop=dure.Stop(epochs=4)).summary
 
 
 def objective(trial: optuna.Trial) -> float:
     lr = trial.suggest_float("lr", 0.01, 0.5, log=True)
-    return run(lr, trial.suggest_categorical("clients", [5, 10]), chosen_by)["test_loss"]
+    return run(lr, trial.suggest_categorical("clients", [5, 10]))["validation_loss"]
 
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
 study.optimize(objective, n_trials=6)
-best = run(**study.best_params, test=digits.test)
+best = run(**study.best_params)
 print(f"{study.best_params}: test accuracy {best['test_accuracy']:.3f}")

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
+    from dure.data.sampling import class_weights as class_weights
     from dure.data.shards import Shards as Shards
+    from dure.data.streams import StreamExamples as StreamExamples
     from dure.errors import StopRun as StopRun
     from dure.federated.algorithms.byzantine import ByzantineGD as ByzantineGD
     from dure.federated.algorithms.ditto import Ditto as Ditto

@@ -79,6 +79,8 @@ def test_a_comparison_goes_on_from_its_folder(said, compared):
         ("sweep digits single-worker --grid lr", "it is NAME=VALUE,VALUE"),
         ("sweep digits single-worker --grid lr=log:0.1:1", "say how many trials are drawn"),
         ("sweep digits single-worker --grid mu=1,2", "SingleWorker has no field 'mu'"),
+        ("sweep digits single-worker --grid lr=1 lr=2", "names lr twice"),
+        ("serve digits fed-avg --clients 2 --seeds 3", "who serves has one seed"),
         ("sweep digits", "name a task and a system"),
         ("list nowhere", "there is no folder nowhere"),
         ("show .", "is not a run folder"),

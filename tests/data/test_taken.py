@@ -46,8 +46,14 @@ class Frame(Column):
         self.columns = columns
         self.dtypes = {name: column.dtype for name, column in columns.items()}
 
+    def __getitem__(self, name):
+        return Column(self.columns[name])
+
     def to_numpy(self):
-        return numpy.stack(list(self.columns.values()), axis=1)
+        # As pandas: truths beside numbers have objects in common.
+        mixed = len({column.dtype.kind == "b" for column in self.columns.values()}) > 1
+        columns = [c.astype(object) if mixed else c for c in self.columns.values()]
+        return numpy.stack(columns, axis=1)
 
 
 class Sentences(Dataset):
@@ -123,6 +129,20 @@ def test_arrays_and_frames_train_as_their_tensors_do():
     expected, _ = trained(task_of((inputs, targets)))
     for data in ((array, targets.numpy()), (frame, Column(targets.numpy()))):
         assert torch.equal(trained(task_of(data))[0], expected)
+
+
+def test_a_frame_may_hold_truths_beside_numbers():
+    frame = Frame(old=numpy.array([True, False]), size=numpy.array([0.5, 2.0]))
+    inputs, _ = as_examples((frame, torch.zeros(2))).batch(torch.arange(2))
+    assert inputs.tolist() == [[1.0, 0.5], [0.0, 2.0]]
+
+
+def test_items_that_make_no_batch_are_told_what_they_need():
+    items = [{"words": [1], "labels": 0}, {"words": [1, 2], "labels": 1}] * 2
+    with pytest.raises(
+        dure.errors.DataError, match="of 2 items; where they differ in length it takes a coll"
+    ):
+        as_examples(items).batch(torch.arange(2))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dure
@@ -350,3 +351,24 @@ def test_bf16_computes_roughly_and_keeps_weights(strategy: Any, world: Any) -> N
     ]
     assert 0 < largest_difference(*runs) < 0.05
     assert all(one.dtype is torch.float32 for one in runs[0].model.parameters())
+
+
+def in_bf16(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Measurements are in full precision, and take no gradients."""
+    assert torch.is_autocast_enabled("cpu") == torch.is_grad_enabled()
+    return F.cross_entropy(outputs, targets)
+
+
+AUTOCAST = [*HALVED, (dure.SingleWorker(8, accumulate=2), dure.Processes(1))]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [(one, world) for one, world in AUTOCAST if one.name != "zero"],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_the_loss_is_computed_where_forward_is(strategy: Any, world: Any) -> None:
+    stop = dure.Stop(rounds=1) if strategy.unit == "round" else dure.Stop(steps=1)
+    model = partial(network, torch.float32)
+    task = small_task(model=model, precision="bf16", optimizer=PLAIN, loss=in_bf16)
+    dure.train(task, strategy, world, stop)

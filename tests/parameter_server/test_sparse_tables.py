@@ -333,6 +333,8 @@ def test_optimizers_and_clipping_that_tables_cannot_have_are_refused_by_name() -
         check_all(dure.ParameterServer(), task(optimizer=momentum), None)
     with pytest.raises(ValueError, match=r"words\.weight is sparse, and torch takes no norms"):
         check_all(dure.ParameterServer(), task(clip_norm=1.0), None)
+    with pytest.raises(ValueError, match=r"unfreeze names words\.weight, which is sparse"):
+        check_all(dure.ParameterServer(), task(unfreeze={"words.*": 2}), None)
 
 
 def test_ids_beyond_the_table_raise_as_torch_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -26,6 +27,15 @@ def folder(tmp_path_factory):
     run = dure.train(TASK, dure.SingleWorker(10), stop=Stop(steps=3), out=out)
     with torch.no_grad():
         return out, run.model.eval()(ROWS)
+
+
+def test_examples_come_in_the_dtype_of_the_model(tmp_path):
+    task = small_task(train=(ROWS.double().numpy(), torch.arange(5) % 3), test=None)
+    task = dataclasses.replace(task, model=lambda: TASK.model().float())
+    run = dure.train(task, dure.SingleWorker(5), stop=Stop(steps=1), out=tmp_path / "run")
+    found = predict(tmp_path / "run", "train:0:5", task)
+    with torch.no_grad():
+        assert torch.equal(found.outputs, run.model.eval()(ROWS.float()))
 
 
 def written(path, kind):

@@ -79,5 +79,6 @@ def test_the_best_trial_is_that_of_the_best_mean_over_its_seeds():
     assert len(found[0].runs) == 2
     values = [run.summary[judge] for run in runs[2:]]
     assert found[0].value == pytest.approx(sum(values) / 2)
+    assert [one.label for one in ranked(runs[:3], judge)] == ["lr 0.0001"], "one seed failed"
     with pytest.raises(ValueError, match="no trial measured 'no_such'"):
         judge_of(runs, "no_such")

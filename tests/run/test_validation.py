@@ -118,6 +118,22 @@ def test_a_run_that_gets_no_better_ends_and_one_that_was_interrupted_ends_there_
     assert same(loaded.state_dict(), run.best_model.state_dict())
 
 
+def test_a_run_that_is_trained_further_chooses_by_the_metric_that_it_began_with(
+    tmp_path: Path,
+) -> None:
+    accurate = dure.Stop(steps=4, monitor="validation_accuracy")
+    measured = task(validation=0.25)
+    dure.train(measured, dure.SingleWorker(8), stop=accurate, out=tmp_path / "run")
+    on = dure.resume(tmp_path / "run", task=measured, stop=dure.Stop(steps=8))
+    assert on.summary["best_model"]["monitor"] == "validation_accuracy"
+    with pytest.raises(ValueError, match="is chosen by validation_accuracy: leave monitor out"):
+        dure.resume(
+            tmp_path / "run",
+            task=measured,
+            stop=dure.Stop(steps=9, monitor="validation_loss"),
+        )
+
+
 def _for_a_while(step: int) -> float:
     """At a rate of zero nothing gets better."""
     return 1.0 if step < 12 else 0.0

@@ -164,7 +164,9 @@ class Replica:
             self.losses,
             indices,
             self.accumulate,
-            outputs_of=self._outputs_of,
+            read=self.train_examples.batch,
+            forward=self.model,
+            computing=computing(self.task, self.device),
             backward=backward,
             parameters=self.trained,
         )
@@ -176,11 +178,6 @@ class Replica:
         self.optimizer.step()
         clock.did("update")
         return learned.loss, learned.counted
-
-    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
-        inputs, targets = self.train_examples.batch(indices)
-        with computing(self.task, self.device):
-            return self.model(inputs), targets
 
     @torch.no_grad()
     def counted_in(self, indices: Tensor) -> float:

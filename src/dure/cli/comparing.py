@@ -162,7 +162,12 @@ def resumed(flags: list[str], command: str, judges: Judges = _nothing) -> int:
     from dure.run.again import resume_comparison, stop_of
 
     program = partial(
-        resume_comparison, how.resume, task=how.task, rules=how.rules, check=how.check
+        resume_comparison,
+        how.resume,
+        task=how.task,
+        rules=how.rules,
+        check=how.check,
+        track=how.track,
     )
     return show_comparison(
         program,

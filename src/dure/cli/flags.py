@@ -29,7 +29,7 @@ WorldName = Literal["processes", "threads"]
 
 @dataclass(frozen=True)
 class Limits:
-    """When the run ends, whichever comes first; ten epochs if nothing is said.
+    """When the run ends, whichever comes first; ten epochs if nothing is said, twenty in compare.
 
     Args:
         epochs: passes over the training data, counted in examples over all workers.
@@ -141,7 +141,7 @@ class LearningOptions:
 
     Args:
         clip_norm: the largest norm that the gradient of an optimizer's step may have.
-        precision: full, or bf16: forward and loss under autocast.
+        precision: bf16: forward and loss under autocast.
         ema: what an average of the weights, which is then evaluated and given back, keeps of itself
             in a step or round, such as 0.999.
         compile: torch's backend that compiles the model, such as inductor.
@@ -152,7 +152,7 @@ class LearningOptions:
     """
 
     clip_norm: float | None = None
-    precision: Literal["full", "bf16"] = "full"
+    precision: Literal["bf16"] | None = None
     ema: float | None = None
     compile: str | None = None
     unfreeze: tuple[str, ...] = ()
@@ -161,11 +161,9 @@ class LearningOptions:
     def of(self, task: Task) -> Task:
         """The task, with what is given here in place of its own."""
         given: dict[str, Any] = {}
-        for name in ("clip_norm", "ema", "compile", "validation"):
+        for name in ("clip_norm", "precision", "ema", "compile", "validation"):
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
-        if self.precision != "full":
-            given["precision"] = self.precision
         if self.unfreeze:
             given["unfreeze"] = dict(map(_from_step, self.unfreeze))
         return dataclasses.replace(task, **given) if given else task
@@ -346,6 +344,16 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
         if name == flag:
             return value if equals else "".join(arguments[number + 1 : number + 2])
     return None
+
+
+def without(flag: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments, less a flag and its value."""
+    left = list(arguments)
+    for number, argument in enumerate(left):
+        name, equals, _ = argument.partition("=")
+        if name == flag:
+            return left[:number] + left[number + (1 if equals else 2) :]
+    return left
 
 
 def parse_flags(

@@ -17,7 +17,7 @@ from typing import Any
 
 from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import RunFolderError
-from dure.record.history import is_spread, lower_is_better
+from dure.record.history import is_spread, judging
 from dure.record.lock import is_held
 from dure.report.values import mapping, number, text_of
 from dure.report.words import duration, metric_name, metric_value, printable
@@ -147,14 +147,13 @@ def _state(folder: Path, summary: Mapping[str, Any], last: Mapping[str, Any]) ->
 
 
 def _metric(summary: Mapping[str, Any]) -> str | None:
-    """What to judge a run by: what rises comes first, and validation before test."""
+    """What to judge a run by."""
     names = [
         name
         for name in mapping(summary.get("best"))
         if not is_spread(name) and number(summary.get(name)) is not None
     ]
-    names.sort(key=lambda name: (lower_is_better(name), not name.startswith("validation")))
-    return names[0] if names else None
+    return min(names, key=judging, default=None)
 
 
 def _task(config: Mapping[str, Any]) -> str:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.cli.flags import (
-    LearningOptions,
     Limits,
     TrainOptions,
     given_options,
@@ -95,12 +94,13 @@ def serve(given: list[str]) -> int:
         "world": Network,
         "limits": Limits,
         "where": LocalOptions,
-        "learning": LearningOptions,
         "how": TrainOptions,
     }
     about = "Serve a federation to clients on a network."
     asked = parse_flags(f"dure serve {reference} {system}", parts, flags, about)
     how: TrainOptions = asked["how"]
+    if how.seeds != 1:
+        raise ValueError("--seeds is for dure train and dure compare: who serves has one seed")
     world: Network = asked["world"]
     local: bool = asked["where"].local
     if local and world.roster is not None:
@@ -110,7 +110,7 @@ def serve(given: list[str]) -> int:
     if local:
         world = replace(world, access="open")
     options = given_options(asked["task"])
-    task = how.with_weights(asked["learning"].of(load_task(reference, **options)))
+    task = how.with_weights(load_task(reference, **options))
     strategy = asked["strategy"]
     stop = asked["limits"].stop()
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:

@@ -21,6 +21,8 @@ from dure.cli.flags import (
     names_before_flags,
     options_of_task,
     parse_flags,
+    value_of,
+    without,
 )
 from dure.cli.running import check_names, file_name, run_folder, start_fork_server
 
@@ -55,7 +57,8 @@ def main(given: list[str]) -> int:
     """Trains every trial, and says which was the best."""
     names, flags = names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
-        return resumed(flags, "dure sweep", _judged)
+        metric = value_of("--metric", flags)
+        return resumed(without("--metric", flags), "dure sweep", partial(_judged, metric=metric))
     parts: dict[str, Any] = {
         "sweep": SweepOptions,
         "limits": Limits,
@@ -85,7 +88,10 @@ def main(given: list[str]) -> int:
         name, equals, values = text.partition("=")
         if not equals or not name:
             raise ValueError(f"--grid {text}: it is NAME=VALUE,VALUE, such as lr=0.1,0.01")
-        space[name.replace("-", "_")] = parse_values(name, values)
+        setting = name.replace("-", "_")
+        if setting in space:
+            raise ValueError(f"--grid names {name} twice: give all its values at once, {name}=A,B")
+        space[setting] = parse_values(name, values)
     learning: LearningOptions = asked["learning"]
     entries = Entries(
         reference,
@@ -141,7 +147,11 @@ def _judged(done: Comparison, metric: str | None = None) -> Mapping[str, Any]:
 
     if not done.runs:
         return {}
-    judge = judge_of(done.runs, metric)
+    try:
+        judge = judge_of(done.runs, metric)
+    # What was trained is told all the same.
+    except ValueError as error:
+        return {"best": f"none: {error}"}
     found = ranked(done.runs, judge)
     if not found:
         return {"best": f"none: no trial reached a finite {judge}"}

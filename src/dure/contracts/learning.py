@@ -3,7 +3,8 @@
 These are fields of a `Task`, the same for every system, so that a baseline can be compared:
 
     clip_norm    g <- g · min(1, clip_norm / |g|), of the gradient that an optimizer steps with
-    precision    bf16: forward and loss in bfloat16 where torch's autocast takes it for safe
+    precision    bf16: forward and loss in bfloat16 where torch's autocast takes it for safe; ZeRO
+                 casts the parameters that it gathers, and inputs
     ema          e <- ema · e + (1 - ema) · w after every step, or round; e is what is evaluated
     compile      the model is called as torch's compiler has it
     unfreeze     parameters that stay as they are before a step

@@ -44,6 +44,11 @@ class Stop:
     def __post_init__(self) -> None:
         parse_fields(self, {"bytes": read_bytes})
 
+    @property
+    def bytes_alone(self) -> bool:
+        """Whether nothing but bytes ends a run."""
+        return self.bytes is not None and replace(self, monitor=None) == Stop(bytes=self.bytes)
+
     def check(self, unit: str) -> None:
         """Raises ValueError if a limit is not positive, or none ever ends a run.
 
@@ -93,8 +98,7 @@ class Stop:
         if self.bytes is not None and travelled >= self.bytes:
             return "bytes"
         # Threads that share their memory send nothing, and bytes alone would never end them.
-        silent = not travelled and replace(self, monitor=None) == Stop(bytes=self.bytes)
-        if self.bytes is not None and silent and samples >= SILENT * examples:
+        if self.bytes_alone and not travelled and samples >= SILENT * examples:
             return "epochs"
         if self.target and all(
             name in metrics and reaches(name, metrics[name], v) for name, v in self.target.items()

@@ -177,7 +177,7 @@ class Task:
             object.__setattr__(self, "model", CalledByName(self.model))
         for name in ("train", "test", "validation"):
             examples = getattr(self, name)
-            if isinstance(examples, DatasetExamples):
+            if isinstance(examples, (DatasetExamples, DataOfRanks)):
                 object.__setattr__(self, name, examples.with_labels())
 
     def on(self, device: torch.device) -> Task:
@@ -208,7 +208,7 @@ def _validation(asked: Any) -> Examples | float | None:
     if asked is None:
         return None
     if not isinstance(asked, (int, float)):
-        return as_examples(asked)
+        return as_examples(asked, measures=True)
     if isinstance(asked, bool) or not 0 < asked < 1:
         raise ValueError(
             f"Task(validation={asked!r}): it is a share of the training data between 0 and 1, such "

@@ -30,7 +30,12 @@ def _as_tensor(leaf: Any) -> Any:
         return leaf
     if hasattr(leaf, "to_numpy"):
         _check_columns(leaf)
-        return _of_array(numpy.asarray(leaf.to_numpy()))
+        values = numpy.asarray(leaf.to_numpy())
+        # Columns of truths beside numbers come as objects; of numbers alone they do not.
+        if values.dtype.kind == "O" and hasattr(leaf, "columns"):
+            columns = [numpy.asarray(leaf[name].to_numpy()) for name in leaf.columns]
+            values = numpy.stack(columns, axis=1)
+        return _of_array(values)
     return _of_array(leaf) if isinstance(leaf, numpy.ndarray) else leaf
 
 

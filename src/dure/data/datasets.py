@@ -85,7 +85,7 @@ class DatasetExamples(Examples):
             # Checked here: `default_collate` would not say which example it cannot collate.
             for index, item in zip(places, items, strict=True):
                 _check_item(index, item)
-            batch = self._pair_of(default_collate([_with_tensors(item) for item in items]))
+            batch = self._pair_of(self._collated(_by_default, items))
         return cast("tuple[Any, Any]", tree_map(self._convert, batch))
 
     @staticmethod
@@ -93,9 +93,13 @@ class DatasetExamples(Examples):
         try:
             return collate(list(items))
         except Exception as error:
-            raise DataError(
-                f"collate_fn failed on a batch of {len(items)}: {described(error)}"
-            ) from error
+            what = (
+                f"no batch can be made of {len(items)} items; where they differ in length it takes "
+                f"a collate_fn that pads, as of a DataLoader"
+                if collate is _by_default
+                else f"collate_fn failed on a batch of {len(items)}"
+            )
+            raise DataError(f"{what}: {described(error)}") from error
 
     def _pair_of(self, batch: Any) -> tuple[Any, Any]:
         """(inputs, targets) of a collated batch. Raises ValueError for anything else."""
@@ -165,6 +169,10 @@ class DatasetExamples(Examples):
         twin = copy.copy(self)
         twin.keeps_labels = True
         return twin
+
+
+def _by_default(items: Sequence[Any]) -> Any:
+    return default_collate([_with_tensors(item) for item in items])
 
 
 def _check_by_index(dataset: Any) -> None:

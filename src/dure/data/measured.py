@@ -91,6 +91,17 @@ def _part(whole: Examples, indices: Tensor) -> Examples:
     return Examples(inputs, targets, keys, whole.classes)
 
 
+def _numbers(targets: Any, indices: Sequence[int], count: int) -> Tensor | None:
+    """Those of a dataset's targets, if these are a number or more for each item."""
+    if targets is None:
+        return None
+    try:
+        numbers = torch.as_tensor(targets)
+    except (TypeError, ValueError, RuntimeError):  # names, structures
+        return None
+    return numbers[list(indices)] if numbers.ndim and len(numbers) == count else None
+
+
 class _Part(Dataset[Any]):
     """Some items of a dataset, and what it says of their labels."""
 
@@ -98,8 +109,7 @@ class _Part(Dataset[Any]):
         self.dataset = dataset
         self.indices = indices
         self.classes = getattr(dataset, "classes", None)
-        targets = getattr(dataset, "targets", None)
-        self.targets = None if targets is None else [targets[index] for index in indices]
+        self.targets = _numbers(getattr(dataset, "targets", None), indices, len(dataset))
 
     def __len__(self) -> int:
         return len(self.indices)

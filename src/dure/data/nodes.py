@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.data.arrangement import Arrangement, Order, interleaved
+from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
 from dure.data.taken import as_examples
 from dure.errors import DataError, DureError, described
@@ -38,8 +39,9 @@ OwnData = Callable[[int, int], Any]
 class DataOfRanks(Examples):
     """What a task has before its ranks are there: the function that gives each its own."""
 
-    def __init__(self, function: OwnData) -> None:
+    def __init__(self, function: OwnData, keeps_labels: bool = False) -> None:
         self.function = function
+        self.keeps_labels = keeps_labels
         self.keys = None
         self.classes = None
         self.draws = False
@@ -67,12 +69,19 @@ class DataOfRanks(Examples):
             examples = as_examples(found)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        if examples.sampling.asks:
+        said = examples.sampling
+        if said.asks or said.batch_size is not None:
             raise ValueError(
-                f"{where} gave a DataLoader that samples: ranks that have data of their own take "
-                f"turns; give the dataset itself"
+                f"{where} gave a DataLoader, whose batches nobody asks for: ranks that have data "
+                f"of their own take turns; give the dataset itself"
             )
+        if self.keeps_labels and isinstance(examples, DatasetExamples):
+            return examples.with_labels()
         return examples
+
+    def with_labels(self) -> DataOfRanks:
+        """The same, whose inputs keep the labels where items are dicts."""
+        return DataOfRanks(self.function, keeps_labels=True)
 
     def forget(self) -> None:
         """What was asked for last need not stay in this process."""
@@ -80,7 +89,7 @@ class DataOfRanks(Examples):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # To its ranks the function travels, and nobody's examples.
-        return DataOfRanks, (self.function,)
+        return DataOfRanks, (self.function, self.keeps_labels)
 
     def __len__(self) -> int:
         raise DataError(

@@ -43,7 +43,13 @@ class Sampling:
         """The same of a part of the examples."""
         if self.weights is None:
             return self
-        return replace(self, weights=self.weights[part])
+        weights = self.weights[part]
+        if not bool(weights.any()):
+            raise ValueError(
+                "no example that is left to train on has a weight above 0: let the validation set "
+                "have examples of its own"
+            )
+        return replace(self, weights=weights)
 
     def order(self, n: int, part: Tensor | None = None) -> Order:
         """As `Examples.order`. n: of all examples."""

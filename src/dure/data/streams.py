@@ -82,7 +82,7 @@ class StreamExamples(DatasetExamples):
     def _at(self, place: int) -> Any:
         """The example at a place; from the start again where that has gone by."""
         here = self._here
-        if here.stream is None or place < here.next:
+        if here.stream is None or place < here.next - 1:
             here.begin(self._begun())
         while here.next <= place:
             here.item = self._next(here.stream, here.next)

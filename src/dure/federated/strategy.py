@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-OWNED = "ema averages the whole model, and a part of it belongs to each client: leave it out"
-"""Why an algorithm that divides the model has no average."""
+OWNED = "the average is of the whole model, and a part of it belongs to each client"
+"""Why an algorithm that divides the model has no ema."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Federated(Strategy):
         local_steps: steps of a client in a round instead of epochs.
         batch_size: B, of a client's step; None is all of its data.
         partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1, or natural-key.
+            quantity-skew:1, blocks:2, or natural-key.
         selection: how a round chooses its clients: uniform, weighted, poisson; uniform:1.3:60:8
             asks 1.3 times as many as it needs, and ends after 60 s if 8 have answered.
         aggregate: how updates become one: mean, median, trimmed-mean:0.2, krum:2, bulyan:2,
@@ -347,7 +347,7 @@ class Federated(Strategy):
         """Raises ValueError for a batch that is too small for the model, or shared memory."""
         check_apart(model)
         if task.ema is not None and self._divides(task, model):
-            raise ValueError(OWNED)
+            raise ValueError(f"ema: {OWNED}; leave it out")
         if self.privacy.example is not None:
             check_layers(model)
         if self.privacy != NOTHING:

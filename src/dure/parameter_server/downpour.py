@@ -72,8 +72,8 @@ class Downpour(Strategy):
         overlap: whether fetches and pushes go on while a replica computes.
         period: steps after which all replicas meet to be evaluated or saved; None is an epoch.
         microbatches: of a replica's batch, where it is a pipeline.
-        partition: how examples are divided over replicas: iid, label-shards:2, dirichlet:0.5 or
-            quantity-skew:1.
+        partition: how examples are divided over replicas: iid, label-shards:2, dirichlet:0.5,
+            quantity-skew:1 or blocks:2.
         copies: of each server's weights, 0 or 1: with one, a server may die.
         compression: of what replicas push, such as top-k:0.01.
         accumulate: pieces in which a worker computes its part of a batch, one after another.

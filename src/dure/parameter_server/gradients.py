@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +201,9 @@ class Gradients:
             self.losses,
             part,
             self.accumulate,
-            outputs_of=self._outputs_of,
+            read=self.examples.batch,
+            forward=self.model,
+            computing=computing(self.task, self._device),
             backward=Tensor.backward,
             parameters=self.model.parameters(),
         )
@@ -219,11 +220,6 @@ class Gradients:
             examples=len(part),
             seconds=time.perf_counter() - started,
         )
-
-    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
-        inputs, targets = self.examples.batch(indices)
-        with computing(self.task, self._device):
-            return self.model(inputs), targets
 
     def _rows(self, found: Sequence[Rows | None], counted: float) -> list[Rows]:
         """The gradients of tables, by shard; of one that had none, of no row."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
 from dure.collectives.compression.bucket import Bucket
-from dure.contracts.learning import Part
+from dure.contracts.learning import Part, trained_from
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.strategy import World
 from dure.contracts.task import Task
@@ -295,6 +295,11 @@ def check_sparse(task: Task, model: nn.Module) -> None:
             f"{next(iter(embeddings_of(model)))} is sparse, and a worker computes with the rows "
             f"that it was sent, which a compiled model does not see: leave compile out, or take "
             f"sparse=False"
+        )
+    for name in trained_from(task, embeddings_of(model)):
+        raise ValueError(
+            f"unfreeze names {name}, which is sparse, and servers train its rows from the start: "
+            f"leave it out of unfreeze, or take sparse=False"
         )
     if task.clip_norm is not None and embeddings_of(model):
         raise ValueError(

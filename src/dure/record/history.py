@@ -107,6 +107,12 @@ def is_spread(metric: str) -> bool:
     return metric.startswith(WHOSE) and metric.endswith(SPREAD)
 
 
+def judging(metric: str) -> tuple[bool, bool]:
+    """By which of several metrics runs are judged: the least of these; a validation metric before
+    others, and then one that rises."""
+    return not metric.startswith("validation"), lower_is_better(metric)
+
+
 def lower_is_better(metric: str) -> bool:
     """Whether a metric falls: losses, errors and the like (`FALL`) do, every other one rises.
 

@@ -63,9 +63,7 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     for key in charts.metrics(runs):
         if not is_spread(key):
             columns.append(_metric(key))
-    columns.append(
-        ("time", lambda run: None if is_simulated(run) else run.result.seconds, duration)
-    )
+    columns.append(("time", _seconds, duration))
     columns.append(("virtual time", virtual_seconds, duration))
     columns.append(("sent per worker", lambda run: run.result.bytes_per_worker, size))
     return [one for one in columns if any(one[1](run) is not None for run in runs)]

@@ -26,7 +26,7 @@ from dure.run.asked import check_function
 from dure.run.begun import Asks
 from dure.run.compare import COMPARISON, Comparison, noted, reported
 from dure.run.config import asked_in
-from dure.run.train import resume, task_again
+from dure.run.train import heard, resume, task_again
 from dure.worlds.launched import leads_here
 
 
@@ -61,20 +61,23 @@ def ended_run(folder: Path, task: Task | str | None = None) -> Run:
 def resume_comparison(
     folder: str | Path,
     *,
-    task: str | None = None,
+    task: Task | str | None = None,
     rules: Sequence[str] = (),
     check: bool = True,
+    callbacks: Sequence[Any] = (),
+    track: str | None = None,
     on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
 ) -> Comparison:
     """Goes on with the comparison, or the sweep, in `folder`, and writes its report again.
 
     Runs that have ended stay as they are; the others are resumed. task, rules, check: as in
-    `dure.resume`. on_progress: as in `dure.compare`.
+    `dure.resume`. callbacks, track, on_progress: as in `dure.compare`.
 
     Raises RunFolderError if there is no comparison in the folder, or it is damaged.
     """
     check_path("folder", folder)
     check_function("on_progress", on_progress)
+    heard(callbacks, track)  # what is wrong with them is said before any work
     path = Path(folder)
     asked = _asked(path)
     done = Comparison([], {})
@@ -90,6 +93,8 @@ def resume_comparison(
                 task=task,
                 rules=rules,
                 check=check,
+                callbacks=callbacks,
+                track=track,
                 on_progress=functools.partial(on_progress, told),
             )
         if noted(program, told, done) == "interrupt":

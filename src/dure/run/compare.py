@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
 from dure.run.asked import check_asked, check_function, check_task
-from dure.run.fresh import fresh_model
+from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
 from dure.run.progress import bars_here
 from dure.run.registry import default_world
@@ -244,15 +245,23 @@ def _planned(
             for runs, one in zip(prepared, entries, strict=True)
         ]
     )
+    times = Counter((id(one.task), seed) for one in entries for seed in seeds)
+
+    def fresh(own: Task, job: Job) -> FreshModel | None:
+        """Only what several runs begin with is kept until they do."""
+        if job.fresh is None or times[id(own), job.seed] > 1:
+            return job.fresh
+        return job.fresh.anew()
+
     return [
         _Planned(
-            job=dataclasses.replace(job, label=label, check=how["check"]),
+            job=dataclasses.replace(job, label=label, check=how["check"], fresh=fresh(own, job)),
             config={**config, "label": label},
             world=world,
             name=_slug(label) + (f"-seed-{job.seed}" if len(seeds) > 1 else ""),
             told=label + (f", seed {job.seed}" if len(seeds) > 1 else ""),
         )
-        for runs, (_, world, *_), label in zip(prepared, entries, labels, strict=True)
+        for runs, (_, world, own, _), label in zip(prepared, entries, labels, strict=True)
         for job, config in runs
     ]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -61,6 +62,23 @@ def _better(value: float | None, than: float | None, falling: bool, by: float) -
     return than - value > by if falling else value - than > by
 
 
+def goes_on(stop: Stop, was: Stop) -> Stop:
+    """New limits of a run that is gone on with, whose best model is chosen as it was.
+
+    was: those with which it was begun. Raises ValueError where another metric is to choose: values
+    of two are not to be compared.
+    """
+    if stop.monitor is None:
+        return replace(stop, monitor=was.monitor)
+    chosen_by = was.monitor or MONITOR
+    if stop.monitor != chosen_by:
+        raise ValueError(
+            f"monitor is {stop.monitor!r}, but the best model of this run is chosen by "
+            f"{chosen_by}: leave monitor out"
+        )
+    return stop
+
+
 def monitor_of(task: Task, stop: Stop) -> str | None:
     """By which metric the best model is chosen; None where there is no validation set."""
     return None if task.validation is None else stop.monitor or MONITOR
@@ -83,7 +101,7 @@ def check_early(task: Task, stop: Stop, measured: Sequence[str]) -> None:
     measured: the metrics of an evaluation.
     """
     wanted = [name for name in ("patience", "monitor") if getattr(stop, name) is not None]
-    if not wanted and stop.min_delta:
+    if stop.patience is None and stop.min_delta:
         raise ValueError(f"min_delta={stop.min_delta} is for patience, and no patience is given")
     if wanted and task.validation is None:
         raise ValueError(

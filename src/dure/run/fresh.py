@@ -60,6 +60,10 @@ class FreshModel:
         # Pickled without its model, which would be the largest part of what a rank is sent.
         return FreshModel, (self.task, self.seed, None, False, self.divided)
 
+    def anew(self) -> FreshModel:
+        """The same without the model, which is made again when it is needed."""
+        return FreshModel(self.task, self.seed, None, False, self.divided, self.waits)
+
     def take(self) -> nn.Module:
         """The model for a learner; once."""
         model = self._model

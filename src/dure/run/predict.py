@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
-from dure.record.run import Run
-from dure.run.again import ended_run, task_of
+from dure.record.run import Run, load_run
+from dure.run.again import task_of
 from dure.tasks.known_losses import cross_entropy_of
 from dure.tasks.modes import in_mode
 
@@ -67,15 +68,17 @@ def predict(folder: Path, source: str, task: Task | str | None = None) -> Predic
     Raises ValueError for an input that is not what the model takes, and RunFolderError for a folder
     without a whole model.
     """
-    run = ended_run(folder, task)
+    whole = task_of(folder, task)
+    run = load_run(folder, whole.model)
     elsewhere = run.summary.get("weights_elsewhere")
     if elsewhere:
         raise RunFolderError(
             f"the model of {folder} is not whole: {', '.join(map(str, elsewhere))} are with its "
             f"clients, each of which has its own"
         )
-    whole = task_of(folder, task)
-    outputs = torch.cat(list(_outputs(run, _inputs(whole, source))))
+    # As it was trained: in the dtype of the model.
+    train, test = examples_for(run.model, whole)
+    outputs = torch.cat(list(_outputs(run, _inputs(train, test, source))))
     return _told(whole, outputs)
 
 
@@ -115,11 +118,11 @@ def _told(task: Task, outputs: Tensor) -> Predicted:
 # Inputs
 
 
-def _inputs(task: Task, source: str) -> Any:
+def _inputs(train: Examples, test: Examples | None, source: str) -> Any:
     chosen = _EXAMPLE.fullmatch(source)
     if chosen is not None and not Path(source).exists():
-        return _examples(task, chosen)
-    example = _example(task)
+        return _examples(train, test, chosen)
+    example = _example(train, test)
     array = _read(source)
     if not isinstance(example, Tensor):
         raise ValueError(
@@ -129,10 +132,10 @@ def _inputs(task: Task, source: str) -> Any:
     return _fitted(array, example, source)
 
 
-def _examples(task: Task, chosen: re.Match[str]) -> Any:
+def _examples(train: Examples, test: Examples | None, chosen: re.Match[str]) -> Any:
     """The inputs of examples of the task."""
     name, first, end = chosen.groups()
-    data = task.test if name == "test" else task.train
+    data = test if name == "test" else train
     if data is None:
         raise ValueError("the task has no test data: name training examples, such as train:0")
     start = int(first)
@@ -144,9 +147,9 @@ def _examples(task: Task, chosen: re.Match[str]) -> Any:
     return data.batch(torch.arange(start, stop))[0]
 
 
-def _example(task: Task) -> Any:
+def _example(train: Examples, test: Examples | None) -> Any:
     """The inputs of one example of the task."""
-    data: Examples | None = task.train if len(task.train) else task.test
+    data = train if len(train) else test
     if data is None:
         raise ValueError("the task has no data, which would say what an input is like")
     inputs = data.batch(torch.tensor([data.first]))[0]

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dure.arguments import shown
-from dure.record.history import is_spread, lower_is_better
+from dure.record.history import is_spread, judging, lower_is_better
 from dure.record.run import Run
 from dure.record.spread import spread
+from dure.run.registry import divided
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,7 @@ def parse_values(name: str, text: str) -> Values:
 
 
 def _parts(name: str, text: str) -> Sequence[str]:
-    # Commas inside brackets divide nothing, as behind a system's name.
-    depth = 0
-    parts = [""]
-    for sign in text:
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
+    parts = divided(text)
     if not all(parts):
         raise ValueError(f"{name}={text}: a value is missing")
     if len(set(parts)) < len(parts):
@@ -154,7 +147,7 @@ def judge_of(runs: Sequence[Run], metric: str | None = None) -> str:
         raise ValueError(
             "no trial measured anything: the task has neither validation nor test data"
         )
-    return min(there, key=lambda name: (not name.startswith("validation"), lower_is_better(name)))
+    return min(there, key=judging)
 
 
 def ranked(runs: Sequence[Run], metric: str) -> list[Ranked]:
@@ -162,11 +155,20 @@ def ranked(runs: Sequence[Run], metric: str) -> list[Ranked]:
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
+    seeds = max(map(len, by_label.values()), default=0)
     found = []
     for label, group in by_label.items():
-        values = [run.summary.get(metric) for run in group]
+        values = [_value_of(run, metric) for run in group]
         told = spread([value for value in values if value is not None])
-        # A seed that came to nothing counts against its trial.
-        if told is not None and None not in values:
+        # A seed that came to nothing, or that failed, counts against its trial.
+        if told is not None and None not in values and len(group) == seeds:
             found.append(Ranked(label, told.mean, group))
     return sorted(found, key=lambda one: one.value, reverse=not lower_is_better(metric))
+
+
+def _value_of(run: Run, metric: str) -> float | None:
+    """What the model has that the run would be taken for: the best one, where it was chosen by
+    this metric."""
+    best = run.summary.get("best_model") or {}
+    value: float | None = best.get("value") if best.get("monitor") == metric else None
+    return run.summary.get(metric) if value is None else value

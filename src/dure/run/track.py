@@ -109,6 +109,9 @@ class TensorBoard(Tracker):
 LOGGED = 500
 """Numbers that are sent to MLflow together, which takes 1,000 at the most."""
 
+PARAMETERS = 100
+"""Settings that MLflow takes together at the most."""
+
 LOG_SECONDS = 1.0
 """For which they wait: each message takes a while, and a step may take less."""
 
@@ -142,7 +145,8 @@ class MLflow(Tracker):
         )
         self.run = made.info.run_id
         parameters = [Param(name, value[:500]) for name, value in settings(config).items()]
-        self.client.log_batch(self.run, params=parameters[:100])
+        for first in range(0, len(parameters), PARAMETERS):
+            self.client.log_batch(self.run, params=parameters[first : first + PARAMETERS])
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

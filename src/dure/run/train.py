@@ -36,7 +36,7 @@ from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import Asked, asked_in, config_of
 from dure.run.data_asks import check_data_asks
 from dure.run.drive import drive
-from dure.run.early import check_early
+from dure.run.early import check_early, goes_on
 from dure.run.fits import check_fits, made_in_memory
 from dure.run.fresh import FreshModel, fresh_model
 from dure.run.job import Job
@@ -223,7 +223,8 @@ def resume(
     for one in named:
         if not is_reference(one):
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
-    on_progress = _shown(on_progress, stop if stop is not None else asked.stop)
+    stop = asked.stop if stop is None else goes_on(stop, asked.stop)
+    on_progress = _shown(on_progress, stop)
     ask = Asks(path, config, named)
     task, strategy, world = found_again(path, asked, ask, task, strategy, world)
     task = _with_weights(path, task, asked, weights)
@@ -236,7 +237,7 @@ def resume(
             task,
             strategy,
             world,
-            stop if stop is not None else asked.stop,
+            stop,
             asked.seed,
             evaluate_every=asked.evaluate_every,
             checkpoint_every=asked.checkpoint_every,
@@ -596,7 +597,7 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
 def _check_bytes(stop: Stop, world: World) -> None:
     """Raises ValueError where bytes alone are to end a run in which nobody sends any."""
     alone = world.kind == "ranks" and world.workers == 1
-    if alone and stop.bytes is not None and stop == Stop(bytes=stop.bytes):
+    if alone and stop.bytes is not None and stop.bytes_alone:
         raise ValueError(
             "bytes alone end no run of one rank, which sends none: give another limit as well"
         )

@@ -89,8 +89,8 @@ class Split(Strategy):
         clients: K; None is 10, or one client a key with the partition natural-key.
         local_epochs: E, passes of a client over its data in a round.
         batch_size: B, of a client's step; None is all of its data.
-        partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5 or
-            quantity-skew:1.
+        partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
+            quantity-skew:1 or blocks:2.
         defence: against what crosses the cut telling more than it should: none, marvell:4,
             max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
         measure_leaks: whether a meter tells, every round, how well the server could guess labels

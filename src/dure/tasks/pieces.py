@@ -9,6 +9,7 @@ as dropout's are made piece by piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,24 +37,30 @@ def learn(
     indices: Tensor,
     pieces: int,
     *,
-    outputs_of: Callable[[Tensor], tuple[Any, Any]],
+    read: Callable[[Tensor], tuple[Any, Any]],
+    forward: Callable[[Any], Any],
+    computing: AbstractContextManager[object],
     backward: Callable[[Tensor], None],
     parameters: Iterable[Tensor],
 ) -> Learned:
     """Leaves the gradient of the mean loss of a batch with its parameters.
 
-    outputs_of: the model's outputs for some examples, and their targets. backward: from a loss.
+    read: the inputs and targets of some examples. forward: the model's outputs. computing: around
+    forward and loss, as often as there are pieces. backward: from a loss.
     """
     if pieces == 1:
-        outputs, targets = outputs_of(indices)
-        found = losses.mean(outputs, targets, len(indices))
+        inputs, targets = read(indices)
+        with computing:
+            found = losses.mean(forward(inputs), targets, len(indices))
         return _whole(found, backward)
     loss, counted = 0.0, 0.0
     for piece in indices.tensor_split(pieces):
         if not len(piece):
             continue
-        outputs, targets = outputs_of(piece)
-        found = losses.part(outputs, targets, len(piece), losses.share(piece, indices))
+        inputs, targets = read(piece)
+        share = losses.share(piece, indices)
+        with computing:
+            found = losses.part(forward(inputs), targets, len(piece), share)
         part = _whole(found, backward)
         loss += part.loss
         counted += part.counted

@@ -89,3 +89,9 @@ def test_what_it_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         dure.train(task(model), strategy, stop=dure.Stop(rounds=1))
+
+
+def test_attacks_on_what_nobody_sends_are_refused() -> None:
+    world = dure.Simulated(attack="sign-flip", attackers=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"send nothing that sign-flip:1\.0 could"):
+        dure.train(task(), dure.LocalOnly(clients=3), world, dure.Stop(rounds=1))

@@ -17,8 +17,7 @@ that then has most. (The papers draw again until nobody is short, which for many
 alpha never ends.)
 
 Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
-`quantity-skew:0.5`, `blocks:2`,
-`natural-key`; `parse` reads what `str` writes.
+`quantity-skew:0.5`, `blocks:2`, `natural-key`; `parse` reads what `str` writes.
 
 A new one is a file of its own here and a line below. One of a user's own is a subclass of
 `Partition` in any file, and its text is `my_parts.py:Mine:0.3`.

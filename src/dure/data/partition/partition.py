@@ -87,8 +87,7 @@ def needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:
     if labels is None:
         raise ValueError(
             f"the partition {partition} needs one class label an example, which these data have "
-            f"not: "
-            "take iid, quantity-skew or natural-key"
+            f"not: take iid, quantity-skew, blocks or natural-key"
         )
     if labels.shape != (n,):
         raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected ({n},)")

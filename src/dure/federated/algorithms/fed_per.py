@@ -29,7 +29,7 @@ from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.engines.job import Job, Trained
 from dure.federated.server.unfit import alike
-from dure.federated.strategy import Federated
+from dure.federated.strategy import OWNED, Federated
 from dure.protocol.messages import Assignment
 from dure.tensors.flat import by_dtype, trained_of
 
@@ -50,7 +50,7 @@ class FedPer(Federated):
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "ema":
-            return "the average is of the whole model, and a part of it belongs to each client"
+            return OWNED
         return super().cannot(part, kind)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:

@@ -25,13 +25,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from dure.contracts.learning import Part
+from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.federated.aggregate import Mean
 from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.engines.job import Job, Trained
 from dure.federated.privacy.choice import NOTHING
 from dure.federated.server.unfit import alike
-from dure.federated.strategy import Federated
+from dure.federated.strategy import OWNED, Federated
+from dure.fleet.conditions import Conditions
 from dure.protocol.messages import Assignment
 
 
@@ -43,6 +46,9 @@ class LocalOnly(Federated):
 
     name: ClassVar[str] = "local-only"
     title: ClassVar[str] = "Local only"
+
+    def cannot(self, part: Part, kind: Kind) -> str | None:
+        return OWNED if part == "ema" else super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
@@ -64,6 +70,14 @@ class LocalOnly(Federated):
             raise ValueError(
                 f"{self.name} lets nothing travel, and buffers, such as {buffer}, are averaged "
                 f"over clients: take a model without, or ditto with lam=0"
+            )
+
+    def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
+        super().check_under(task, model, conditions)
+        if conditions.attackers and not conditions.attack.poisons:
+            raise ValueError(
+                f"clients of {self.name} send nothing that {conditions.attack} could change: leave "
+                f"attack out, or take one on data, such as label-flip"
             )
 
     def algorithm(self, start: Start) -> Algorithm:

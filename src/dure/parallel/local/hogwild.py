@@ -196,7 +196,9 @@ class Hog:
             learner.losses,
             indices,
             learner.strategy.accumulate,
-            outputs_of=self._outputs_of,
+            read=self._read,
+            forward=self.model,
+            computing=learner.computing(),
             backward=Tensor.backward,
             parameters=self.model.parameters(),
         )
@@ -207,11 +209,10 @@ class Hog:
         self.optimizer.step()
         return Ran(value * counted, counted, len(indices))
 
-    def _outputs_of(self, indices: Tensor) -> tuple[Any, Any]:
+    def _read(self, indices: Tensor) -> tuple[Any, Any]:
         learner = self.learner
-        inputs, targets = to_device(learner.train_examples.batch(indices), learner.device)
-        with learner.computing():
-            return self.model(inputs), targets
+        batch: tuple[Any, Any] = to_device(learner.train_examples.batch(indices), learner.device)
+        return batch
 
 
 class HogwildLearner(SingleLearner):

@@ -68,6 +68,7 @@ class Pipeline(Strategy):
     name: ClassVar[str] = "pipeline"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    samples: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"schedule", "stages_per_rank", "cut", "balance", "recompute"}

@@ -66,6 +66,7 @@ class TensorParallel(Strategy):
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
+    samples: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}

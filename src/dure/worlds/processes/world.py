@@ -279,6 +279,9 @@ class Supervisor:
         try:
             self.report(event)
         except StopRun:
+            # Only who is asked for a record may end the run by it.
+            if "record" not in event:
+                raise
             answer = b"stop"
         if "record" in event:
             with contextlib.suppress(OSError):  # it may have died meanwhile, which is heard of
