@@ -6,6 +6,7 @@ byte. The process and all its children are ended with the `with` block, whatever
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -45,14 +46,14 @@ class Page:
 
     def open(
         self,
-        path: Path,
+        path: Path | str,
         width: int = 1280,
         height: int = 900,
         phone: bool = False,
         dark: bool = False,
     ) -> None:
-        """Show a file in a window of this size, and wait until its charts are drawn or it reports
-        an error."""
+        """Show a file, or what is at an address, in a window of this size, and wait until its
+        charts are drawn or it reports an error."""
         if self._session is None:
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
             self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
@@ -71,12 +72,13 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[theme])
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         self.problems, self.requests = [], []
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while not self.ask(
-            "document.readyState == 'complete' && document.body?.dataset.chartsDrawn"
-        ):
-            if self.problems:
-                return
+        url = path if isinstance(path, str) else path.resolve().as_uri()
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState == 'complete' && document.body?.dataset.chartsDrawn")
+
+    def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true, or the page reports an error."""
+        while not self.ask(expression) and not self.problems:
             time.sleep(0.05)
 
     def ask(self, expression: str) -> Any:
@@ -87,6 +89,11 @@ class Page:
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
+
+    def picture(self, path: Path) -> None:
+        """What is seen of the whole page, as a PNG."""
+        seen = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        path.write_bytes(base64.b64decode(seen))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._ids += 1

@@ -33,6 +33,7 @@ from dure.cli import (
     sweeping,
     systems,
     verify,
+    watching,
 )
 from dure.cli.flags import (
     BenchOptions,
@@ -89,6 +90,7 @@ dure trains one PyTorch model with many machines, by the system you name, and me
   dure show RUN                      what a run was and came to
   dure predict RUN INPUT             what its trained model says of a file, or of an example
   dure systems                       the systems as a family tree, and the worlds they live in
+  dure watch RUN [RUN ...]           the report of runs in a browser, live while they go on
   dure report RUN [RUN ...]          write the report of runs that are there already
   dure bench all-reduce [options]    all-reduce by dure, gloo and Open MPI, side by side in one run
   dure certificates init|server      files for TLS, signed by an authority of your own
@@ -247,6 +249,7 @@ def _dispatch(given: list[str]) -> int:
         "predict": predicting.main,
         "systems": systems.main,
         "report": _report,
+        "watch": watching.main,
         "bench": _bench,
         "certificates": certificates.main,
         "clients": clients.main,

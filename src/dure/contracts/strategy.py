@@ -25,6 +25,7 @@ from dure.arguments import Told
 from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.learning import Part
+from dure.contracts.page import Page
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.contracts.weights_from import begin_with
@@ -242,6 +243,8 @@ class Learner(ABC):
 
 Value = TypeVar("Value")
 
+MakesPage = Callable[[str, str, bool, Callable[[], Mapping[str, Any]]], Page]
+
 
 @dataclass
 class Place:
@@ -273,6 +276,9 @@ class Place:
     outlives: says that the program goes on when other ranks than the first die, so that the world
         does not end it for that.
     deadline: seconds that ranks wait for one that is silent.
+    page: makes the live page of the run, for a listener of the world's: of the token that opens it,
+        in words where that is found, whether it comes by TLS, and what a server tells of itself. It
+        raises ImportError where nothing draws it.
     """
 
     group: Group
@@ -297,6 +303,7 @@ class Place:
     identities: Mapping[int, str] | None = None
     outlives: Callable[[], None] = lambda: None
     deadline: float = 60.0
+    page: MakesPage | None = None
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """The run's model, fresh: the one that was prepared in this process, or a new one.

@@ -85,14 +85,21 @@ const common = (() => {
     const kept = localStorage.getItem("dure-theme");
     if (kept === "light" || kept === "dark") root.dataset.theme = kept;
   } catch { /* the system's theme stands */ }
-  const onTheme = (drawAll) => {
+  // A page that is shown live runs its script again when its sections are others: what is listened to for good is
+  // listened to here, once, and draws what was drawn last.
+  let latest = { drawAll: () => {}, print: () => {} };
+  system.addEventListener("change", () => latest.drawAll());
+  addEventListener("beforeprint", () => latest.print(true));
+  addEventListener("afterprint", () => latest.print(false));
+  const redraw = () => latest.drawAll();
+  const onTheme = (drawAll, print = () => {}) => {
+    latest = { drawAll, print };
     $("theme").addEventListener("click", () => {
       const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
       root.dataset.theme = dark ? "light" : "dark";
       remember(root.dataset.theme);
       drawAll();
     });
-    system.addEventListener("change", drawAll);
   };
-  return { body, fail, $, data, touch, plain, axis, draw, mark, drawEach, root, onTheme };
+  return { body, fail, $, data, touch, plain, axis, draw, mark, drawEach, root, onTheme, redraw };
 })();

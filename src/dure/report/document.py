@@ -42,11 +42,11 @@ def document(
             '<body><span id="probe" hidden></span><main>',
             *filter(None, sections),
             "</main>",
-            f'<script type="application/json" id="data">{_json(data)}</script>',
-            f'<script id="plotly">{_script(plotly)}</script>',
+            f'<script type="application/json" id="data">{as_json(data)}</script>',
+            f'<script id="plotly">{script_text(plotly)}</script>',
             # In this order: plotly, what scripts share, the page's own.
-            f"<script>{_script(source(__file__, 'common.js'))}</script>",
-            f"<script>{_script(script)}</script>",
+            f"<script>{script_text(source(__file__, 'common.js'))}</script>",
+            f"<script>{script_text(script)}</script>",
             "</body></html>\n",
         ]
     )
@@ -82,13 +82,13 @@ def source(beside: str, name: str) -> str:
     return Path(beside).with_name(name).read_text(encoding="utf-8")
 
 
-def _json(data: object) -> str:
+def as_json(data: object) -> str:
     """JSON that may stand inside a script element: it cannot close the element or open another."""
     # allow_nan=False: a browser's JSON.parse knows no NaN, and would draw nothing at all.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _script(text: str) -> str:
+def script_text(text: str) -> str:
     """A script in which no text, such as one of plotly's, ends the element that it stands in."""
     return re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE)

@@ -244,15 +244,12 @@
   }
 
   const drawAll = () => drawEach(charts);
-  onTheme(drawAll);
   // On paper always in light colours.
-  const print = (on) => () => {
+  onTheme(drawAll, (on) => {
     printing = on;
     root.style.colorScheme = on ? "light" : "";
     drawAll();
-  };
-  addEventListener("beforeprint", print(true));
-  addEventListener("afterprint", print(false));
+  });
 
   // Sorting: what has no value stays below.
   const heads = [...document.querySelectorAll("#table thead th")];
@@ -273,7 +270,8 @@
         if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
         return (typeof a === "number" ? a - b : a.localeCompare(b)) * (up ? 1 : -1);
       });
-      rows.forEach((row) => row.parentNode.append(row));
+      // A page that is shown live keeps this order.
+      rows.forEach((row) => { row.parentNode.dataset.sorted = "yes"; row.parentNode.append(row); });
     });
   });
 

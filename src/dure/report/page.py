@@ -50,16 +50,23 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
-    content = page(runs, title or _title(runs), plotly)
+    text = page(runs, title or title_of(runs), plotly)
     with told(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     # Texts that are no Unicode, such as half of a surrogate pair, cannot be written as they are.
-    write_atomically(out, content.encode("utf-8", errors="replace"))
+    write_atomically(out, text.encode("utf-8", errors="replace"))
     return out
 
 
 def page(runs: Runs, title: str, plotly: str) -> str:
     """The whole HTML document; `plotly`: the source of plotly.js."""
+    sections, data = content(runs, title)
+    script = source(__file__, "page.js")
+    return document(title, sections, data=data, plotly=plotly, script=script)
+
+
+def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
+    """(the sections, each as HTML, "" where there is nothing to show; what their charts draw)."""
     curves = charts.curves(runs.runs)
     timelines = charts.timelines(runs.runs)
     partitions = charts.partitions(runs.runs)
@@ -93,14 +100,14 @@ def page(runs: Runs, title: str, plotly: str) -> str:
         _partitions(partitions),
         _footer(runs.runs),
     ]
-    script = source(__file__, "page.js")
-    return document(title, sections, data=data, plotly=plotly, script=script)
+    return sections, data
 
 
 # Header: what was asked.
 
 
-def _title(runs: Runs) -> str:
+def title_of(runs: Runs) -> str:
+    """What a page about these runs is called."""
     tasks = list(dict.fromkeys(_task(run) for run in runs.runs))
     task = f"{len(tasks)} tasks" if tasks else "comparison"
     if len(tasks) == 1:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
+from dure.record.now import NOW
 from dure.report.facts import (
     divided_of,
     federation_of,
@@ -26,6 +27,7 @@ from dure.report.facts import (
     ranks_of,
     servers_of,
 )
+from dure.report.history_file import HistoryFile
 from dure.report.runs import Line, Partition, Result, Run, Runs, Span, Target, Trace, Worker
 from dure.report.update_leaks import audit_of
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
@@ -37,6 +39,12 @@ def read_runs(folders: Sequence[Path]) -> Runs:
 
     Raises RunFolderError if a folder holds no run, or there are none at all.
     """
+    found, failed = run_folders(folders)
+    return Runs(distinct_labels([read_run(folder) for folder in found]), failed)
+
+
+def run_folders(folders: Sequence[Path]) -> tuple[list[Path], dict[str, str]]:
+    """(the run folders in folders, what failed there with its reason). Raises RunFolderError."""
     failed: dict[str, str] = {}
     found: list[Path] = []
     # A run folder itself, or one with runs right below; nothing is searched deeper.
@@ -55,7 +63,7 @@ def read_runs(folders: Sequence[Path]) -> Runs:
     if not found and not failed:
         raise RunFolderError("no run folders given: a report needs at least one")
     # dict.fromkeys: a folder that is given twice, or lies in one that is given, counts once.
-    return Runs(_distinct_labels([read_run(folder) for folder in dict.fromkeys(found)]), failed)
+    return list(dict.fromkeys(found)), failed
 
 
 def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -79,12 +87,22 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
     return [folder / name for name in names if name not in missing], failed
 
 
-def read_run(folder: Path) -> Run:
-    """Reads one run folder, however little of it there is."""
+def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
+    """Reads one run folder, however little of it there is.
+
+    lines: its history, where somebody reads it again and again while it grows.
+    """
     notes: list[str] = []
     config = _object(folder / "config.json", notes)
     summary = _object(folder / "summary.json", notes)
-    steps, evaluations = _history(folder / "history.jsonl", notes)
+    lines = HistoryFile(folder / "history.jsonl") if lines is None else lines
+    lines.read()
+    if lines.damaged:
+        notes.append(f"{lines.damaged} damaged lines of {lines.path.name} were left out")
+    steps = lines.steps
+    evaluations = lines.evaluations
+    # What a run says of itself at its end; until then what it said last (docs/run-folder.md).
+    told = summary or _object(folder / NOW, notes)
     return Run(
         folder=folder,
         label=text_of(config.get("label")) or text_of(summary.get("label")) or folder.name,
@@ -95,12 +113,12 @@ def read_run(folder: Path) -> Run:
         trace=_trace(folder / "trace.json", notes),
         partition=_partition(config),
         notes=notes,
-        ranks=ranks_of(summary),
-        federation=federation_of(summary),
-        servers=servers_of(summary),
-        divided=divided_of(summary),
-        leakage=leakage_of(summary),
-        promises=promises_of(summary),
+        ranks=ranks_of(told),
+        federation=federation_of(told),
+        servers=servers_of(told),
+        divided=divided_of(told),
+        leakage=leakage_of(told),
+        promises=promises_of(told),
         audit=audit_of(folder, _object(folder / "audit.json", notes)),
     )
 
@@ -116,7 +134,8 @@ def _natural(folder: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def _distinct_labels(runs: Sequence[Run]) -> list[Run]:
+def distinct_labels(runs: Sequence[Run]) -> list[Run]:
+    """The runs, of which those with the same label have the name of their folder besides."""
     times = Counter(run.label for run in runs)
 
     def named(run: Run) -> Run:
@@ -139,52 +158,6 @@ def _object(path: Path, notes: list[str]) -> Mapping[str, Any]:
         return value
     notes.append(f"{path.name} is damaged and was left out")
     return {}
-
-
-def _history(path: Path, notes: list[str]) -> tuple[list[Line], list[Line]]:
-    steps: list[Line] = []
-    evaluations: list[Line] = []
-    damaged = 0
-    if not path.is_file():
-        return steps, evaluations
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
-            try:
-                raw = json.loads(text)
-                step = number(raw["step"])
-                kind = {"step": steps, "evaluation": evaluations}[raw["kind"]]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                # A killed run leaves half a line at the end, which is no damage.
-                damaged += bool(text.strip()) and text.endswith("\n")
-                continue
-            if step is None:
-                damaged += 1
-                continue
-            # A resumed run did again what came after its checkpoint: the newer lines stand.
-            while kind and kind[-1].step >= step:
-                kind.pop()
-            kind.append(_line(step, raw))
-    if damaged:
-        notes.append(f"{damaged} damaged lines of {path.name} were left out")
-    return steps, evaluations
-
-
-def _line(step: float, raw: Mapping[str, Any]) -> Line:
-    return Line(
-        step=step,
-        epoch=number(raw.get("epoch")),
-        seconds=number(raw.get("seconds")),
-        loss=number(raw.get("loss")),
-        bytes_sent=number(raw.get("bytes_sent")),
-        compute=number(raw.get("compute_seconds")),
-        communication=number(raw.get("communication_seconds")),
-        idle=number(raw.get("idle_seconds")),
-        peak_memory=number(raw.get("peak_memory")),
-        metrics={
-            str(key): number(value)
-            for key, value in mapping(raw.get("metrics", raw.get("numbers"))).items()
-        },
-    )
 
 
 def _result(

@@ -49,7 +49,7 @@ def table(runs: Runs) -> str:
     notes = ""
     for index, run in enumerate(runs.runs):
         who = f"<span>{escape(run.label)}<small>{escape(world(run))}</small></span>"
-        rows += f'<tr><th scope="row"><div>{swatch(index)}{who}</div></th>'
+        rows += f'<tr data-key="{index}"><th scope="row"><div>{swatch(index)}{who}</div></th>'
         for column, winner in zip(columns, best, strict=True):
             rows += _cell(column, run, winner)
         rows += "</tr>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ from dure.randomness.seeds import generators_state, restore_generators, seed_gen
 from dure.record.best import go_back, keep_best
 from dure.record.history import Evaluation, History, Record, Step, finite
 from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_counters
+from dure.record.now import Now, forget
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.run import RunFolder
 from dure.record.trace import Lane, Trace
@@ -55,6 +56,7 @@ from dure.run.lineage import FILE, METADATA, lineage_of, signed
 from dure.run.own_data import check_as_before, with_own_data
 from dure.run.summary import summarise
 from dure.run.validation import with_validation
+from dure.run.watch import page_of
 
 
 def drive(job: Job, place: Place) -> Outcome:
@@ -83,6 +85,7 @@ def _drive(job: Job, place: Place) -> Outcome:
         place.check = job.check
         place.folder = job.folder
         place.config = job.config
+        place.page = None if job.folder is None else partial(page_of, job.folder)
         if job.strategy.led and place.group.rank:
             ended = job.strategy.assist(job.task, place, job.seed)
             return Outcome({}, {}, History(), {"ended": ended})
@@ -148,6 +151,12 @@ class Driver:
         self.monitor = early.monitor_of(job.task, job.stop)
         self.best: Mapping[str, Tensor] | None = None
         """The weights of the best evaluation, on rank 0, where no folder has them."""
+        # Of several ranks no one knows alone what all of them have done.
+        tells = self.folder is not None and self.group.size == 1
+        self.now = Now(self.folder.path) if self.folder is not None and tells else None
+        if self.now is not None:
+            self.now.facts = learner.facts
+            place.report = _heard_by(self.now, place.report)
         self._stopped = False
         """Whether a callback wants the run to end."""
         self._reported = 0.0
@@ -321,6 +330,8 @@ class Driver:
         self.history.append(record)
         if self.folder is not None:
             self.folder.append(record)
+        if self.now is not None:
+            self.now.write()
         self._tell(record)
         if self.leads and time.monotonic() - self._reported > self.place.report_seconds:
             self._report()
@@ -472,6 +483,7 @@ class Driver:
         summary, metadata, beside = self._signed(summary)
         if self.folder is not None:
             summary = self.folder.finish(weights, summary, lanes, metadata, beside)
+            forget(self.folder.path)
         return Outcome(weights, buffers, self.history, summary, self.best)
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
@@ -490,6 +502,18 @@ class Driver:
         """The timelines of all ranks, on rank 0."""
         parts = self.group.gather_bytes(self.place.trace.packed(self.place.clock_offset))
         return [lane for part in parts for lane in Trace.unpacked(part)]
+
+
+def _heard_by(
+    now: Now, report: Callable[[dict[str, Any]], None]
+) -> Callable[[dict[str, Any]], None]:
+    """What tells whoever watches the run, and keeps what a server says of its clients."""
+
+    def heard(event: dict[str, Any]) -> None:
+        now.hears(event)
+        report(event)
+
+    return heard
 
 
 def _all_apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -22,12 +22,14 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, another
 from dure.contracts.task import Task
 from dure.contracts.weights_from import warn_of_drawn
-from dure.errors import DureError, RunFolderError, exit_is_a_failure
+from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
 from dure.machine.compiler import left_out
 from dure.machine.own_code import begun_with, files_of
 from dure.memory.undivided import beside, why_not
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.history import is_spread
+from dure.record.now import failed
+from dure.record.now import forget as forget_now
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
 from dure.run.asked import check_asked, check_function
@@ -454,12 +456,27 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         if job.task.reference is not None:
             files = files_of(job.task.reference["name"])
             program = functools.partial(begun_with, files, program)
-    outcome = world.run(program, on_progress)
+    with _kept(job.folder if world.leads else None):
+        outcome = world.run(program, on_progress)
     # The task's factory may be called once more.
     with exit_is_a_failure("the task", "making the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
     return Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
+
+
+@contextmanager
+def _kept(folder: Path | None) -> Iterator[None]:
+    """Why a run failed is kept in its folder, for whoever watches it."""
+    if folder is not None:
+        forget_now(folder)
+    try:
+        yield
+    # An interrupt ends a run, and is no failure.
+    except Exception as error:
+        if folder is not None:
+            failed(folder, text_of(error).strip() or described(error))
+        raise
 
 
 # The checks run the user's own code: the model, its data, perhaps a loss.

@@ -521,8 +521,17 @@ class _Server(_Serves):
             differs=lambda seat: differences(seat.machine, self.machine),
             token=kept_token(self.folder),
         )
+        secure = context is not None
+        if place.page is not None:
+            where = f"It is in {self.folder / TOKEN}."
+            # Without plotly the listener has all but the page.
+            with contextlib.suppress(ImportError):
+                status.page = place.page(status.token, where, secure, status.look)
         serving = Serving(status.asgi(), world.status_host, world.status_port, context)
         self.ending.callback(serving.stop)
+        # Before that: whoever watches sees the end, and holds nobody up.
+        if status.page is not None:
+            self.ending.callback(status.page.close)
         scheme = "http" if context is None else "https"
         url = f"{scheme}://{_in_url(world.status_host)}:{serving.port}/status"
         place.report({"status": url, "token": str(self.folder / TOKEN)})

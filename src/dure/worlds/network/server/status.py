@@ -7,15 +7,19 @@ whether the server can serve.
 
     200   it can                    401   the token is missing, or another one
     503   it is starting, or its journal cannot be written any more
+
+At / is the live page of the run (`dure.contracts.page`), which takes the same token by a form. What
+a browser has in its place opens the page alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from dure.contracts.page import MOST_BODY, PACE, Page, Stream
 from dure.record.disk import sync_folder, told
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Journal
@@ -52,6 +58,7 @@ class Status:
     clock: Clock
     differs: Callable[[Seat], list[str]]
     token: str
+    page: Page | None = None
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -64,8 +71,27 @@ class Status:
                 Route("/health", self.health, methods=["GET"]),
                 Route("/status", self._known(self.status), methods=["GET"]),
                 Route("/metrics", self._known(self.metrics), methods=["GET"]),
+                Route("/{rest:path}", self.show, methods=["GET", "POST"]),
             ]
         )
+
+    async def show(self, request: Request) -> Response:
+        """The live page, and what belongs to it."""
+        if self.page is None:
+            return _json({"error": "there is no page here: pip install 'dure[report]'"}, 404)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BODY:
+                return Response(status_code=413, headers={"connection": "close"})
+        query = f"?{request.url.query}" if request.url.query else ""
+        asked = (request.method, f"{request.url.path}{query}", dict(request.headers), body)
+        # In a thread, since it reads files.
+        answer = await run_in_threadpool(self.page.answer, *asked)
+        headers = dict(answer.headers)
+        if answer.stream is not None:
+            return StreamingResponse(_due(answer.stream), answer.status, headers)
+        return Response(answer.body, answer.status, headers)
 
     def _known(self, answer: Callable[[], Response]) -> Callable[[Request], Any]:
         """The answer, for whoever has the token."""
@@ -174,6 +200,18 @@ class Status:
             "quarantined_seconds": round(away[seat.number], 1) if seat.number in away else None,
             "bits_differ_by": self.differs(seat) if seat.examples else [],
         }
+
+
+async def _due(stream: Stream) -> AsyncIterator[bytes]:
+    """What a reader is sent, until the stream is over or the reader has gone."""
+    try:
+        while not stream.over:
+            said = await run_in_threadpool(stream.due)
+            if said:
+                yield said
+            await asyncio.sleep(PACE)
+    finally:
+        stream.close()
 
 
 def state_of(seat: Seat) -> str:

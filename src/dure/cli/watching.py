@@ -1,0 +1,49 @@
+"""`dure watch RUN`: the report of runs in a browser, live while they go on."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dure.cli.flags import names_before_flags, parse_flags
+
+_USAGE = "dure watch RUN [RUN ...]"
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """How to show them.
+
+    Args:
+        port: of the page, at 127.0.0.1; by default any that is free.
+        linger: seconds for which the page stays once nothing is to come; by default until Ctrl-C.
+    """
+
+    port: int = 0
+    linger: float | None = None
+
+
+def main(given: list[str]) -> int:
+    """Shows the page until Ctrl-C, which is no failure."""
+    names, flags = names_before_flags(given)
+    about = "Show the report of runs in a browser, live while they go on, whoever trains them."
+    how: WatchOptions = parse_flags(_USAGE, {"how": WatchOptions}, flags, about)["how"]
+    if not names:
+        raise ValueError(f"{_USAGE}: name a run folder, or a folder of runs")
+    if not 0 <= how.port < 65536:
+        raise ValueError(f"port is {how.port}, but ports are 0 to 65535")
+    if how.linger is not None and how.linger < 0:
+        raise ValueError(f"linger is {how.linger}, but the page stays 0 seconds or more")
+    from dure.run.watch import watch
+
+    try:
+        watch([Path(name) for name in names], how.port, how.linger, _tell)
+    except KeyboardInterrupt:
+        print("dure: the page is closed; the runs go on", file=sys.stderr)
+    return 0
+
+
+def _tell(url: str, code: str) -> None:
+    # Apart: what opens the page is in no address, and so in no history.
+    print(f"watch at {url}\ncode     {code}\nCtrl-C closes the page", file=sys.stderr, flush=True)

@@ -1,0 +1,237 @@
+"""The section that says how things are now: each run, and who takes part in a federation.
+
+What a server tells of its clients is that of /status (docs/watching.md): names and reasons come
+from clients, and are data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dure.record.history import is_spread, judging
+from dure.report.document import section
+from dure.report.live.following import FAILED, OVER, RUNNING, STARTING, STOPPED, Followed, Look
+from dure.report.parts import swatch, table
+from dure.report.values import listing, mapping, number, text_of
+from dure.report.words import (
+    UNKNOWN,
+    count,
+    duration,
+    escape,
+    listed,
+    metric_name,
+    metric_value,
+    plural,
+    size,
+)
+
+MOST_CLIENTS = 200
+"""Rows of clients; those with trouble come first."""
+
+MOST_REFUSALS = 10
+"""Of the newest refusals."""
+
+_TROUBLE = ("missing", "away")
+
+_SAID = {
+    STARTING: "starts",
+    RUNNING: "is training",
+    OVER: "has ended",
+    FAILED: "has failed",
+    STOPPED: "has stopped",
+}
+
+
+def now(look: Look, server: Mapping[str, Any]) -> str:
+    """The section. server: what /status says, where a server shows this page; else empty."""
+    if not look.followed:
+        lead = "Nothing has begun in this folder. What begins there is shown here."
+        return section("now", "Now", lead, "")
+    labels = [run.label for run in look.runs.runs]
+    rows = "".join(_row(place, labels[place], one) for place, one in enumerate(look.followed))
+    head = ("run", "state", "done", "loss", "measured", "time", "sent")
+    body = table("how the runs are", "long", head, rows, texts=("run", "state"))
+    for one in look.followed:
+        body += _why(one)
+    body += _server(server) if server else "".join(map(_federation, look.followed))
+    return section("now", "Now", _lead(look), body)
+
+
+def _lead(look: Look) -> str:
+    """How all of them are, in a sentence."""
+    if len(look.followed) == 1:
+        one = look.followed[0]
+        ended = one.run.result.ended
+        by = f" ({escape(ended)})" if one.state == OVER and ended else ""
+        what = f"{escape(one.run.label)} {_SAID[one.state]}{by}."
+    else:
+        going = sum(one.goes_on for one in look.followed)
+        what = f"{plural(going, 'run')} of {count(len(look.followed))} going on."
+    return what if look.goes_on else f"{what} Nothing is to come: below is the final report."
+
+
+def _row(place: int, label: str, one: Followed) -> str:
+    run = one.run
+    result = run.result
+    steps = UNKNOWN if result.steps is None else plural(result.steps, result.unit)
+    share = _share(one)
+    done = "" if share is None else f" <small>{share:.0%}</small>"
+    # Of a run that goes on, what all workers have sent by the last evaluation.
+    newest = run.evaluations[-1] if run.evaluations else None
+    sent = newest.bytes_sent if newest is not None else None
+    state = f'<span class="state {one.state}">{one.state}</span>'
+    return (
+        f'<tr data-key="{place}"><th scope="row" class="text"><div>'
+        f"{swatch(place)}<span>{escape(label)}</span></div></th>"
+        f'<td class="text">{state}</td>'
+        f"<td>{steps}{done}</td><td>{metric_value('loss', result.train_loss)}</td>"
+        f"<td>{_measured(one)}</td><td>{duration(result.seconds)}</td><td>{size(sent)}</td></tr>"
+    )
+
+
+def _measured(one: Followed) -> str:
+    """The newest value of the metric to judge by."""
+    final = one.run.result.final
+    names = [name for name in final if not is_spread(name)]
+    if not names:
+        return UNKNOWN
+    name = min(names, key=judging)
+    return f"{metric_value(name, final[name])} <small>{escape(metric_name(name))}</small>"
+
+
+def _share(one: Followed) -> float | None:
+    """How much of the run is done, by the limit that is nearest; None where none is known."""
+    stop = mapping(one.run.config.get("stop"))
+    result = one.run.result
+    so_far = {
+        "epochs": result.epochs,
+        "steps": result.steps,
+        "rounds": result.steps,
+        "seconds": result.seconds,
+    }
+    shares = [
+        min(done / limit, 1.0)
+        for name, done in so_far.items()
+        if (limit := number(stop.get(name))) and done is not None
+    ]
+    return max(shares, default=None)
+
+
+def _why(one: Followed) -> str:
+    """Why a run goes on no more, where it should."""
+    why = text_of(one.now.get("failed"))
+    if one.state == FAILED and why:
+        return f'<p class="trouble">{escape(one.run.label)}: {escape(why)}</p>'
+    if one.state == STOPPED:
+        return (
+            f'<p class="trouble">{escape(one.run.label)}: nobody trains in its folder, and it has '
+            f"no end: it was killed. dure train --resume goes on with it.</p>"
+        )
+    return ""
+
+
+def _federation(one: Followed) -> str:
+    """What a server has written of its clients, where another process looks at its folder."""
+    told = mapping(one.now.get("federation"))
+    if not told or not one.goes_on:
+        return ""
+    facts = [
+        ("round", count(number(told.get("round")))),
+        ("clients here", count(number(told.get("here")))),
+        ("at work", _named(told.get("at_work"))),
+        ("missing", _named(told.get("missing"))),
+        ("updates", _outcomes(told.get("outcomes"))),
+        ("received", size(number(told.get("received")))),
+        ("sent", size(number(told.get("sent")))),
+    ]
+    return _facts(facts)
+
+
+def _named(names: object) -> str:
+    known = [str(name) for name in listing(names)]
+    return f"{count(len(known))}: {listed(known)}" if known else "nobody"
+
+
+def _outcomes(outcomes: object) -> str:
+    pairs = [f"{count(number(often))} {name}" for name, often in mapping(outcomes).items()]
+    return ", ".join(pairs) or "none yet"
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    """Pairs of a word and a text from outside."""
+    inside = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts
+    )
+    return f'<dl class="facts">{inside}</dl>'
+
+
+# What a server knows of its clients.
+
+
+def _server(told: Mapping[str, Any]) -> str:
+    clients = mapping(told.get("clients"))
+    moved = mapping(told.get("bytes"))
+    facts = [
+        ("server", str(told.get("state"))),
+        ("round", count(number(told.get("round")))),
+        ("deadline", duration(number(told.get("seconds_to_deadline")))),
+        *((name.replace("_", " "), count(number(often))) for name, often in clients.items()),
+        ("updates", _outcomes(told.get("updates"))),
+        ("received", size(number(moved.get("received")))),
+        ("sent", size(number(moved.get("sent")))),
+    ]
+    return _facts(facts) + _clients(listing(told.get("who"))) + _refusals(told)
+
+
+def _clients(who: Sequence[Any]) -> str:
+    seats = [one for one in who if isinstance(one, dict)]
+    if not seats:
+        return ""
+    # A stable sort: in the order of their numbers, but for those that somebody should look at.
+    shown = sorted(seats, key=_calm)[:MOST_CLIENTS]
+    rows = "".join(map(_client, shown))
+    head = ("client", "state", "examples", "round", "deadline", "last")
+    body = table("clients", "long", head, rows, texts=("client", "state", "last"))
+    left = len(seats) - len(shown)
+    more = f'<p class="aside">{plural(left, "more client")} in /status.</p>' if left else ""
+    return f"<h3>Who is there</h3>{body}{more}"
+
+
+def _calm(seat: Mapping[str, Any]) -> bool:
+    last = str(seat.get("last") or "accepted")
+    troubled = seat.get("state") in _TROUBLE or seat.get("quarantined_seconds") is not None
+    return not (troubled or not last.startswith("accepted"))
+
+
+def _client(seat: Mapping[str, Any]) -> str:
+    state = str(seat.get("state"))
+    away = number(seat.get("quarantined_seconds"))
+    said = state if away is None else f"in quarantine, {duration(away)}"
+    mark = "quarantined" if away is not None else state.replace(" ", "-")
+    name = text_of(seat.get("name")) or f"client {seat.get('client')}"
+    return (
+        f'<tr data-key="{escape(seat.get("client"))}">'
+        f'<th scope="row" class="text">{escape(name)}</th>'
+        f'<td class="text"><span class="state {escape(mark)}">{escape(said)}</span></td>'
+        f"<td>{count(number(seat.get('examples')))}</td><td>{count(number(seat.get('round')))}</td>"
+        f"<td>{duration(number(seat.get('seconds_to_deadline')))}</td>"
+        f'<td class="text said">{escape(seat.get("last") or UNKNOWN)}</td></tr>'
+    )
+
+
+def _refusals(told: Mapping[str, Any]) -> str:
+    newest = [one for one in listing(told.get("newest_refusals")) if isinstance(one, dict)]
+    if not newest:
+        return ""
+    lines = "".join(
+        f"<li>{escape(one.get('time'))}, {escape(_whose(one))}: {escape(one.get('kind'))}, "
+        f"{escape(one.get('reason'))}</li>"
+        for one in reversed(newest[-MOST_REFUSALS:])
+    )
+    return f'<h3>Refused last</h3><ul class="notes">{lines}</ul>'
+
+
+def _whose(refusal: Mapping[str, Any]) -> str:
+    client = refusal.get("client")
+    return str(refusal.get("address") or "a stranger") if client is None else f"client {client}"

@@ -1,0 +1,246 @@
+"""The live page: what is answered to a request, whichever listener it came to.
+
+    GET  /            the page; a form for the token to whoever has not given it
+    POST /            the token, for a cookie (`dure.report.live.door`)
+    GET  /events      what has changed since a state, as server-sent events
+    GET  /plotly.js   what draws, which a browser keeps
+    GET  /here        204, or 401 without the token
+
+    event: patch | whole    a state (`dure.report.live.state`)
+    event: beat             every `BEAT` seconds, so that both sides know that the other is there
+    event: bye              the server ends
+
+Scripts run by a nonce alone, and the page may ask nobody but its server.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from dure.contracts.page import Answer
+from dure.report import document
+from dure.report.live.door import Door
+from dure.report.live.state import State, States
+from dure.report.words import escape
+
+BEAT = 10.0
+"""Seconds between two signs of life; the page looks for the server again after three of them."""
+
+MOST_READERS = 32
+"""Streams at a time: each costs its listener something."""
+
+_HEADERS = {
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+_POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
+
+_JAVASCRIPT = "text/javascript; charset=utf-8"
+
+
+class LivePage:
+    """A page about the runs in some folders. Implements `dure.contracts.page.Page`.
+
+    token: who has it may see the page; where_token: in words, where it is found. secure: the page
+    comes by TLS. server: what /status says. Raises ImportError where plotly is not installed.
+    """
+
+    def __init__(
+        self,
+        folders: list[Path],
+        token: str,
+        where_token: str,
+        secure: bool = False,
+        server: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        document.check_plotly("the live page")
+        self._door = Door(token, secure)
+        self._where = where_token
+        self.states = States(folders, server)
+        self._closed = threading.Event()
+        self.readers = 0
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """The answer to a request."""
+        where, _, query = path.partition("?")
+        if where == "/" and method == "POST":
+            entered = self._door.enter(body)
+            return _with(_HEADERS, self._form(403, wrong=True) if entered is None else entered)
+        if method not in ("GET", "HEAD"):
+            return _with(_HEADERS, Answer(405, {"allow": "GET, POST"}))
+        known = self._door.knows(headers)
+        if where == "/":
+            return _with(_HEADERS, self._page() if known else self._form(401))
+        if not known:
+            return _with(_HEADERS, Answer(401, {"www-authenticate": "Bearer"}))
+        if where == "/here":
+            return _with(_HEADERS, Answer(204))
+        if where == "/plotly.js":
+            return _with(_HEADERS, self._drawing(headers))
+        if where == "/events":
+            since = headers.get("last-event-id") or parse_qs(query).get("since", [""])[0]
+            return _with(_HEADERS, self._events(since))
+        return _with(_HEADERS, Answer(404))
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until so much later, or the end."""
+        self._closed.wait(seconds)
+
+    def _events(self, since: str) -> Answer:
+        if self.readers >= MOST_READERS:
+            return Answer(503, {"retry-after": "10"})
+        headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
+        return Answer(200, headers, stream=Events(self, since))
+
+    @cached_property
+    def _plotly(self) -> tuple[bytes, bytes, str]:
+        """(the source, the same compressed, its tag), from the first time on that it is wanted."""
+        source = document.plotly_source("the live page").encode()
+        return source, gzip.compress(source, 6), f'"{hashlib.sha256(source).hexdigest()[:16]}"'
+
+    def _drawing(self, headers: Mapping[str, str]) -> Answer:
+        # It may be kept, but is asked for again: another version has another tag.
+        source, packed, tag = self._plotly
+        kept = {"cache-control": "private, no-cache", "etag": tag}
+        if headers.get("if-none-match") == tag:
+            return Answer(304, kept)
+        kind = {**kept, "content-type": _JAVASCRIPT, "vary": "accept-encoding"}
+        if "gzip" in headers.get("accept-encoding", ""):
+            return Answer(200, {**kind, "content-encoding": "gzip"}, packed)
+        return Answer(200, kind, source)
+
+    def _page(self) -> Answer:
+        state = self.states.newest()
+        nonce = secrets.token_urlsafe(16)
+        return _html(200, _document(state, nonce), nonce)
+
+    def _form(self, status: int, wrong: bool = False) -> Answer:
+        said = "That is another token." if wrong else "This page is for whoever has its token."
+        body = (
+            '<div class="door"><p class="mark">dure</p>'
+            f'<p role="status">{said} {escape(self._where)}</p>'
+            '<form method="post" action="./"><label for="token">Token</label>'
+            '<input id="token" name="token" type="password" autocomplete="off" required autofocus>'
+            "<button>Show the page</button></form></div>"
+        )
+        return _html(status, _around("dure", body), secrets.token_urlsafe(16))
+
+
+class Events:
+    """What one reader is sent. since: the version that it has."""
+
+    def __init__(self, page: LivePage, since: str) -> None:
+        self._page = page
+        self._has = page.states.known(since)
+        self._beat = 0.0
+        self._ended = False
+        self._counted = True
+        page.readers += 1
+
+    @property
+    def over(self) -> bool:
+        return self._ended
+
+    def due(self) -> bytes:
+        """What is to be sent now."""
+        closes = self._page.closed
+        newest = self._page.states.newest(at_once=closes)
+        said = b""
+        if self._has is None:
+            said = _event("whole", newest.whole(), newest.version)
+        elif newest.version != self._has.version:
+            said = _event("patch", newest.since(self._has), newest.version)
+        self._has = newest
+        if closes:
+            self._ended = True
+            return said + _event("bye", {})
+        if said or time.monotonic() - self._beat > BEAT:
+            self._beat = time.monotonic()
+            return said or _event("beat", {})
+        return b""
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        if self._counted:
+            self._counted = False
+            self._page.readers -= 1
+
+
+def _event(name: str, told: Mapping[str, Any], version: str = "") -> bytes:
+    numbered = f"id: {version}\n" if version else ""
+    # JSON has no line breaks of its own, which would end the event's data.
+    text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+    return f"event: {name}\n{numbered}retry: 2000\ndata: {text}\n\n".encode(errors="replace")
+
+
+def _with(headers: Mapping[str, str], answer: Answer) -> Answer:
+    """The answer with these headers, where it has not its own."""
+    return Answer(answer.status, {**headers, **answer.headers}, answer.body, answer.stream)
+
+
+def _html(status: int, text: str, nonce: str) -> Answer:
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": _POLICY.format(nonce=nonce),
+    }
+    return Answer(status, headers, text.encode("utf-8", errors="replace"))
+
+
+def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> str:
+    """A document with the report's style."""
+    style = document.source(document.__file__, "style.css") + document.source(__file__, "live.css")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
+        f'<body{attributes}><span id="probe" hidden></span><main>{body}</main>\n{scripts}'
+        "</body></html>\n"
+    )
+
+
+def _document(state: State, nonce: str) -> str:
+    parts = "".join(
+        f'<div data-part="{place}">{html}</div>\n' for place, html in enumerate(state.sections)
+    )
+    body = f'<p id="link" role="status">connecting</p>{parts}'
+    over = "yes" if state.over else "no"
+    attributes = f' data-version="{escape(state.version)}" data-over="{over}"'
+    data = document.as_json(state.data)
+    scripts = [f'<script type="application/json" id="data">{data}</script>']
+    scripts.append(f'<script nonce="{nonce}" src="plotly.js"></script>')
+    # The live script takes the sections as they came, before the page's own fills them.
+    for name, beside, file in (
+        ("common", document.__file__, "common.js"),
+        ("live", __file__, "live.js"),
+        ("page", document.__file__, "page.js"),
+    ):
+        text = document.script_text(document.source(beside, file))
+        scripts.append(f'<script nonce="{nonce}" id="{name}">{text}</script>')
+    return _around(state.title, body, attributes, "\n".join(scripts))

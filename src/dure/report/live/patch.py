@@ -1,0 +1,64 @@
+"""What has to change in a value of JSON so that it becomes another one.
+
+    [path, "add", values]   values come at the end of the list at `path`
+    [path, "set", value]    the value at `path` is this one
+    [path, "cut"]           what is at `path` is no more
+
+A path is a list of keys and places. A list of which the old one is the beginning is added to, so a
+curve that has grown by a point costs a point. In the browser live.js does the same changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Change = list[Any]
+
+
+def changes(old: Any, new: Any) -> list[Change]:
+    """From the one to the other; both are dictionaries."""
+    return list(_changes([], old, new))
+
+
+def _changes(path: list[Any], old: Any, new: Any) -> Iterator[Change]:
+    if old is new or old == new:
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old.keys() - new.keys():
+            yield [[*path, key], "cut"]
+        for key, value in new.items():
+            if key in old:
+                yield from _changes([*path, key], old[key], value)
+            else:
+                yield [[*path, key], "set", value]
+    elif isinstance(old, list) and isinstance(new, list):
+        yield from _of_lists(path, old, new)
+    else:
+        yield [path, "set", new]
+
+
+def _of_lists(path: list[Any], old: list[Any], new: list[Any]) -> Iterator[Change]:
+    if old and new[: len(old)] == old:
+        yield [path, "add", new[len(old) :]]
+    elif len(old) == len(new) and all(isinstance(one, (dict, list)) for one in [*old, *new]):
+        for place, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _changes([*path, place], one, other)
+    else:
+        yield [path, "set", new]
+
+
+def patched(value: Any, made: list[Change]) -> Any:
+    """The value with these changes, in place: what live.js does, in Python."""
+    for path, what, *given in made:
+        *way, last = path
+        there = value
+        for key in way:
+            there = there[key]
+        if what == "cut":
+            del there[last]
+        elif what == "add":
+            there[last].extend(given[0])
+        else:
+            there[last] = given[0]
+    return value

@@ -1,0 +1,127 @@
+"""What a page shows at one moment, and what a reader of an earlier moment is sent.
+
+    whole   all sections and all data
+    patch   sections that are others, and the changes of the data (`dure.report.live.patch`)
+
+A state is made when somebody asks for it, and no sooner than `PACE` after the last one, nor than
+ten times what that took: to be watched costs a run a tenth of a core at most, and nothing while
+nobody looks. A folder in which nothing has changed makes no state.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.report.live.following import Following, Look
+from dure.report.live.now import now
+from dure.report.live.patch import changes
+from dure.report.page import content, title_of
+
+PACE = 1.0
+"""Seconds between two looks at the least."""
+
+KEPT = 4
+"""States from which a reader gets a patch; one of an earlier state gets the whole."""
+
+
+@dataclass(frozen=True)
+class State:
+    """version: unlike any other's, also after the server has begun again. over: nothing is to
+    come. sections: HTML; the second one is how things are now."""
+
+    version: str
+    title: str
+    over: bool
+    sections: list[str]
+    data: dict[str, Any]
+
+    def shows(self, over: bool, sections: list[str], data: dict[str, Any]) -> bool:
+        """Whether it is these."""
+        return self.over == over and self.data is data and self.sections == sections
+
+    def whole(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "title": self.title,
+            "over": self.over,
+            "sections": self.sections,
+            "data": self.data,
+        }
+
+    def since(self, before: State) -> dict[str, Any]:
+        """What a reader of `before` is sent."""
+        pairs = zip(before.sections, self.sections, strict=True)
+        return {
+            "version": self.version,
+            "since": before.version,
+            "title": self.title,
+            "over": self.over,
+            "sections": {place: new for place, (old, new) in enumerate(pairs) if old != new},
+            "changes": changes(before.data, self.data),
+        }
+
+
+class States:
+    """The states of one page. server: what /status says, where a server shows it."""
+
+    def __init__(self, folders: list[Path], server: Callable[[], Mapping[str, Any]] = dict) -> None:
+        self._following = Following(folders)
+        self._server = server
+        self._kept: OrderedDict[str, State] = OrderedDict()
+        self._boot = secrets.token_hex(4)
+        self._made = 0
+        self._due = 0.0
+        self._looked: Look | None = None
+        self._title = ""
+        self._sections: list[str] = []
+        self._data: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def newest(self, at_once: bool = False) -> State:
+        """How things are, as of a moment ago. at_once: as of now."""
+        with self._lock:
+            began = time.monotonic()
+            if not self._kept or at_once or began >= self._due:
+                self._look()
+                took = time.monotonic() - began
+                self._due = time.monotonic() + max(PACE, 10 * took)
+            return next(reversed(self._kept.values()))
+
+    def known(self, version: str) -> State | None:
+        """An earlier state, if it is still here."""
+        with self._lock:
+            return self._kept.get(version)
+
+    def _look(self) -> None:
+        look = self._following.look()
+        told = dict(self._server())
+        before = next(reversed(self._kept.values())) if self._kept else None
+        if before is None or self._looked is None or not look.shows_the_same(self._looked):
+            self._looked = look
+            self._title = title_of(look.runs) if look.followed else "nothing yet"
+            self._sections, self._data = content(look.runs, self._title)
+        present = now(look, told)
+        header, *rest = self._sections
+        # A server whose run is over may still tell its clients so.
+        over = not look.goes_on and told.get("state", "over") in ("over", "broken")
+        sections = [header, present, *rest]
+        if before is not None and before.shows(over, sections, self._data):
+            return
+        self._made += 1
+        state = State(
+            version=f"{self._boot}-{self._made}",
+            title=self._title,
+            over=over,
+            sections=sections,
+            data=self._data,
+        )
+        self._kept[state.version] = state
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
