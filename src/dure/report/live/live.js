@@ -1,13 +1,12 @@
 // Keeps the report current: events from the server change sections and data in place, so that a zoom, a choice and what
-// was sorted stay as they are. It comes before the page's own script, which fills what it finds.
+// was sorted stay as they are. It runs the page's own script, which fills what it finds: at first, and when all is anew.
 "use strict";
 (() => {
-  const { $, data, body, mark, redraw, fail } = common;
+  const { $, data, body, redraw, fail } = common;
   const parts = [...document.querySelectorAll("[data-part]")];
   // As the server wrote them: the page's script fills some elements, which are then no longer as they came.
   const sources = parts.map((part) => part.cloneNode(true));
-  const script = $("page").textContent;
-  const nonce = $("page").nonce;
+  const nonce = document.currentScript.nonce;
   let version = body.dataset.version;
   let over = body.dataset.over === "yes";
   let events = null;
@@ -77,6 +76,15 @@
   };
   const inside = ([path]) => (path[0] === "curves" && path[1] === "series" && path.length > 4) || (path[0] === "figures" && path.length > 2);
 
+  // The page's own script, which does not run by itself.
+  const run = () => {
+    const script = document.createElement("script");
+    script.nonce = nonce;
+    script.textContent = $("page").textContent;
+    body.append(script);
+    script.remove();
+  };
+
   // All anew: sections as they are now, and the page's script once more. What was chosen is chosen again.
   const rebuild = () => {
     const at = scrollY;
@@ -86,11 +94,7 @@
     const open = [...document.querySelectorAll("details")].map((one) => one.open);
     for (const chart of document.querySelectorAll(".js-plotly-plot")) Plotly.purge(chart);
     parts.forEach((part, place) => part.replaceChildren(...sources[place].cloneNode(true).childNodes));
-    const again = document.createElement("script");
-    again.nonce = nonce;
-    again.textContent = script;
-    body.append(again);
-    again.remove();
+    run();
     for (const [id, text] of chosen) [...($(id)?.children || [])].find((one) => one.textContent === text && one.getAttribute("aria-pressed") !== "true")?.click();
     for (const [id, value] of held) {
       const one = $(id);
@@ -176,5 +180,6 @@
   // Nothing heard for long, though no error was told: a machine that slept, or a link that broke.
   setInterval(() => { if (events && Date.now() - heard > SILENT) listen(); }, 5000);
   addEventListener("load", () => listen());
+  run();
   take({ version, over, title: document.title });
 })();

@@ -235,12 +235,11 @@ def _document(state: State, nonce: str) -> str:
     data = document.as_json(state.data)
     scripts = [f'<script type="application/json" id="data">{data}</script>']
     scripts.append(f'<script nonce="{nonce}" src="plotly.js"></script>')
-    # The live script takes the sections as they came, before the page's own fills them.
-    for name, beside, file in (
-        ("common", document.__file__, "common.js"),
-        ("live", __file__, "live.js"),
-        ("page", document.__file__, "page.js"),
-    ):
+    # Of a type that no browser runs: the live script takes the sections as they came, and runs it
+    # then, and again when sections are others.
+    own = document.script_text(document.source(document.__file__, "page.js"))
+    scripts.append(f'<script type="text/plain" id="page">{own}</script>')
+    for beside, file in ((document.__file__, "common.js"), (__file__, "live.js")):
         text = document.script_text(document.source(beside, file))
-        scripts.append(f'<script nonce="{nonce}" id="{name}">{text}</script>')
+        scripts.append(f'<script nonce="{nonce}">{text}</script>')
     return _around(state.title, body, attributes, "\n".join(scripts))
