@@ -413,6 +413,8 @@ class Run:
     promises: Sequence[Any] = ()
     """Of differential privacy, as the run told them."""
     audit: Audit | None = None
+    goes_on: bool = False
+    """Whether somebody trains it just now."""
 
 
 @dataclass(frozen=True)

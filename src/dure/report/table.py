@@ -294,8 +294,10 @@ def finished(run: Run) -> bool:
 
 
 def ended(run: Run) -> str:
-    """What ended the run: a limit, or a kill."""
+    """What ended the run: a limit, or a kill; nothing yet, while somebody trains it."""
     result = run.result
+    if run.goes_on:
+        return UNKNOWN
     if result.ended is None:
         return "kill" if result.steps is None else f"kill at {result.unit} {count(result.steps)}"
     return result.ended

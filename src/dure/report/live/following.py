@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,8 @@ class Following:
         # Before the files are read: what is written meanwhile is seen at the next look.
         seen = (held, [_stamp(folder / name) for name in _FILES])
         if known.found is None or seen != known.seen:
-            known.found = Followed(read_run(folder, known.lines), held, _now(folder))
+            run = replace(read_run(folder, known.lines), goes_on=held)
+            known.found = Followed(run, held, _now(folder))
             known.seen = seen
         return known.found
 

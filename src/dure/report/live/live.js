@@ -71,7 +71,8 @@
     const last = path[path.length - 1];
     const there = path.slice(0, -1).reduce((inside, step) => inside[step], data);
     if (what === "cut") delete there[last];
-    else if (what === "add") there[last].push(...value);
+    // Another array: plotly takes one that it has drawn for unchanged.
+    else if (what === "add") there[last] = [...there[last], ...value];
     else there[last] = value;
   };
   const inside = ([path]) => (path[0] === "curves" && path[1] === "series" && path.length > 4) || (path[0] === "figures" && path.length > 2);

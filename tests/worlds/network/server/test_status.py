@@ -7,6 +7,7 @@ import math
 import socket
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ from federation import Federation, got, served
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Federation, dict[str, Any], Path]:
     """A run, and what its listener answered after two rounds."""
     answers: dict[str, Any] = {}
+    reads: list[threading.Thread] = []
+    begun = threading.Event()
+
+    def read(one: Federation, bearer: str) -> None:
+        url = one.where["status"].replace("/status", "/events")
+        request = urllib.request.Request(url, headers={"authorization": bearer})
+        text = ""
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            for line in answer:
+                text += line.decode()
+                begun.set()
+        answers["events"] = text.strip().split("\n\n")
 
     def look(one: Federation, event: dict[str, Any]) -> None:
         if event.get("step") != 2 or event["evaluated"] != 2:
@@ -47,11 +60,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Federation, dict[str
             token: one.get("/status", token)
             for token in ("Bearer ", "Bearer 0", one.bearer() + "0", one.bearer()[:-1], "é")
         }
+        answers["page"] = one.get("/", one.bearer())
+        answers["form"] = one.get("/")
+        reads.append(threading.Thread(target=read, args=(one, one.bearer()), daemon=True))
+        reads[0].start()
+        begun.wait(20)
         answers["clients' routes"] = one.get("/v1/next", one.bearer())
 
     folder = tmp_path_factory.mktemp("watched") / "run"
     federation = Federation(3, look)
     federation.run(folder, status_port=0)
+    reads[0].join(20)
     return federation, answers, folder
 
 
@@ -103,6 +122,21 @@ def test_health_needs_no_token_and_the_rest_needs_its_own(seen) -> None:
     assert answers["open"]["/status"][0] == answers["open"]["/metrics"][0] == 401
     assert {code for code, _ in answers["wrong"].values()} == {401}
     assert "rounds" not in answers["open"]["/status"][1]
+
+
+def test_the_page_is_at_the_same_listener_by_the_same_token(seen) -> None:
+    code, page = seen[1]["page"]
+    assert code == 200
+    assert "Who is there" in page and "c2" in page
+    assert "is training" in page
+    code, form = seen[1]["form"]
+    assert code == 401
+    assert "<form" in form and "c2" not in form
+    events = seen[1]["events"]
+    assert events[0].startswith("event: whole")
+    # The server ended while somebody read: who did was told how.
+    assert events[-1].startswith("event: bye")
+    assert '"over":true' in events[-2]
 
 
 def test_neither_listener_has_the_others_routes(seen) -> None:
