@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
+from dure.report.answers import answers_of
 from dure.report.facts import (
     divided_of,
     federation_of,
@@ -102,6 +103,7 @@ def read_run(folder: Path) -> Run:
         leakage=leakage_of(summary),
         promises=promises_of(summary),
         audit=audit_of(folder, _object(folder / "audit.json", notes)),
+        answers=answers_of(folder, _object(folder / "answers.json", notes)),
     )
 
 
