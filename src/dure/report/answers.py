@@ -90,7 +90,8 @@ def answers(runs: Sequence[Run]) -> str:
     )
     lead = (
         "Which class the trained model takes for which, of the test data: a row is the class that "
-        "an example has, a column the one that the model says. On the diagonal it is right."
+        "an example has, a column the one that the model says; colours are shares of the class. On "
+        "the diagonal the model is right."
     )
     chart = (
         f'<div class="controls"><label>run <select id="answers-run">{options}</select></label>'

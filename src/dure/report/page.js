@@ -196,7 +196,7 @@
         text: told.cells.map((row) => row.map((v) => (v ? String(v) : ""))), texttemplate: many || narrow() ? "" : "%{text}",
         customdata: told.cells.map((row, i) => row.map((_, j) => [names[i], names[j]])), zmin: 0, zmax: 1, xgap: 1, ygap: 1,
         colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
-        colorbar: { thickness: 10, len: 0.72, outlinewidth: 0, tickformat: ".0%", tickfont: { color: "var(--soft)" }, title: { text: "of the class", font: { size: 12 } } },
+        colorbar: { thickness: 10, len: 0.72, outlinewidth: 0, tickformat: ".0%", tickfont: { color: "var(--soft)" } },
         hovertemplate: "%{customdata[0]}, said to be %{customdata[1]}<br>%{text} examples, %{z:.1%} of the class<extra></extra>",
       }], {
         height: side, dragmode: false,

@@ -2,7 +2,7 @@
 // Nothing here asks a network: a file is made in the page, and handed over as a download.
 "use strict";
 const tools = (() => {
-  const { body, $, data, plain } = common;
+  const { body, $, data } = common;
 
   // Exponential moving average, in which the first values weigh as much as they would without a beginning.
   const smooth = (values, weight) => {
@@ -85,7 +85,7 @@ const tools = (() => {
   // Files.
   const handOver = (address, name) => {
     const link = document.createElement("a");
-    link.href = address;
+    link.setAttribute("href", address);
     link.download = name;
     link.click();
   };
@@ -98,10 +98,7 @@ const tools = (() => {
   };
   const csv = (rows, name) => {
     const text = rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
-    const address = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
-    handOver(address, `${name}.csv`);
-    // After the browser has taken it.
-    setTimeout(() => URL.revokeObjectURL(address), 10000);
+    handOver(`data:text/csv;charset=utf-8,${encodeURIComponent(text)}`, `${name}.csv`);
   };
   const said = (element) => {
     if (element.dataset.value !== undefined) return element.dataset.value;
@@ -147,5 +144,5 @@ const tools = (() => {
   for (const scroll of document.querySelectorAll(".scroll"))
     if (scroll.querySelector("table")) scroll.after(saves([["CSV", () => csv(tableRows(scroll.querySelector("table")), title(scroll))]]));
 
-  return { smooth, overSeeds, named, onNames, plain };
+  return { smooth, overSeeds, named, onNames };
 })();

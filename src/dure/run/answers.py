@@ -126,7 +126,7 @@ def _answers(model: nn.Module, test: Examples, batch: int) -> Answers | None:
         count = _count(model, first[0], len(test))
         targets = []
         said = []
-        for indices in torch.arange(count).split(batch):
+        for indices in torch.split(torch.arange(count), batch):
             inputs, truth = to_device(test.batch(indices), device)
             targets.append(truth.long().cpu())
             said.append(model(inputs).argmax(dim=1).cpu())
