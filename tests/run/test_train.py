@@ -31,6 +31,7 @@ FILES = {
     "model.safetensors",
     "summary.json",
     "trace.json",
+    "answers.json",
 }
 CONFIG = {
     "run",

@@ -466,6 +466,11 @@ class Strategy(Told):
         return False
 
     @property
+    def protects(self) -> bool:
+        """Whether it keeps from others what examples are like: then none of them is shown."""
+        return False
+
+    @property
     def imports(self) -> tuple[str, ...]:
         """Modules that its ranks need and that take seconds to import: they begin with them."""
         return ()

@@ -107,6 +107,9 @@ class Task:
         as 0.1, which is drawn under the run's seed and trained on by nobody. They are measured as
         validation_<metric>; by them, and never by test data, a run is ended early and its best
         model kept. None: there are none.
+    show_examples: whether a few of the test examples may be seen in run folders and reports, where
+        they are pictures. False: none is. Nor is any where data belong to somebody: over a network,
+        where examples have keys, or where a strategy protects them (`dure.run.answers`).
     """
 
     model: Callable[[], nn.Module]
@@ -128,6 +131,7 @@ class Task:
     compile: bool | str = False
     unfreeze: Mapping[str, int] | None = None
     validation: Any = None
+    show_examples: bool = False
 
     def __post_init__(self) -> None:
         if self.loss is None:

@@ -207,6 +207,10 @@ class Federated(Strategy):
     # What they share
 
     @property
+    def protects(self) -> bool:
+        return self.privacy != NOTHING
+
+    @property
     def label(self) -> str:
         # Only what differs from the defaults: labels are for legends and lists.
         default = type(self)()

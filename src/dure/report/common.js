@@ -63,18 +63,29 @@ const common = (() => {
       `<path d="${shapes[look.symbol]}" fill="${look.color}"/>`;
   };
 
-  const drawEach = (charts) => {
+  // The first charts at once; each of the others after the browser has shown what there is. `now`: all of them at once,
+  // as for paper. Another call, such as for another theme, begins anew.
+  let newest = 0;
+  const drawEach = (charts, now = false) => {
+    const mine = ++newest;
     let drawn = 0;
-    for (const chart of charts) {
+    const end = () => {
+      body.dataset.chartsDrawn = drawn;
+      body.dataset.width = document.documentElement.scrollWidth;
+    };
+    const from = (place) => {
+      if (mine !== newest) return;
+      if (place === charts.length) return end();
       try {
-        chart();
+        charts[place]();
         drawn += 1;
       } catch (error) {
         fail(error.stack || error);
       }
-    }
-    body.dataset.chartsDrawn = drawn;
-    body.dataset.width = document.documentElement.scrollWidth;
+      if (now || place < 1) from(place + 1);
+      else setTimeout(() => from(place + 1));
+    };
+    from(0);
   };
 
   // Theme: the system's until the button is pressed.

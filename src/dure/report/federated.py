@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dure.report.charts import JSON
+from dure.report.client_bars import client_bars
 from dure.report.document import section
 from dure.report.federated_figures import (
     ATTACKER,
@@ -186,7 +187,10 @@ def _facts(run: Run, federation: Federation) -> str:
         clients = clients or len(federation.cohort) or None
         known = f" of {count(clients)}" if clients else ""
         each = _between(min(turns), max(turns))
-        said.append(f"{count(len(turns))}{known} clients gave updates, {each} each")
+        said.append(
+            _everybody(run, len(turns), clients, min(turns))
+            or f"{count(len(turns))}{known} clients gave updates, {each} each"
+        )
     if federation.out:
         said.append(
             f"{plural(len(federation.out), 'client')} had used up their transfers: "
@@ -195,6 +199,17 @@ def _facts(run: Run, federation: Federation) -> str:
     # Not str.capitalize, which would make all the rest small.
     whole = "; ".join(filter(None, said)) + "."
     return whole[0].upper() + whole[1:]
+
+
+def _everybody(run: Run, gave: int, clients: int | None, least: int) -> str | None:
+    """That nobody was ever left out, where that is so: then the bars below are all alike."""
+    rounds = run.result.steps
+    if rounds is None or gave != clients or least < rounds:
+        return None
+    return (
+        f"all {count(gave)} clients took part in every one of the {plural(rounds, 'round')}, and "
+        f"their updates counted: nobody was left out"
+    )
 
 
 def _some(run: Run, clients: Sequence[int]) -> str:
@@ -289,7 +304,8 @@ def _member_row(one: Member, federation: Federation, failed: Mapping[str, int]) 
         machine += f" (differs: {'; '.join(one.differs)})"
     examples = UNKNOWN if one.examples is None else count(one.examples)
     return (
-        f'<tr><th scope="row">{escape(one.name)}</th><td>{examples}</td>'
+        f'<tr data-client="{escape(one.name)}"><th scope="row">{escape(one.name)}</th>'
+        f"<td>{examples}</td>"
         f"<td>{count(one.held_out)}</td><td>{count(federation.turns.get(one.client, 0))}</td>"
         f'<td class="text">{escape(why) or UNKNOWN}</td><td>{duration(there)}</td>'
         f'<td class="text">{escape(machine)}</td></tr>'
@@ -363,7 +379,8 @@ def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
         "worst client",
         "all examples",
     )
-    return grid(shown) + table(f"Spread of {name}", "long", head, rows, texts=["model"])
+    whole = grid(shown) + table(f"Spread of {name}", "long", head, rows, texts=["model"])
+    return whole + "".join(client_bars(one, metric) for one in told)
 
 
 def _spread_row(one: Told, model: str, metric: str, values: Sequence[float]) -> str:

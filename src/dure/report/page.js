@@ -49,16 +49,33 @@
     };
     const curves = () => {
       const logX = $("log-x").checked;
-      const drawn = series.filter((one) => one.y[y.key] && !hidden.has(one.run));
+      const drawn = series.filter((one) => one.y[y.key] && !hidden.has(one.run) && tools.named.has(one.run));
       // A run without a place on this axis is named below the chart.
       const shown = (one) => one.x[x.key].some((v) => v !== null && (!logX || v > 0));
       // On a logarithmic axis zero lies infinitely far away: plotly would draw a line to it.
       const seen = (numbers, log) => (log ? numbers.map((v) => (v > 0 ? v : null)) : numbers);
-      const traces = drawn.filter(shown).map((one) => {
-        const run = data.runs[one.run];
-        const few = one.x[x.key].length < 30;
+      const logY = $("log-y").checked;
+      const weight = Number($("smooth").value);
+      const alone = drawn.filter(shown).map((one) => ({ run: one.run, label: data.runs[one.run].label, x: one.x[x.key], y: tools.smooth(one.y[y.key], weight) }));
+      const lines = $("join-seeds")?.checked ? tools.overSeeds(alone) : alone;
+      const bands = lines.filter((one) => one.low).map((one) => {
+        // From left to right along the lower edge, and back along the upper one.
+        const [there, back] = [seen(one.x, logX), [...seen(one.x, logX)].reverse()];
         return {
-          type: "scatter", mode: "lines+markers", name: plain(run.label), x: seen(one.x[x.key], logX), y: seen(one.y[y.key], $("log-y").checked),
+          type: "scatter", mode: "lines", fill: "toself", hoverinfo: "skip", skip: true, opacity: 0.25, line: { width: 0, color: data.runs[one.run].color },
+          x: [...there, ...back], y: seen([...one.low, ...[...one.high].reverse()], logY), fillcolor: data.runs[one.run].color,
+        };
+      });
+      // What was measured, behind what was smoothed of it, where the lines are few.
+      const raw = weight && lines === alone && alone.length <= 12 ? drawn.filter(shown).map((one) => ({
+        type: "scatter", mode: "lines", hoverinfo: "skip", skip: true, opacity: 0.25, line: { width: 1, color: data.runs[one.run].color },
+        x: seen(one.x[x.key], logX), y: seen(one.y[y.key], logY),
+      })) : [];
+      const own = lines.map((one) => {
+        const run = data.runs[one.run];
+        const few = one.x.length < 30;
+        return {
+          type: "scatter", mode: "lines+markers", name: plain(one.label), x: seen(one.x, logX), y: seen(one.y, logY),
           opacity: lit === null || lit === one.run ? 1 : 0.18,
           line: { color: run.color, dash: run.dash, width: 2 },
           marker: { color: run.color, symbol: run.symbol, size: 7, maxdisplayed: few ? 0 : 12 },
@@ -66,6 +83,7 @@
             `<br>%{x:${x.key === "bytes" ? ".3~s" : ".4~r"}}${x.key === "bytes" ? "B" : " " + plain(x.name)}<extra></extra>`,
         };
       });
+      const traces = [...bands, ...raw, ...own];
       // Labels at 1, 2 and 5 of each decade, or, where there are many decades, at 1.
       const scale = (on, numbers) => {
         if (!on) return { type: "linear" };
@@ -81,12 +99,12 @@
       });
       const off = [...new Set(drawn.filter((one) => !shown(one)).map((one) => data.runs[one.run].label))];
       // Systems that compute the same lie on one line, of which only the last is seen.
-      const lines = new Map();
+      const alike = new Map();
       for (const one of drawn.filter(shown)) {
         const line = JSON.stringify([one.x[x.key], one.y[y.key].map((v) => v && v.toPrecision(3))]);
-        lines.set(line, [...(lines.get(line) || []), data.runs[one.run].label]);
+        alike.set(line, [...(alike.get(line) || []), data.runs[one.run].label]);
       }
-      const same = [...lines.values()].filter((labels) => labels.length > 1);
+      const same = [...alike.values()].filter((labels) => labels.length > 1);
       $("curve-note").textContent = [
         ...same.map((labels) => `On one and the same line: ${labels.join(", ")}.`),
         ...(off.length ? [`Not on this axis, having no ${x.name} to show: ${off.join(", ")}.`] : []),
@@ -95,7 +113,9 @@
     };
     choice($("curve-metric"), metrics, y.key, (entry) => { y = entry; startLogs(); curves(); });
     choice($("curve-axis"), axes, x.key, (entry) => { x = entry; startLogs(); curves(); });
-    for (const id of ["log-x", "log-y"]) $(id).addEventListener("change", curves);
+    for (const id of ["log-x", "log-y", "join-seeds"]) $(id)?.addEventListener("change", curves);
+    $("smooth").addEventListener("input", curves);
+    tools.onNames.push(curves);
     for (const chip of document.querySelectorAll(".legend button")) {
       const run = Number(chip.dataset.run);
       const light = (on) => () => { lit = on && !hidden.has(run) ? run : null; curves(); };
@@ -160,7 +180,34 @@
     });
   }
 
-  for (const element of document.querySelectorAll(".partition")) {
+  if (data.answers.length) {
+    const matrix = () => {
+      const told = data.answers[$("answers-run").value];
+      const of = told.cells.map((row) => row.reduce((sum, v) => sum + v, 0));
+      const places = told.classes.map((_, i) => i);
+      const names = told.classes.map(plain);
+      const many = places.length > 20;
+      const every = Math.ceil(places.length / (narrow() ? 12 : 25));
+      const ticks = { tickvals: places.filter((i) => i % every === 0), ticktext: names.filter((_, i) => i % every === 0), showgrid: false };
+      const side = Math.max(300, Math.min(620, 130 + 34 * places.length));
+      $("answers-chart").style.maxWidth = `${side + 150}px`;
+      draw($("answers-chart"), [{
+        type: "heatmap", name: plain(data.runs[told.run].label), x: places, y: places, z: told.cells.map((row, i) => row.map((v) => v / (of[i] || 1))),
+        text: told.cells.map((row) => row.map((v) => (v ? String(v) : ""))), texttemplate: many || narrow() ? "" : "%{text}",
+        customdata: told.cells.map((row, i) => row.map((_, j) => [names[i], names[j]])), zmin: 0, zmax: 1, xgap: 1, ygap: 1,
+        colorscale: [[0, "var(--empty)"], [1, "var(--full)"]],
+        colorbar: { thickness: 10, len: 0.72, outlinewidth: 0, tickformat: ".0%", tickfont: { color: "var(--soft)" } },
+        hovertemplate: "%{customdata[0]}, said to be %{customdata[1]}<br>%{text} examples, %{z:.1%} of the class<extra></extra>",
+      }], {
+        height: side, dragmode: false,
+        xaxis: axis({ title: "the model says", ...ticks }), yaxis: axis({ title: "class", ...ticks, autorange: "reversed" }),
+      });
+    };
+    $("answers-run").addEventListener("change", matrix);
+    charts.push(matrix);
+  }
+
+  for (const element of document.querySelectorAll("[data-partition]")) {
     const part = data.partitions[element.dataset.partition];
     charts.push(() => {
       const many = part.clients.length > 40;
@@ -243,7 +290,7 @@
     charts.push(() => ({ lanes, xy })[figure.kind](element, figure));
   }
 
-  const drawAll = () => drawEach(charts);
+  const drawAll = () => drawEach(charts, printing);
   // On paper always in light colours.
   onTheme(drawAll, (on) => {
     printing = on;

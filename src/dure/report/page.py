@@ -8,6 +8,9 @@ from typing import Any
 
 from dure.record.disk import told, write_atomically
 from dure.report import charts
+from dure.report.answers import answers
+from dure.report.answers import figures as figures_of_answers
+from dure.report.differences import differences
 from dure.report.document import document, plotly_source, section, source
 from dure.report.exposure import exposures
 from dure.report.federated import fairness, federations
@@ -20,7 +23,7 @@ from dure.report.ranks import holdings
 from dure.report.read import read_runs
 from dure.report.repeat import command, plain, settings
 from dure.report.runs import Run, Runs, Worker, is_simulated
-from dure.report.seeds import over_seeds
+from dure.report.seeds import groups, over_seeds
 from dure.report.servers import figures as figures_of_servers
 from dure.report.servers import parameter_servers
 from dure.report.split import divided_models
@@ -61,8 +64,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
 def page(runs: Runs, title: str, plotly: str) -> str:
     """The whole HTML document; `plotly`: the source of plotly.js."""
     sections, data = content(runs, title)
-    script = source(__file__, "page.js")
-    return document(title, sections, data=data, plotly=plotly, script=script)
+    return document(title, sections, data=data, plotly=plotly, script=page_script())
 
 
 def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
@@ -79,12 +81,16 @@ def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
         "timelines": timelines,
         "partitions": partitions,
         "figures": drawn,
+        "answers": figures_of_answers(runs.runs),
+        "groups": _groups(runs.runs),
     }
     sections = [
         _header(runs, title),
         table(runs),
         over_seeds(runs.runs),
+        differences(runs.runs),
         _curves(runs.runs) if curves else "",
+        answers(runs.runs),
         _time_bars(runs.runs),
         pipelines(runs.runs),
         holdings(runs.runs),
@@ -101,6 +107,21 @@ def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
         _footer(runs.runs),
     ]
     return sections, data
+
+
+def page_script() -> str:
+    """What fills the sections and draws; it may run again where they are others."""
+    # In a block of its own: what it calls its parts is new each time.
+    return f"{{\n{source(__file__, 'tools.js')}{source(__file__, 'page.js')}}}\n"
+
+
+def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs of which the seed alone differs: what they are called together, and their places."""
+    places = {id(run): place for place, run in enumerate(runs)}
+    return [
+        {"label": str(group[0].config.get("label")), "runs": [places[id(run)] for run in group]}
+        for group in groups(runs)
+    ]
 
 
 # Header: what was asked.
@@ -194,13 +215,20 @@ def _curves(runs: Sequence[Run]) -> str:
         f"{swatch(index)}<span>{escape(run.label)}</span></button>"
         for index, run in enumerate(runs)
     )
+    seeds = (
+        '<label><input type="checkbox" id="join-seeds"> mean over seeds</label>'
+        if groups(runs)
+        else ""
+    )
     body = (
         '<div class="controls">'
         '<div class="choice" id="curve-metric" role="group" aria-label="Vertical axis"></div>'
         '<span class="against">against</span>'
         '<div class="choice" id="curve-axis" role="group" aria-label="Horizontal axis"></div>'
         '<div class="checks"><label><input type="checkbox" id="log-x"> log x</label>'
-        '<label><input type="checkbox" id="log-y"> log y</label></div></div>'
+        '<label><input type="checkbox" id="log-y"> log y</label>'
+        f'{seeds}<label>smoothing <input type="range" id="smooth" min="0" max="0.98" step="0.02" '
+        'value="0"></label></div></div>'
         '<div class="chart" id="curves" role="img" aria-label="Curves of the runs"></div>'
         '<p class="aside" id="curve-note" aria-live="polite"></p>'
         f'<div class="legend" role="group" aria-label="Runs shown">{chips}</div>'

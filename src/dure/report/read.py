@@ -19,6 +19,7 @@ from typing import Any
 
 from dure.errors import RunFolderError
 from dure.record.now import NOW
+from dure.report.answers import answers_of
 from dure.report.facts import (
     divided_of,
     federation_of,
@@ -120,6 +121,7 @@ def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
         leakage=leakage_of(told),
         promises=promises_of(told),
         audit=audit_of(folder, _object(folder / "audit.json", notes)),
+        answers=answers_of(folder, _object(folder / "answers.json", notes)),
     )
 
 

@@ -359,6 +359,30 @@ class Audit:
     promised: Mapping[str, float]
 
 
+class Seen(NamedTuple):
+    """A test example. picture: a data URI. label, said: numbers of classes."""
+
+    picture: str
+    example: int
+    label: int
+    said: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the trained model answers.
+
+    confusion: test examples by their class, and by the class that the model says. examples: so many
+    of the test examples, of which there are `of`.
+    """
+
+    classes: Sequence[str]
+    confusion: Sequence[Sequence[int]]
+    examples: int
+    of: int
+    seen: Sequence[Seen]
+
+
 @dataclass(frozen=True)
 class Target:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
@@ -413,6 +437,7 @@ class Run:
     promises: Sequence[Any] = ()
     """Of differential privacy, as the run told them."""
     audit: Audit | None = None
+    answers: Answers | None = None
     goes_on: bool = False
     """Whether somebody trains it just now."""
 

@@ -63,10 +63,16 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     for key in charts.metrics(runs):
         if not is_spread(key):
             columns.append(_metric(key))
+    if not columns:
+        columns.append(("train loss", lambda run: run.result.train_loss, _loss))
     columns.append(("time", _seconds, duration))
     columns.append(("virtual time", virtual_seconds, duration))
     columns.append(("sent per worker", lambda run: run.result.bytes_per_worker, size))
     return [one for one in columns if any(one[1](run) is not None for run in runs)]
+
+
+def _loss(value: float | None) -> str:
+    return metric_value("loss", value)
 
 
 def _seconds(run: Run) -> float | None:

@@ -56,7 +56,8 @@ def table(runs: Runs) -> str:
         for note in run.notes:
             notes += f"<li>{escape(run.label)}: {escape(note)}.</li>"
     body = f"<tbody>{rows}</tbody>{_failed(runs.failed, len(columns))}"
-    whole = (
+    whole = _FILTER if len(runs.runs) > 1 else ""
+    whole += (
         '<div class="scroll" role="region" aria-labelledby="runs" tabindex="0">'
         f'<table id="table"><thead><tr>{head}</tr></thead>{body}</table></div>'
     )
@@ -69,6 +70,13 @@ def table(runs: Runs) -> str:
             "that ended."
         )
     return section("runs", "Runs", lead, whole)
+
+
+_FILTER = (
+    '<div class="controls"><label>show <input type="search" id="run-filter" '
+    'placeholder="part of a run’s name" autocomplete="off"></label></div>'
+)
+"""What narrows the page to some of its runs."""
 
 
 def _heading(title: str) -> str:

@@ -6,14 +6,13 @@ data: a file that is no picture of that folder is left out.
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dure.report.document import section
 from dure.report.parts import swatch, table
+from dure.report.pictures import picture_in
 from dure.report.runs import Attacked, Audit, Run
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
 from dure.report.words import UNKNOWN, count, escape, plural
@@ -26,11 +25,6 @@ _SHORT = {
     "tpr_at_0.01": "TPR at 1 %",
 }
 """The figures as heads of columns."""
-
-_PICTURE = re.compile(r"\d{3}\.png")
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_LARGEST = 1_000_000
-"""Bytes of a picture, at the most."""
 
 
 def audit_of(folder: Path, raw: Mapping[str, Any]) -> Audit | None:
@@ -60,25 +54,8 @@ def _row(folder: Path, raw: Mapping[str, Any]) -> Attacked:
         examples=number(raw.get("examples")),
         figures=figures,
         why=text_of(raw.get("why")),
-        picture=_picture(folder, raw.get("picture")),
+        picture=picture_in(folder / "audit", raw.get("picture")),
     )
-
-
-def _picture(folder: Path, name: object) -> str | None:
-    """The file as a data URI. None for what is no picture of the folder."""
-    if not isinstance(name, str) or not _PICTURE.fullmatch(name):
-        return None
-    path = folder / "audit" / name
-    try:
-        # A link could lead anywhere.
-        if path.is_symlink() or path.stat().st_size > _LARGEST:
-            return None
-        content = path.read_bytes()
-    except OSError:
-        return None
-    if not content.startswith(_SIGNATURE):
-        return None
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def update_leaks(runs: Sequence[Run]) -> str:

@@ -32,6 +32,7 @@ from dure.record.now import failed
 from dure.record.now import forget as forget_now
 from dure.record.run import Run, RunFolder
 from dure.references import followed_as, is_reference
+from dure.run.answers import write_answers
 from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.callbacks import Callbacks, check_callbacks
@@ -462,7 +463,10 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
     with exit_is_a_failure("the task", "making the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())
         model = job.fresh.trained(outcome.weights, outcome.buffers, elsewhere)
-    return Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
+    run = Run(model, outcome.history, outcome.summary, job.folder, outcome.best)
+    if world.leads:
+        write_answers(run, job.task, job.strategy, world)
+    return run
 
 
 @contextmanager

@@ -144,6 +144,10 @@ class Split(Strategy):
         return self if names is None else replace(self, clients=len(names))
 
     @property
+    def protects(self) -> bool:
+        return not isinstance(self.defence, NoDefence)
+
+    @property
     def count(self) -> int:
         """How many clients there are. Raises ValueError where only the data of others say it."""
         if self.clients is None:

@@ -100,6 +100,10 @@ class VerticalSplit(Strategy):
         parse_fields(self, {"defence": parse_defence})
 
     @property
+    def protects(self) -> bool:
+        return not isinstance(self.defence, NoDefence)
+
+    @property
     def label(self) -> str:
         labels = "" if self.label_party is None else f", labels with party {self.label_party}"
         return f"vertical split{labels}{', aligned' if self.align else ''}"

@@ -56,7 +56,13 @@ def digits(model: Literal["mlp", "cnn", "logistic"] = "mlp", lr: float = 0.1) ->
         },
     )
     return Task(
-        factory, F.cross_entropy, train, test, partial(torch.optim.SGD, lr=lr), name="digits"
+        factory,
+        F.cross_entropy,
+        train,
+        test,
+        partial(torch.optim.SGD, lr=lr),
+        name="digits",
+        show_examples=True,
     )
 
 
@@ -182,7 +188,8 @@ def _image_task(name: str, train: Examples, test: Examples, model: str, lr: floa
             "resnet": partial(models.ResNet, in_channels=1),
         },
     )
-    return Task(factory, F.cross_entropy, train, test, partial(torch.optim.SGD, lr=lr), name=name)
+    optimizer = partial(torch.optim.SGD, lr=lr)
+    return Task(factory, F.cross_entropy, train, test, optimizer, name=name, show_examples=True)
 
 
 def _chosen(model: str, choices: dict[str, Callable[[], nn.Module]]) -> Callable[[], nn.Module]:

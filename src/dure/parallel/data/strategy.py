@@ -151,6 +151,10 @@ class DataParallel(Strategy):
         object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
+    def protects(self) -> bool:
+        return self.privacy is not None
+
+    @property
     def label(self) -> str:
         way = self.compression if self.compression.compresses else self.all_reduce
         return example_level.told(self._wanted, f"data parallel {way}")

@@ -123,6 +123,10 @@ class SingleWorker(Strategy):
         object.__setattr__(self, "recompute", as_recompute(self.recompute))
 
     @property
+    def protects(self) -> bool:
+        return self.privacy is not None
+
+    @property
     def computes_on(self) -> tuple[str, ...]:
         return (self.device,)
 

@@ -35,7 +35,15 @@ OVER = "over"
 FAILED = "failed"
 STOPPED = "stopped"
 
-_FILES = ("config.json", "summary.json", "trace.json", "history.jsonl", "audit.json", NOW)
+_FILES = (
+    "config.json",
+    "summary.json",
+    "trace.json",
+    "history.jsonl",
+    "audit.json",
+    "answers.json",
+    NOW,
+)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,11 @@
     return keyed(fresh) ? changeRows(old, fresh, shown) : changeChildren(old, fresh, shown);
   };
   const changeChildren = (old, fresh, shown) => {
-    const [before, after, there] = [old, fresh, shown].map((one) => [...one.childNodes]);
+    // What the page's script has put between, such as buttons that save, is not the server's to change.
+    const [before, after, there] = [old, fresh, shown].map((one) => [...one.childNodes].filter((child) => !child.dataset || child.dataset.added === undefined));
     const same = before.length === after.length && before.length === there.length && before.every((child, i) => alike(child, after[i]) && alike(child, there[i]));
     if (same) return before.every((child, i) => change(child, after[i], there[i]));
-    if (old.querySelector(WIRED) || fresh.querySelector(WIRED)) return false;
+    if (old.querySelector(WIRED) || fresh.querySelector(WIRED) || shown.querySelector("[data-added]")) return false;
     shown.replaceChildren(...after.map((child) => child.cloneNode(true)));
     return true;
   };

@@ -31,6 +31,7 @@ from dure.contracts.page import Answer
 from dure.report import document
 from dure.report.live.door import Door
 from dure.report.live.state import State, States
+from dure.report.page import page_script
 from dure.report.words import escape
 
 BEAT = 10.0
@@ -237,7 +238,7 @@ def _document(state: State, nonce: str) -> str:
     scripts.append(f'<script nonce="{nonce}" src="plotly.js"></script>')
     # Of a type that no browser runs: the live script takes the sections as they came, and runs it
     # then, and again when sections are others.
-    own = document.script_text(document.source(document.__file__, "page.js"))
+    own = document.script_text(page_script())
     scripts.append(f'<script type="text/plain" id="page">{own}</script>')
     for beside, file in ((document.__file__, "common.js"), (__file__, "live.js")):
         text = document.script_text(document.source(beside, file))

@@ -1,0 +1,176 @@
+"""What trained classifiers answer, in the report: classes against classes, and examples seen.
+
+    recall of a class       test examples of it that were said to be of it, over all of it
+    precision               those over all that were said to be of it
+    F1                      2 · precision · recall / (precision + recall)
+
+A run has left it in answers.json, and pictures in answers/ (`docs/run-folder.md`); both are data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dure.report.charts import JSON
+from dure.report.document import section
+from dure.report.parts import swatch, table
+from dure.report.pictures import picture_in
+from dure.report.runs import Answers, Run, Seen
+from dure.report.values import listing, mapping, rows, whole, whole_number
+from dure.report.words import UNKNOWN, count, escape
+
+_MOST = 50
+"""Classes of a run, at the most."""
+
+_SHOWN = 8
+"""Runs whose pictures are in the page."""
+
+
+def answers_of(folder: Path, raw: Mapping[str, Any]) -> Answers | None:
+    """What answers.json of a run folder says; None where there is nothing, or what is no table."""
+    cells = rows(raw.get("confusion"), _counts)
+    number = len(cells)
+    if not 2 <= number <= _MOST or any(len(row) != number for row in cells):
+        return None
+    names = [str(name) for name in listing(raw.get("classes"))]
+    classes = names if len(names) == number else list(map(str, range(number)))
+    pictures = [_seen(folder / "answers", mapping(one), number) for one in _first(raw)]
+    return Answers(
+        classes=classes,
+        confusion=cells,
+        examples=whole(raw.get("examples")),
+        of=whole(raw.get("of")),
+        seen=[one for one in pictures if one is not None],
+    )
+
+
+def _first(raw: Mapping[str, Any]) -> Sequence[Any]:
+    # A folder that somebody sent may name thousands.
+    return listing(raw.get("pictures"))[:_MOST]
+
+
+def _counts(row: Sequence[Any]) -> list[int]:
+    counts = list(map(whole_number, row))
+    if any(one < 0 for one in counts):
+        raise ValueError("a count is 0 or more")
+    return counts
+
+
+def _seen(folder: Path, raw: Mapping[str, Any], classes: int) -> Seen | None:
+    picture = picture_in(folder, raw.get("file"))
+    label = whole(raw.get("label"))
+    said = whole(raw.get("said"))
+    if picture is None or not (0 <= label < classes and 0 <= said < classes):
+        return None
+    return Seen(picture, whole(raw.get("example")), label, said)
+
+
+def figures(runs: Sequence[Run]) -> list[JSON]:
+    """For each run with answers its table, as the page draws it."""
+    return [
+        {"run": place, "classes": list(told.classes), "cells": told.confusion}
+        for place, _, told in _told(runs)
+    ]
+
+
+def _told(runs: Sequence[Run]) -> list[tuple[int, Run, Answers]]:
+    return [(place, run, run.answers) for place, run in enumerate(runs) if run.answers is not None]
+
+
+def answers(runs: Sequence[Run]) -> str:
+    """The section; empty where no run has answers."""
+    told = _told(runs)
+    if not told:
+        return ""
+    options = "".join(
+        f'<option value="{place}">{escape(run.label)}</option>'
+        for place, (_, run, _) in enumerate(told)
+    )
+    lead = (
+        "Which class the trained model takes for which, of the test data: a row is the class that "
+        "an example has, a column the one that the model says; colours are shares of the class. On "
+        "the diagonal the model is right."
+    )
+    chart = (
+        f'<div class="controls"><label>run <select id="answers-run">{options}</select></label>'
+        '</div><div class="chart partition" id="answers-chart" role="img" '
+        'aria-label="Classes by what the model says"></div>'
+    )
+    blocks = "".join(
+        _block(*one, opened=len(told) == 1, shows=at < _SHOWN) for at, one in enumerate(told)
+    )
+    return section("answers", "Class by class", lead, f'{chart}<div class="answers">{blocks}</div>')
+
+
+def _block(place: int, run: Run, told: Answers, opened: bool, shows: bool) -> str:
+    recalls = [_recall(told, at) for at in range(len(told.classes))]
+    known = [one for one in recalls if one is not None]
+    least = min(known, default=None)
+    lines = "".join(_line(told, at, least) for at in range(len(told.classes)))
+    head = ("class", "examples", "recall", "precision", "F1", "most often taken for")
+    scores = table("Scores of classes", "long", head, lines, texts=["most often taken for"])
+    part = f" The first {count(told.examples)} of {count(told.of)} test examples."
+    note = part if told.examples < told.of else ""
+    macro = sum(known) / len(known) if known else None
+    said = f"Mean recall over classes: {_percent(macro)}.{note}"
+    return (
+        f'<details class="run"{" open" if opened else ""}><summary>{swatch(place)}'
+        f"<span>{escape(run.label)}</span></summary>"
+        f'<p class="aside">{said}</p>{scores}{_pictures(told) if shows else ""}</details>'
+    )
+
+
+def _line(told: Answers, at: int, least: float | None) -> str:
+    row = told.confusion[at]
+    recall = _recall(told, at)
+    said = sum(line[at] for line in told.confusion)
+    precision = row[at] / said if said else None
+    both = (precision or 0.0) + (recall or 0.0)
+    # Of a class that is neither there nor said nothing is known.
+    f1 = 2 * (precision or 0.0) * (recall or 0.0) / both if both else None
+    worst = recall is not None and recall == least and recall < 1
+    written = f'<span class="least">{_percent(recall)}<span class="unseen"> (least)</span></span>'
+    return (
+        f'<tr><th scope="row">{escape(told.classes[at])}</th><td>{count(sum(row))}</td>'
+        f"<td>{written if worst else _percent(recall)}</td><td>{_percent(precision)}</td>"
+        f'<td>{_percent(f1)}</td><td class="text">{_taken_for(told, at)}</td></tr>'
+    )
+
+
+def _recall(told: Answers, at: int) -> float | None:
+    row = told.confusion[at]
+    return row[at] / sum(row) if sum(row) else None
+
+
+def _taken_for(told: Answers, at: int) -> str:
+    others = [(times, -place) for place, times in enumerate(told.confusion[at]) if place != at]
+    times, place = max(others)
+    if not times:
+        return UNKNOWN
+    return f"{escape(told.classes[-place])} ({count(times)})"
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def _pictures(told: Answers) -> str:
+    """Test examples with what they are, and what the model says."""
+    if not told.seen:
+        return ""
+    shown = "".join(_picture(told, one) for one in told.seen)
+    return (
+        '<p class="aside">Examples of the test data: the first ones, and some that the model takes '
+        f'for another class.</p><div class="seen">{shown}</div>'
+    )
+
+
+def _picture(told: Answers, one: Seen) -> str:
+    label = escape(told.classes[one.label])
+    said = escape(told.classes[one.said])
+    right = one.label == one.said
+    words = label if right else f"{label} <b>taken for {said}</b>"
+    alt = f"Test example {one.example}: {label}, said {said}"
+    return f'<figure><img src="{one.picture}" alt="{alt}"><figcaption>{words}</figcaption></figure>'

@@ -1,0 +1,57 @@
+"""A bar for each client that has a name, such as a hospital: how well the global model does there.
+
+Whoever has a name wants to know how it goes there; of clients that are numbers alone the spread
+says enough. The client with the least of the metric is marked, or with the most of a loss.
+"""
+
+from __future__ import annotations
+
+from dure.report.federated_figures import Told, name_of
+from dure.report.parts import swatch
+from dure.report.words import escape, higher_is_better, is_share, metric_name, metric_value
+
+MOST = 100
+"""Clients that have a bar."""
+
+
+def client_bars(one: Told, metric: str) -> str:
+    """The bars of a run; empty where no client has a name, or none has measured."""
+    values = one.federation.by_client.get(f"client_{metric}", ())
+    known = [
+        (client, value)
+        for client, value in zip(one.federation.clients, values, strict=False)
+        if value is not None and _has_name(one, client)
+    ]
+    if not known:
+        return ""
+    worst = (min if higher_is_better(metric) else max)(value for _, value in known)
+    # A share has the whole as its scale; anything else the largest value.
+    full = 1.0 if is_share(metric) else max(max(abs(value) for _, value in known), 1e-12)
+    # Of many, those with the worst values.
+    ordered = sorted(known, key=lambda pair: pair[1], reverse=not higher_is_better(metric))[:MOST]
+    shown = sorted(client for client, _ in ordered)
+    by_client = dict(known)
+    rows = "".join(
+        _row(name_of(one.run, client), metric, by_client[client], worst=worst, full=full)
+        for client in shown
+    )
+    name = escape(metric_name(metric))
+    heading = f"<h3>{swatch(one.place)}<span>{escape(one.run.label)}: {name} by client</span></h3>"
+    left = len(known) - len(shown)
+    more = f'<p class="aside">{left} more clients, all of which do better.</p>' if left else ""
+    return f'<div class="bars clients">{heading}<ul>{rows}</ul>{more}</div>'
+
+
+def _has_name(one: Told, client: int) -> bool:
+    return name_of(one.run, client) != str(client)
+
+
+def _row(name: str, metric: str, value: float, worst: float, full: float) -> str:
+    written = metric_value(metric, value)
+    if value == worst:
+        written = f'<span class="least">{written}<span class="unseen"> (worst)</span></span>'
+    width = max(0.0, min(100.0, 100 * value / full))
+    kind = "checkpoint" if value == worst else "compute"
+    bar = f'<span class="bar"><i class="{kind}" style="width:{width:.1f}%"></i></span>'
+    who = f'<span class="who">{escape(name)}</span>'
+    return f'<li data-client="{escape(name)}">{who}{bar}<span class="much">{written}</span></li>'

@@ -1,0 +1,32 @@
+"""Pictures of a run folder in the page: PNG files as data URIs.
+
+A folder is data: a file that is no picture of that folder, or a large one, is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"\d{3}\.png")
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_LARGEST = 1_000_000
+"""Bytes of a picture, at the most."""
+
+
+def picture_in(folder: Path, name: object) -> str | None:
+    """The file of this name as a data URI. None for what is no picture of the folder."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return None
+    path = folder / name
+    try:
+        # A link could lead anywhere.
+        if path.is_symlink() or path.stat().st_size > _LARGEST:
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if not content.startswith(_SIGNATURE):
+        return None
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
