@@ -393,6 +393,9 @@ class Strategy(Told):
     kind: ClassVar[Kind]
     """The kind of worlds in which it is at home."""
 
+    batch_size: int | None = None
+    """Examples of a step, as a DataLoader would have them; None: all, or it has no batches."""
+
     unit: ClassVar[str]
     """What its learner counts: "step" or "round"."""
 
@@ -447,6 +450,10 @@ class Strategy(Told):
         Asked of those parts alone for which the task asks.
         """
         return None if part in self.trains_with else "nothing in it does that"
+
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        """Why it cannot train a model that gives its own loss (`dure.OwnLoss`); None if it can."""
+        return None
 
     @property
     def deterministic(self) -> bool:

@@ -21,8 +21,7 @@ from dure.randomness.seeds import generators_state, restore_generators
 def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
     """Raises ValueError where the system would do otherwise than the data ask."""
     sampling = task.train.sampling
-    # Not every system has batches, and those of one's own may name them otherwise.
-    size = getattr(strategy, "batch_size", None)
+    size = strategy.batch_size
     if sampling.batch_size is not None and sampling.batch_size != size:
         raise ValueError(
             f"the DataLoader has batches of {sampling.batch_size}, and {strategy.name} has "
@@ -43,18 +42,13 @@ def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
         raise ValueError(
             f"drop_last leaves nothing of {len(task.train)} examples in batches of {size}"
         )
-    if isinstance(task.loss, OwnLoss) and world.kind == "threads":
-        raise ValueError(
-            f"{strategy.name} in a world of threads puts outputs together example by example, and "
-            f"a model's own loss is one number of all: take dure.Processes, or give a loss"
-        )
     if isinstance(task.loss, OwnLoss):
+        why = strategy.cannot_own_loss(world.kind)
+        if why is not None:
+            raise ValueError(
+                f"{type(strategy).__name__} cannot train with a model's own loss: {why}"
+            )
         _check_counts(task.loss, task.train)
-    if isinstance(task.loss, OwnLoss) and "split" in strategy.name:
-        raise ValueError(
-            f"{strategy.name} keeps labels from a side of the model, and a model that computes its "
-            f"own loss is given them: give a loss"
-        )
 
 
 def _check_counts(loss: OwnLoss, train: Examples) -> None:

@@ -307,12 +307,11 @@ class _Updates:
 
         def trimmed() -> None:
             self.trimming.at(job.round)
+            # Not bound before: a scheduler inside it makes `step` hold it weakly.
             optimizer.step()
 
         if terms is None:
-            if self.trimming.asked:
-                return trimmed
-            return lambda: optimizer.step()  # a scheduler inside it makes `step` hold it weakly
+            return trimmed
         views = [self._views(part) for part in terms]
 
         @torch.no_grad()

@@ -268,6 +268,14 @@ class DataParallel(Strategy):
             return COMPILES_ALONE
         return super().cannot(part, kind)
 
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        if kind != "threads":
+            return None
+        return (
+            "in threads a master puts outputs together example by example, and the loss is one "
+            "number of all: take dure.Processes, or give a loss"
+        )
+
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":
             return ReplicasLearner(task, place, seed, self.batch_size)
