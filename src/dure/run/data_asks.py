@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from dure.contracts.own_loss import OwnLoss
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Kind, Strategy
 from dure.contracts.task import Task
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
@@ -18,8 +18,8 @@ from dure.errors import DureError
 from dure.randomness.seeds import generators_state, restore_generators
 
 
-def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
-    """Raises ValueError where the system would do otherwise than the data ask."""
+def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
+    """Raises ValueError where the system would do otherwise, in such a world, than the data ask."""
     sampling = task.train.sampling
     size = strategy.batch_size
     if sampling.batch_size is not None and sampling.batch_size != size:
@@ -28,7 +28,7 @@ def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
             f"batch_size={size}: give the strategy that batch_size, or the task the dataset itself"
         )
     asked = _asked(task)
-    if asked and not (strategy.samples and world.kind != "clients"):
+    if asked and not (strategy.samples and kind != "clients"):
         raise ValueError(
             f"{strategy.name} decides who trains on which examples, and in which order, and cannot "
             f"do it by {asked}: give the dataset itself, or a system with joint batches, such as "
@@ -43,7 +43,7 @@ def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
             f"drop_last leaves nothing of {len(task.train)} examples in batches of {size}"
         )
     if isinstance(task.loss, OwnLoss):
-        why = strategy.cannot_own_loss(world.kind)
+        why = strategy.cannot_own_loss(kind)
         if why is not None:
             raise ValueError(
                 f"{type(strategy).__name__} cannot train with a model's own loss: {why}"

@@ -508,7 +508,7 @@ def prepare(
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     world.begin(strategy.imports)  # while this process looks at what is asked
     strategy = strategy.planned(task, stop)
-    check_data_asks(task, strategy, world)
+    check_data_asks(task, strategy, world.kind)
     strategy.check(task, world.workers)
     strategy.check_in(world)
     stop.check(strategy.unit)
