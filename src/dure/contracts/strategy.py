@@ -31,6 +31,7 @@ from dure.contracts.weights_from import begin_with
 from dure.data.examples import Examples
 from dure.data.measured import MeasuredExamples
 from dure.data.partition import Description
+from dure.data.sampling import Way
 from dure.fleet.conditions import Conditions
 from dure.memory.formula import Shares
 from dure.memory.undivided import beside
@@ -426,9 +427,9 @@ class Strategy(Told):
     own_data: ClassVar[bool] = False
     """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
 
-    samples: ClassVar[bool] = False
-    """Whether it goes through all data in joint batches, as their sampler asks
-    (`dure.data.sampling`)."""
+    samples: ClassVar[frozenset[Way]] = frozenset()
+    """In which ways its owner's batches may be drawn (`dure.data.sampling`), in a world of ranks or
+    of threads, and of clients where that is its home."""
 
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
@@ -459,6 +460,11 @@ class Strategy(Told):
     def deterministic(self) -> bool:
         """Whether its runs repeat themselves to the last bit."""
         return True
+
+    @property
+    def draws_by_coins(self) -> bool:
+        """Whether differential privacy of examples draws its batches, by a coin for each."""
+        return False
 
     @property
     def spares_memory(self) -> bool:

@@ -315,6 +315,10 @@ def _clients(
         # What liars spoil is not measured on: these are as they came.
         newest=None if still else (examples, own),
     )
+    if examples.sampling.weights is not None:
+        for part in own:
+            # Who has nothing to draw ends the run before it begins.
+            examples.sampling.of(part)
     attack = conditions.attack if conditions.attackers else None
     lying = _lying(conditions, len(own), seed)
     if attack is not None and attack.poisons:

@@ -1,7 +1,7 @@
 """What a task's data ask of a system, beside being there: a sampler, batches of a size, a stream.
 
 Who trains on what is the strategy's. What the owner of the data says of it is done where a system
-goes through all of the data in joint batches, and refused where it does not.
+can (`Strategy.samples`), and refused where it cannot.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dure.contracts.strategy import Kind, Strategy
 from dure.contracts.task import Task
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
+from dure.data.sampling import Way
 from dure.data.streams import StreamExamples
 from dure.errors import DureError
 from dure.randomness.seeds import generators_state, restore_generators
@@ -27,17 +28,19 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
             f"the DataLoader has batches of {sampling.batch_size}, and {strategy.name} has "
             f"batch_size={size}: give the strategy that batch_size, or the task the dataset itself"
         )
-    asked = _asked(task)
-    if asked and not (strategy.samples and kind != "clients"):
+    # The simulation of a system of ranks has batches of its own.
+    able = strategy.samples if kind == strategy.kind or kind != "clients" else frozenset()
+    for way in sorted(_asked(task) - able):
         raise ValueError(
             f"{strategy.name} decides who trains on which examples, and in which order, and cannot "
-            f"do it by {asked}: give the dataset itself, or a system with joint batches, such as "
+            f"do it by {way}: give the dataset itself, or a system with joint batches, such as "
             f"data-parallel"
         )
-    if asked and getattr(strategy, "privacy", None) is not None:
-        raise ValueError(
-            f"differential privacy draws batches of its own, and not by {asked}: give the dataset"
-        )
+    for way in sorted(_asked(task)):
+        if strategy.draws_by_coins:
+            raise ValueError(
+                f"differential privacy draws batches of its own, and not by {way}: give the dataset"
+            )
     if sampling.drop_last and size is not None and len(task.train) < size:
         raise ValueError(
             f"drop_last leaves nothing of {len(task.train)} examples in batches of {size}"
@@ -67,13 +70,7 @@ def _check_counts(loss: OwnLoss, train: Examples) -> None:
     loss.count(labels)
 
 
-def _asked(task: Task) -> str:
-    """What is asked, in words; nothing where the data leave it to the system."""
-    sampling = task.train.sampling
-    if isinstance(task.train, StreamExamples):
-        return "a stream, which is read from its start"
-    if sampling.weights is not None:
-        return "a sampler with weights"
-    if sampling.in_a_row:
-        return "shuffle=False"
-    return "drop_last" if sampling.drop_last else ""
+def _asked(task: Task) -> frozenset[Way]:
+    """What is asked; nothing where the data leave it to the system."""
+    ways: frozenset[Way] = task.train.sampling.asks
+    return ways | {"a stream"} if isinstance(task.train, StreamExamples) else ways

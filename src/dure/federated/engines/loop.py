@@ -183,7 +183,7 @@ class LoopEngine(Engine):
 
     def _batches(self, job: Job) -> Sequence[Tensor]:
         """The examples of each step, by index; all is ready for the first one."""
-        order, sizes = batches(job, self.batch_size, self.seed)
+        order, sizes = batches(job, self.batch_size, self.seed, sampling=self.examples.sampling)
         # First, for a model that is made may draw.
         if self.objective is not None:
             self.objective.begin(job)

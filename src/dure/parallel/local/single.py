@@ -34,6 +34,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strat
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
+from dure.data.sampling import JOINTLY, Way
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
 from dure.memory.formula import WHOLE, Shares
@@ -112,7 +113,7 @@ class SingleWorker(Strategy):
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -136,6 +137,10 @@ class SingleWorker(Strategy):
     @property
     def deterministic(self) -> bool:
         return self.privacy is None or self.privacy.draws == "seed"
+
+    @property
+    def draws_by_coins(self) -> bool:
+        return self.privacy is not None
 
     @property
     def spares_memory(self) -> bool:
