@@ -159,6 +159,13 @@ class ParallelSGD(Strategy):
                 "with the ranks, each its own: take combine=average"
             )
 
+    def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
+        """The shards of all ranks, where these do not have data of their own."""
+        if task.train.lies is not None or workers is None:
+            return ()
+        labels = task.train.labels()
+        return self.partition.divide(workers, len(task.train), labels, task.train.keys, seed=seed)
+
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "ema" and self.combine_every is None:
             return (

@@ -568,6 +568,10 @@ class Strategy(Told):
         """How the training data lie with their owners, for the report; None if nobody owns any."""
         return None
 
+    def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
+        """The examples of each who goes through a part of its own, as indices; none where none do."""
+        return ()
+
     def assist(self, task: Task, place: Place, seed: int) -> str:
         """Where `led`: what a rank other than the first does until the run has ended.
 

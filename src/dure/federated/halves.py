@@ -316,8 +316,8 @@ def _clients(
         newest=None if still else (examples, own),
     )
     if examples.sampling.weights is not None:
-        for part in own:
-            # Who has nothing to draw ends the run before it begins.
+        # On a network, others have nothing here.
+        for part in filter(len, own):
             examples.sampling.of(part)
     attack = conditions.attack if conditions.attackers else None
     lying = _lying(conditions, len(own), seed)

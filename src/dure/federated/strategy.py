@@ -22,7 +22,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, examp
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.held_out import HeldOutOrder
+from dure.data.held_out import HeldOutOrder, split
 from dure.data.partition import IID, Description, Partition, Parts, describe
 from dure.data.sampling import APART, Way
 from dure.federated import aggregate, halves
@@ -522,6 +522,10 @@ class Federated(Strategy):
             task.train.classes,
             self.names(task),
         )
+
+    def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
+        """What clients train on."""
+        return split(self.divide(task, seed), self.held_out, seed, self.held_out_order)[0]
 
     def names(self, task: Task) -> list[str] | None:
         """What the clients are called, where the data have names."""

@@ -54,6 +54,13 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
         _check_counts(task.loss, task.train)
 
 
+def check_drawn(task: Task, strategy: Strategy, workers: int | None, seed: int) -> None:
+    """Raises ValueError where somebody would have nothing to draw by weight."""
+    if task.train.sampling.weights is not None and len(task.train):
+        for part in strategy.parts(task, seed, workers):
+            task.train.sampling.of(part)
+
+
 def _check_counts(loss: OwnLoss, train: Examples) -> None:
     """Raises ValueError where the loss says too little of the labels that the first example has."""
     if not isinstance(train, DatasetExamples):
