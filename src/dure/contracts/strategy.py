@@ -569,7 +569,7 @@ class Strategy(Told):
         return None
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
-        """The examples of each who goes through a part of its own, as indices; none where none do."""
+        """The examples of each who goes through a part of its own, as indices; none elsewhere."""
         return ()
 
     def assist(self, task: Task, place: Place, seed: int) -> str:
