@@ -27,6 +27,13 @@ def refusals(strategy: Strategy, part: Part) -> dict[Kind, str]:
     return {kind: why for kind, why in found.items() if why is not None}
 
 
+HABITS = ("schedule", "frozen", "validation", "early stopping", "resume")
+"""What every system does; `tests/test_features_run.py` has each of them do it."""
+
+NO_SET = "over a network it is measured on its clients' own data, and has no validation set"
+OTHER_BITS = "it goes on, and two runs of it never have the same bits, resumed or not"
+
+
 class _Notes:
     """Reasons, each with a number."""
 
@@ -48,6 +55,14 @@ def _cell(strategy: Strategy, part: Part, notes: _Notes) -> str:
     return f"in {' and '.join(left)} ({numbers})" if left else f"no ({numbers})"
 
 
+def _habit(strategy: Strategy, habit: str, notes: _Notes) -> str:
+    if habit in ("validation", "early stopping") and strategy.trains_at_server:
+        return f"in simulated ({notes.number(NO_SET)})"
+    if habit == "resume" and not strategy.deterministic:
+        return f"other bits ({notes.number(OTHER_BITS)})"
+    return "yes"
+
+
 def _accumulates(strategy: Strategy) -> str:
     fields = {field.name for field in dataclasses.fields(strategy)}
     if "accumulate" in fields:
@@ -58,11 +73,13 @@ def _accumulates(strategy: Strategy) -> str:
 def table() -> str:
     """The table and its notes, as the page has them."""
     notes = _Notes()
-    heads = ["system", *(f"`{part}`" for part in PARTS), "`accumulate`"]
+    heads = ["system", *(f"`{part}`" for part in PARTS), "`accumulate`", *HABITS]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for name, strategy in strategies().items():
         cells = [_cell(strategy, part, notes) for part in PARTS]
-        lines.append("| " + " | ".join([f"`{name}`", *cells, _accumulates(strategy)]) + " |")
+        habits = [_habit(strategy, habit, notes) for habit in HABITS]
+        row = [f"`{name}`", *cells, _accumulates(strategy), *habits]
+        lines.append("| " + " | ".join(row) + " |")
     told = [f"{number}. {text}" for number, text in enumerate(notes.texts, start=1)]
     return "\n".join([*lines, "", *told]) + "\n"
 

@@ -96,6 +96,12 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_fifteen_runs_open_and_fit",
     ),
     "run/test_resume.py": ("test_a_killed_run_goes_on_to_the_same_bits[threads]",),
+    "test_features_run.py": (
+        "test_frozen_layers_and_resume[parameter-server-ranks",
+        "test_frozen_layers_and_resume[downpour-ranks",
+        "test_schedule_validation_and_early_stopping[parameter-server-ranks",
+        "test_schedule_validation_and_early_stopping[downpour-ranks",
+    ),
     "test_example_scripts.py": ("test_an_example_is_short_and_runs[lora]",),
     "worlds/network/test_bad_links.py": (
         "test_a_run_over_bad_links_has_the_bits_of_one_over_good_ones[plain]",

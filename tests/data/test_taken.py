@@ -275,7 +275,8 @@ def test_a_stream_gives_each_example_once_and_says_where_it_ended():
 @pytest.mark.parametrize(
     ("data", "strategy", "complaint"),
     [
-        ("weights", dure.FedAvg(clients=2, batch_size=4), "cannot do it by a sampler with weights"),
+        ("weights", dure.SplitLearning(batch_size=4), "cannot do it by a sampler with weights"),
+        ("drop", dure.FedAvg(clients=2, batch_size=32), "cannot do it by drop_last"),
         ("stream", dure.FedAvg(clients=2), "cannot do it by a stream"),
         ("weights", dure.SingleWorker(batch_size=8), "the DataLoader has batches of 4"),
         ("drop", dure.SingleWorker(batch_size=32), "drop_last leaves nothing of 12 examples"),
@@ -292,3 +293,66 @@ def test_what_a_system_cannot_do_as_the_data_ask_is_refused(data, strategy, comp
     }[data]()
     with pytest.raises(ValueError, match=re.escape(complaint)):
         dure.train(task_of(train), strategy, stop=dure.Stop(epochs=1))
+
+
+def weighted(**more):
+    sampler = WeightedRandomSampler([0.0, 3.0, 1.0] * (N // 3), N)
+    return DataLoader(TensorDataset(*points()), batch_size=4, sampler=sampler, **more)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        (dure.FedAvg(clients=1, batch_size=4), dure.Simulated(engine="loop")),
+        (dure.FedAvg(clients=1, batch_size=4), dure.Simulated(engine="batched")),
+        (dure.FedAvg(clients=1, batch_size=4), dure.Simulated(engine="loop-processes")),
+        (dure.ParallelSGD(batch_size=4), dure.Processes(1)),
+    ],
+)
+@pytest.mark.parametrize("data", [weighted, lambda: DataLoader(TensorDataset(*points()), 4)])
+def test_who_goes_through_a_part_of_its_own_samples_it_as_a_single_worker_does(
+    strategy, world, data
+):
+    alone, _ = trained(task_of(data()))
+    torch.testing.assert_close(trained(task_of(data()), strategy, world)[0], alone)
+
+
+def test_weights_of_one_class_alone_teach_a_federation_nothing_of_the_other():
+    inputs, targets = points()
+    sampler = WeightedRandomSampler((targets == 0).double(), N)
+    data = DataLoader(TensorDataset(inputs, targets), batch_size=4, sampler=sampler)
+    strategy = dure.FedAvg(clients=2, batch_size=4, local_epochs=20)
+    run = dure.train(task_of(data), strategy, stop=dure.Stop(rounds=5))
+    assert run.model(inputs).argmax(1).eq(0).all()
+    by_label = dure.FedAvg(clients=2, batch_size=4, partition="label-shards:1")
+    with pytest.raises(ValueError, match="has a weight above 0"):
+        dure.train(task_of(data), by_label, stop=dure.Stop(rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("data", "strategy"),
+    [
+        (lambda: weighted(drop_last=True), dure.SingleWorker(batch_size=4)),
+        (weighted, dure.FedAvg(clients=2, batch_size=4)),
+    ],
+)
+def test_a_resumed_run_draws_by_weight_as_one_that_went_through(data, strategy, tmp_path):
+    task = task_of(data())
+    units = f"{strategy.unit}s"
+    straight = dure.train(task, strategy, stop=dure.Stop(**{units: 5}))
+    dure.train(task, strategy, stop=dure.Stop(**{units: 2}), out=tmp_path / "run")
+    resumed = dure.resume(tmp_path / "run", task=task, stop=dure.Stop(**{units: 5}))
+    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_subset_sampler_keeps_tensors_keys_and_labels():
+    inputs, targets = points()
+    sampler = SubsetRandomSampler([1, 3, 8])
+    part = dure.Task(
+        model=linear,
+        loss=F.cross_entropy,
+        train=DataLoader(TensorDataset(inputs, targets), batch_size=2, sampler=sampler),
+    ).train
+    assert torch.equal(part.inputs, inputs[[1, 3, 8]])
+    assert torch.equal(part.labels(), targets[[1, 3, 8]])

@@ -186,6 +186,7 @@ COMPILED: list[tuple[Strategy, World | None]] = [
     (dure.SingleWorker(8), None),
     (dure.DataParallel(8), dure.Processes(2)),
     (dure.LocalSGD(8, 1), dure.Processes(1)),
+    (dure.DiLoCo(8, 1), dure.Processes(1)),
     (dure.ParallelSGD(8), dure.Processes(1)),
     (dure.Hogwild(8, period=1), dure.Processes(1)),
     (dure.ParameterServer(workers=1, batch_size=8, period=1), dure.Simulated()),

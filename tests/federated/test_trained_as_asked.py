@@ -147,7 +147,14 @@ def test_clients_call_what_the_compiler_made(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [dure.FedAvg(**THREE, held_out=0.2), dure.FedAsync(**THREE), dure.FedAdam(**THREE)],
+    [
+        dure.FedAvg(**THREE, held_out=0.2),
+        dure.FedAsync(**THREE),
+        dure.FedAdam(**THREE),
+        dure.FedAvgM(**THREE),
+        dure.FedAdagrad(**THREE),
+        dure.FedYogi(**THREE),
+    ],
     ids=lambda one: one.name,
 )
 def test_the_average_is_that_of_the_servers_models_and_goes_on_to_the_same_bits(

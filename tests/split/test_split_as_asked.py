@@ -63,10 +63,17 @@ def test_what_a_divided_model_cannot_do_is_refused_by_name(
         dure.train(small_task(**asked), strategy, stop=dure.Stop(rounds=1, steps=None))
 
 
-def test_what_clients_of_a_network_are_not_told_is_refused() -> None:
-    world = dure.Network(port=0)
-    for strategy in (dure.FedAvg(clients=2), dure.SplitLearning(clients=2)):
-        with pytest.raises(ValueError, match="is not told to the clients of a network"):
-            dure.train(
-                small_task(unfreeze={"0.*": 2}), strategy, world, dure.Stop(rounds=1), out=None
-            )
+@pytest.mark.parametrize(
+    ("strategy", "asked", "message"),
+    [
+        (dure.FedAvg(clients=2), {"compile": True}, "each site of a network compiles for itself"),
+        (dure.SplitLearning(clients=2), {"unfreeze": {"0.*": 2}}, "do not compare it"),
+    ],
+)
+def test_what_clients_of_a_network_cannot_do_is_refused(
+    strategy: Strategy, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dure.train(
+            small_task(**asked), strategy, dure.Network(port=0), dure.Stop(rounds=1), out=None
+        )

@@ -35,6 +35,7 @@ from dure.contracts.learning import ALL, Part
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
+from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import WHOLE, Shares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
@@ -76,7 +77,7 @@ class LocalSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

@@ -63,6 +63,7 @@ from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
+from dure.data.sampling import APART, Way
 from dure.errors import LossNotFiniteError
 from dure.memory.formula import WHOLE, Shares
 from dure.record.meter import Meter
@@ -110,6 +111,7 @@ class ParallelSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
+    samples: ClassVar[frozenset[Way]] = APART
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})
@@ -146,11 +148,23 @@ class ParallelSGD(Strategy):
             )
         if self.shuffle:
             check_movable(task.train)
+            for way in sorted(task.train.sampling.asks):
+                raise ValueError(
+                    f"shuffle moves examples between ranks, and {way} is about where they lay: "
+                    f"leave out one of the two"
+                )
         if self.combine == "best" and task.train.lies is not None:
             raise ValueError(
                 "the best model is the one with the least loss on all training data, and these lie "
                 "with the ranks, each its own: take combine=average"
             )
+
+    def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
+        """The shards of all ranks, where these do not have data of their own."""
+        if task.train.lies is not None or workers is None:
+            return ()
+        labels = task.train.labels()
+        return self.partition.divide(workers, len(task.train), labels, task.train.keys, seed=seed)
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "ema" and self.combine_every is None:

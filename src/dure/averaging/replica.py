@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
 from dure.parallel.first_weights import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.record.meter import Meter
+from dure.record.meter import Clock
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
@@ -51,21 +50,6 @@ class Trained(NamedTuple):
     def total(self) -> float:
         """The loss times what it has counted: totals and counts of ranks can be added."""
         return self.loss * self.counted if self.counted else self.loss
-
-
-class Clock:
-    """What a step does one after another, put down as it is done. start: when the step began."""
-
-    def __init__(self, meter: Meter, start: float, step: int) -> None:
-        self.meter = meter
-        self.last = start
-        self.step = step
-
-    def did(self, name: str) -> None:
-        """All since the last time was this."""
-        now = time.perf_counter()
-        self.meter.compute(name, self.last, now, self.step)
-        self.last = now
 
 
 class Replica:
@@ -151,9 +135,8 @@ class Replica:
         seed_generators(
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
-        started = time.perf_counter()
+        clock = Clock(self.group.meter, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
-        clock = Clock(self.group.meter, started, step + 1)
 
         def backward(loss: Tensor) -> None:
             clock.did("forward")
@@ -166,7 +149,7 @@ class Replica:
             self.accumulate,
             read=self.train_examples.batch,
             forward=self.model,
-            computing=computing(self.task, self.device),
+            computing=lambda *given: computing(self.task, self.device),
             backward=backward,
             parameters=self.trained,
         )

@@ -62,7 +62,7 @@ class Asks(Protocol):
 def asked_of(task: Asks) -> dict[Part, Any]:
     """The fields that ask for something, by name."""
     values: dict[Part, Any] = {
-        "clip_norm": task.clip_norm,
+        "clip_norm": None if task.clip_norm is None else float(task.clip_norm),
         "precision": task.precision,
         "ema": task.ema,
         "compile": task.compile,

@@ -32,6 +32,7 @@ from dure.contracts.weights_from import begin_with
 from dure.data.examples import Examples
 from dure.data.measured import MeasuredExamples
 from dure.data.partition import Description
+from dure.data.sampling import Way
 from dure.fleet.conditions import Conditions
 from dure.memory.formula import Shares
 from dure.memory.undivided import beside
@@ -400,6 +401,9 @@ class Strategy(Told):
     kind: ClassVar[Kind]
     """The kind of worlds in which it is at home."""
 
+    batch_size: int | None = None
+    """Examples of a step, as a DataLoader would have them; None: all, or it has no batches."""
+
     unit: ClassVar[str]
     """What its learner counts: "step" or "round"."""
 
@@ -430,9 +434,9 @@ class Strategy(Told):
     own_data: ClassVar[bool] = False
     """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
 
-    samples: ClassVar[bool] = False
-    """Whether it goes through all data in joint batches, as their sampler asks
-    (`dure.data.sampling`)."""
+    samples: ClassVar[frozenset[Way]] = frozenset()
+    """In which ways its owner's batches may be drawn (`dure.data.sampling`), in a world of ranks or
+    of threads, and of clients where that is its home."""
 
     follows_model: ClassVar[bool] = False
     """Whether simulated clients compute where the task's model is made, on a GPU too."""
@@ -455,10 +459,19 @@ class Strategy(Told):
         """
         return None if part in self.trains_with else "nothing in it does that"
 
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        """Why it cannot train a model that gives its own loss (`dure.OwnLoss`); None if it can."""
+        return None
+
     @property
     def deterministic(self) -> bool:
         """Whether its runs repeat themselves to the last bit."""
         return True
+
+    @property
+    def draws_by_coins(self) -> bool:
+        """Whether differential privacy of examples draws its batches, by a coin for each."""
+        return False
 
     @property
     def spares_memory(self) -> bool:
@@ -566,6 +579,10 @@ class Strategy(Told):
     def division(self, task: Task, seed: int) -> Description | None:
         """How the training data lie with their owners, for the report; None if nobody owns any."""
         return None
+
+    def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
+        """The examples of each who goes through a part of its own, as indices; none elsewhere."""
+        return ()
 
     def assist(self, task: Task, place: Place, seed: int) -> str:
         """Where `led`: what a rank other than the first does until the run has ended.

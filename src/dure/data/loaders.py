@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -34,6 +34,7 @@ from torch.utils.data import (
 
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
+from dure.data.measured import part_of
 from dure.data.sampling import Sampling
 from dure.data.streams import StreamExamples
 
@@ -50,8 +51,10 @@ def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
         examples: Examples = StreamExamples(loader.dataset, collate=collate)
         sampling = Sampling(drop_last=loader.drop_last, batch_size=loader.batch_size)
     else:
-        dataset, sampling = _sampled(loader)
-        examples = _examples(dataset, collate)
+        some, sampling = _sampled(loader)
+        examples = _examples(loader.dataset, collate)
+        if some is not None:
+            examples = part_of(examples, some)
     if not measures:
         examples.sampling = sampling
     elif sampling.weights is not None:
@@ -65,8 +68,8 @@ def _examples(dataset: Any, collate: Any) -> Examples:
     return DatasetExamples(dataset, collate=collate)
 
 
-def _sampled(loader: DataLoader[Any]) -> tuple[Any, Sampling]:
-    """(the dataset, or the part of it that is meant, how it is visited)."""
+def _sampled(loader: DataLoader[Any]) -> tuple[Tensor | None, Sampling]:
+    """(which examples are meant, None for all; how they are visited)."""
     # torch makes one of its own where a batch size is given, and none where it is None.
     if loader.batch_size is None:
         raise ValueError(
@@ -79,19 +82,19 @@ def _sampled(loader: DataLoader[Any]) -> tuple[Any, Sampling]:
     sampler = loader.sampler
     dataset: Any = loader.dataset
     if type(sampler) is SequentialSampler:
-        return dataset, replace(said, in_a_row=True)
+        return None, replace(said, in_a_row=True)
     if type(sampler) is RandomSampler and not sampler.replacement:
         _check_count(sampler.num_samples, len(dataset), "RandomSampler")
-        return dataset, said
+        return None, said
     if type(sampler) is SubsetRandomSampler:
-        return Subset(dataset, list(sampler.indices)), said
+        return torch.as_tensor(sampler.indices, dtype=torch.int64), said
     if type(sampler) is WeightedRandomSampler and sampler.replacement:
         weights = torch.as_tensor(sampler.weights, dtype=torch.float64)
         _check_count(len(weights), len(dataset), "WeightedRandomSampler")
         _check_count(sampler.num_samples, len(dataset), "WeightedRandomSampler")
         if not bool((weights >= 0).all()) or not 0 < float(weights.sum()) < float("inf"):
             raise ValueError("weights of a WeightedRandomSampler are 0 or more, and not all 0")
-        return dataset, replace(said, weights=weights)
+        return None, replace(said, weights=weights)
     raise ValueError(
         f"a DataLoader with a {type(sampler).__name__}: dure draws by shuffle=True, a "
         f"SubsetRandomSampler, or a WeightedRandomSampler with replacement, since the order is a "

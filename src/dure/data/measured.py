@@ -75,12 +75,13 @@ def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Exam
     trained, kept = hold_out(strata, share, seed)
     if not len(trained):
         raise ValueError(f"validation={share} of {len(train)} examples leaves none to train on")
-    rest = _part(train, trained)
+    rest = part_of(train, trained)
     rest.sampling = train.sampling.of(trained)
-    return rest, _part(train, kept)
+    return rest, part_of(train, kept)
 
 
-def _part(whole: Examples, indices: Tensor) -> Examples:
+def part_of(whole: Examples, indices: Tensor) -> Examples:
+    """Those examples, with their keys, classes and labels, as if there were no others."""
     keys = None if whole.keys is None else [whole.keys[index] for index in indices.tolist()]
     if isinstance(whole, DatasetExamples):
         part = _Part(whole.dataset, indices.tolist())

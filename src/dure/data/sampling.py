@@ -12,12 +12,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dure.data.arrangement import Order
 from dure.randomness.seeds import generator, shuffled
+
+Way = Literal["a stream", "a sampler with weights", "shuffle=False", "drop_last"]
+"""What the owner of data may ask of those who draw batches, in words."""
+
+JOINTLY: frozenset[Way] = frozenset(get_args(Way))
+"""Of a system that goes through all data in joint batches: it does all of them."""
+
+APART: frozenset[Way] = frozenset({"a sampler with weights", "shuffle=False"})
+"""Of clients or workers that go through parts of their own: each draws of its own examples, by the
+weights of these, as many as it has."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +46,14 @@ class Sampling:
     batch_size: int | None = None
 
     @property
-    def asks(self) -> bool:
-        """Whether anything is asked that a system could do otherwise."""
-        return self.in_a_row or self.weights is not None or self.drop_last
+    def asks(self) -> frozenset[Way]:
+        """What is asked that a system could do otherwise."""
+        asked: dict[Way, bool] = {
+            "a sampler with weights": self.weights is not None,
+            "shuffle=False": self.in_a_row,
+            "drop_last": self.drop_last,
+        }
+        return frozenset(way for way, there in asked.items() if there)
 
     def of(self, part: Tensor) -> Sampling:
         """The same of a part of the examples."""
@@ -46,8 +62,8 @@ class Sampling:
         weights = self.weights[part]
         if not bool(weights.any()):
             raise ValueError(
-                "no example that is left to train on has a weight above 0: let the validation set "
-                "have examples of its own"
+                "none of the examples that are left to train on, to one who has them alone, has a "
+                "weight above 0: give weights, a partition, or a validation set that leave some"
             )
         return replace(self, weights=weights)
 
@@ -55,7 +71,9 @@ class Sampling:
         """As `Examples.order`. n: of all examples."""
         count = n if part is None else len(part)
         if self.weights is not None:
-            return partial(drawn, self.weights if part is None else self.weights[part])
+            own = self if part is None else self.of(part)
+            assert own.weights is not None
+            return partial(drawn, own.weights)
         return partial(_in_a_row, count) if self.in_a_row else partial(shuffled, count)
 
 

@@ -315,6 +315,10 @@ def _clients(
         # What liars spoil is not measured on: these are as they came.
         newest=None if still else (examples, own),
     )
+    if examples.sampling.weights is not None:
+        # On a network, others have nothing here.
+        for part in filter(len, own):
+            examples.sampling.of(part)
     attack = conditions.attack if conditions.attackers else None
     lying = _lying(conditions, len(own), seed)
     if attack is not None and attack.poisons:

@@ -22,8 +22,9 @@ from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, examp
 from dure.contracts.task import Task
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.held_out import HeldOutOrder
+from dure.data.held_out import HeldOutOrder, split
 from dure.data.partition import IID, Description, Partition, Parts, describe
+from dure.data.sampling import APART, Way
 from dure.federated import aggregate, halves
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start, start_of
@@ -132,6 +133,7 @@ class Federated(Strategy):
     without: ClassVar[frozenset[str]] = frozenset({"server_mbit", "server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
     trains_with: ClassVar[frozenset[Part]] = ALL
+    samples: ClassVar[frozenset[Way]] = APART
     noises_steps: ClassVar[bool] = True
     """Whether its clients' local training may be DP-SGD's."""
 
@@ -178,6 +180,10 @@ class Federated(Strategy):
     def rule(self) -> Aggregator:
         """How updates become one."""
         return self.aggregate
+
+    @property
+    def draws_by_coins(self) -> bool:
+        return self.privacy.example is not None
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         """Why it cannot do a part of learning: dp-sgd has gradients of single examples."""
@@ -402,6 +408,7 @@ class Federated(Strategy):
                 f"attackers is {attackers}, but this share of {clients} clients is none: give a "
                 f"larger"
             )
+        _check_sampled(task, conditions)
         if attack.poisons:
             check_poison(task.train, attack)
         if conditions.server_mbit != Conditions().server_mbit:
@@ -520,6 +527,10 @@ class Federated(Strategy):
             self.names(task),
         )
 
+    def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
+        """What clients train on."""
+        return split(self.divide(task, seed), self.held_out, seed, self.held_out_order)[0]
+
     def names(self, task: Task) -> list[str] | None:
         """What the clients are called, where the data have names."""
         return self.partition.names(self.clients, task.train.keys)
@@ -535,4 +546,20 @@ def _check_names(names: Sequence[str]) -> None:
         if times > 1:
             raise ValueError(
                 f"two numbers would be reported as {name}: call the task's metric otherwise"
+            )
+
+
+def _check_sampled(task: Task, conditions: Conditions) -> None:
+    """Raises ValueError for conditions under which examples are others than the sampler's."""
+    ideal = Conditions()
+    for way in sorted(task.train.sampling.asks):
+        spoils = {
+            "arrival": not conditions.arrival.still,
+            "attack": conditions.attack.poisons,
+            "keep_updates": conditions.keep_updates != ideal.keep_updates,
+        }
+        for name in (name for name, there in spoils.items() if there):
+            raise ValueError(
+                f"{name}: clients would have other examples than those that {way} is about: leave "
+                f"out one of the two"
             )

@@ -203,7 +203,7 @@ class Gradients:
             self.accumulate,
             read=self.examples.batch,
             forward=self.model,
-            computing=computing(self.task, self._device),
+            computing=lambda *given: computing(self.task, self._device),
             backward=Tensor.backward,
             parameters=self.model.parameters(),
         )

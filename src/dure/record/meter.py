@@ -12,6 +12,7 @@ it: no second counts twice.
 from __future__ import annotations
 
 import operator
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -247,3 +248,22 @@ def peak_memory() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+class Clock:
+    """What a step does one after another, put down as it is done."""
+
+    def __init__(self, meter: Meter, step: int) -> None:
+        self.meter = meter
+        self.step = step
+        self.begin()
+
+    def begin(self) -> None:
+        """What was done until now is put down elsewhere."""
+        self.last = time.perf_counter()
+
+    def did(self, name: str) -> None:
+        """All since the last time was this."""
+        now = time.perf_counter()
+        self.meter.compute(name, self.last, now, self.step)
+        self.last = now

@@ -1,7 +1,7 @@
 """What a task's data ask of a system, beside being there: a sampler, batches of a size, a stream.
 
 Who trains on what is the strategy's. What the owner of the data says of it is done where a system
-goes through all of the data in joint batches, and refused where it does not.
+can (`Strategy.samples`), and refused where it cannot.
 """
 
 from __future__ import annotations
@@ -9,52 +9,56 @@ from __future__ import annotations
 import torch
 
 from dure.contracts.own_loss import OwnLoss
-from dure.contracts.strategy import Strategy, World
+from dure.contracts.strategy import Kind, Strategy
 from dure.contracts.task import Task
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
+from dure.data.sampling import Way
 from dure.data.streams import StreamExamples
 from dure.errors import DureError
 from dure.randomness.seeds import generators_state, restore_generators
 
 
-def check_data_asks(task: Task, strategy: Strategy, world: World) -> None:
-    """Raises ValueError where the system would do otherwise than the data ask."""
+def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
+    """Raises ValueError where the system would do otherwise, in such a world, than the data ask."""
     sampling = task.train.sampling
-    # Not every system has batches, and those of one's own may name them otherwise.
-    size = getattr(strategy, "batch_size", None)
+    size = strategy.batch_size
     if sampling.batch_size is not None and sampling.batch_size != size:
         raise ValueError(
             f"the DataLoader has batches of {sampling.batch_size}, and {strategy.name} has "
             f"batch_size={size}: give the strategy that batch_size, or the task the dataset itself"
         )
-    asked = _asked(task)
-    if asked and not (strategy.samples and world.kind != "clients"):
+    # The simulation of a system of ranks has batches of its own.
+    able = strategy.samples if kind == strategy.kind or kind != "clients" else frozenset()
+    for way in sorted(_asked(task) - able):
         raise ValueError(
             f"{strategy.name} decides who trains on which examples, and in which order, and cannot "
-            f"do it by {asked}: give the dataset itself, or a system with joint batches, such as "
+            f"do it by {way}: give the dataset itself, or a system with joint batches, such as "
             f"data-parallel"
         )
-    if asked and getattr(strategy, "privacy", None) is not None:
-        raise ValueError(
-            f"differential privacy draws batches of its own, and not by {asked}: give the dataset"
-        )
+    for way in sorted(_asked(task)):
+        if strategy.draws_by_coins:
+            raise ValueError(
+                f"differential privacy draws batches of its own, and not by {way}: give the dataset"
+            )
     if sampling.drop_last and size is not None and len(task.train) < size:
         raise ValueError(
             f"drop_last leaves nothing of {len(task.train)} examples in batches of {size}"
         )
-    if isinstance(task.loss, OwnLoss) and world.kind == "threads":
-        raise ValueError(
-            f"{strategy.name} in a world of threads puts outputs together example by example, and "
-            f"a model's own loss is one number of all: take dure.Processes, or give a loss"
-        )
     if isinstance(task.loss, OwnLoss):
+        why = strategy.cannot_own_loss(kind)
+        if why is not None:
+            raise ValueError(
+                f"{type(strategy).__name__} cannot train with a model's own loss: {why}"
+            )
         _check_counts(task.loss, task.train)
-    if isinstance(task.loss, OwnLoss) and "split" in strategy.name:
-        raise ValueError(
-            f"{strategy.name} keeps labels from a side of the model, and a model that computes its "
-            f"own loss is given them: give a loss"
-        )
+
+
+def check_drawn(task: Task, strategy: Strategy, workers: int | None, seed: int) -> None:
+    """Raises ValueError where somebody would have nothing to draw by weight."""
+    if task.train.sampling.weights is not None and len(task.train):
+        for part in strategy.parts(task, seed, workers):
+            task.train.sampling.of(part)
 
 
 def _check_counts(loss: OwnLoss, train: Examples) -> None:
@@ -73,13 +77,7 @@ def _check_counts(loss: OwnLoss, train: Examples) -> None:
     loss.count(labels)
 
 
-def _asked(task: Task) -> str:
-    """What is asked, in words; nothing where the data leave it to the system."""
-    sampling = task.train.sampling
-    if isinstance(task.train, StreamExamples):
-        return "a stream, which is read from its start"
-    if sampling.weights is not None:
-        return "a sampler with weights"
-    if sampling.in_a_row:
-        return "shuffle=False"
-    return "drop_last" if sampling.drop_last else ""
+def _asked(task: Task) -> frozenset[Way]:
+    """What is asked; nothing where the data leave it to the system."""
+    ways: frozenset[Way] = task.train.sampling.asks
+    return ways | {"a stream"} if isinstance(task.train, StreamExamples) else ways

@@ -15,6 +15,7 @@ from dure.contracts.task import Task
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.run import party_site
+from dure.run.data_asks import check_data_asks
 from dure.run.registry import decode_strategy
 from dure.run.site import Reach, opened, path_of
 from dure.run.split_site import check_part, take_part
@@ -87,6 +88,8 @@ def join(
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
         strategy = decode_strategy(welcome.strategy)
+        # Batches are drawn here, and not at the server.
+        check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split | VerticalSplit):
             takes = party_site.take_part if isinstance(strategy, VerticalSplit) else take_part
             return takes(
@@ -136,6 +139,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         if not reasons and (trust := site.trust(welcome)):
             yield f"trust: {trust}"
         strategy = decode_strategy(welcome.strategy)
+        check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split):
             yield from check_part(task, strategy, welcome, reach.part)
             return

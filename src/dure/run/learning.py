@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from dure.contracts.learning import asked_of, check_unfrozen
+from dure.contracts.learning import Part, asked_of, check_unfrozen
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.tasks.parts import parts_of
@@ -26,16 +26,22 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
     """Raises ValueError for the first thing asked that the strategy cannot do in this world."""
     for one in _asking(task):
         for part, value in asked_of(one).items():
-            if world.serves:
-                raise ValueError(
-                    f"{part}={value!r} is not told to the clients of a network yet: leave it out"
-                )
-            why = strategy.cannot(part, world.kind)
+            why = _unserved(part, strategy) if world.serves else None
+            why = why or strategy.cannot(part, world.kind)
             if why is not None:
                 raise ValueError(
                     f"{type(strategy).__name__} cannot train with {part}={value!r}: {why}; leave "
                     f"it out"
                 )
+
+
+def _unserved(part: Part, strategy: Strategy) -> str | None:
+    """Why clients on a network cannot do it; None if they can (`dure.tasks.trained`)."""
+    if strategy.trains_at_server:
+        return "the sites of a network that train sides of one model do not compare it"
+    if part == "compile":
+        return "each site of a network compiles for itself: give it to a client's own task"
+    return None
 
 
 def check_learned(task: Task, model: nn.Module) -> None:

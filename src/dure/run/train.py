@@ -37,7 +37,7 @@ from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
 from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import Asked, asked_in, config_of
-from dure.run.data_asks import check_data_asks
+from dure.run.data_asks import check_data_asks, check_drawn
 from dure.run.drive import drive
 from dure.run.early import check_early, goes_on
 from dure.run.fits import check_fits, made_in_memory
@@ -529,8 +529,9 @@ def prepare(
             raise ValueError(f"{name} is {every}, but it counts {strategy.unit}s: at least 1")
     world.begin(strategy.imports)  # while this process looks at what is asked
     strategy = strategy.planned(task, stop)
-    check_data_asks(task, strategy, world)
+    check_data_asks(task, strategy, world.kind)
     strategy.check(task, world.workers)
+    check_drawn(task, strategy, world.workers, seed)
     strategy.check_in(world)
     stop.check(strategy.unit)
     _check_bytes(stop, world)

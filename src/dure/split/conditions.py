@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from dure.fleet.conditions import Conditions
 
-WITHOUT = (
-    "availability",
-    "arrival",
-    "drop_out",
-    "attack",
-    "engine",
-    "transfer_budget",
-    "keep_updates",
-    "deadline",
+WITHOUT = frozenset(
+    {"availability", "arrival", "drop_out", "attack", "transfer_budget", "keep_updates", "deadline"}
 )
-"""Conditions that a simulation of split learning does not have."""
+"""Conditions that a simulation of split learning does not have (`Strategy.without`).
+
+Nor does it choose an engine: each client computes by itself, step by step, as in `loop`.
+"""
+
+LABELS_APART = (
+    "labels are kept from a side of the model, and a model that computes its own loss is given "
+    "them: give a loss"
+)
 
 
-def check_conditions(conditions: Conditions, known: Sequence[str] = ()) -> None:
+def check_conditions(conditions: Conditions, without: Collection[str]) -> None:
     """Raises ValueError for conditions that a simulation of split learning does not have.
 
-    known: those that it has besides devices and links.
+    without: their names, as the strategy says them.
     """
     ideal = Conditions()
-    for name in WITHOUT:
-        # Over a network each client computes by itself, step by step, as it does here.
-        if name in known or (name == "engine" and conditions.engine == "loop"):
-            continue
+    unknown = sorted(without)
+    # Which is what a network has for its clients.
+    if conditions.engine != "loop":
+        unknown.append("engine")
+    for name in unknown:
         if getattr(conditions, name) != getattr(ideal, name):
             raise ValueError(
                 f"split learning is simulated without {name.replace('_', ' ')}: leave it out"

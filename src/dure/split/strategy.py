@@ -52,7 +52,7 @@ from dure.split.apart.proof import prove as prove_parts
 from dure.split.apart.sides import Apart, clients_examples, cut_of
 from dure.split.client import Rules
 from dure.split.compressed import check_compression, exchange_of
-from dure.split.conditions import WITHOUT, check_conditions
+from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.messages import Own
@@ -118,7 +118,7 @@ class Split(Strategy):
     trains_with: ClassVar[frozenset[Part]] = frozenset({"unfreeze"})
     trains_parts: ClassVar[bool] = True
     trains_at_server: ClassVar[bool] = True
-    without: ClassVar[frozenset[str]] = frozenset(WITHOUT) - {"availability", "drop_out", "engine"}
+    without: ClassVar[frozenset[str]] = WITHOUT - {"availability", "drop_out"}
     joins: ClassVar[bool] = False
     """Whether batches of several clients are one batch of the server's."""
 
@@ -214,6 +214,9 @@ class Split(Strategy):
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         return CANNOT.get(part)
+
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        return LABELS_APART
 
     def check(self, task: Task, workers: int | None) -> None:
         if isinstance(task, PARTS) and task.unfreeze is not None:
@@ -322,7 +325,7 @@ class Split(Strategy):
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that the clients of split learning do not have."""
-        check_conditions(conditions, known=("availability", "drop_out"))
+        check_conditions(conditions, self.without)
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """What evaluations measure, by name: on the test data, and on what clients hold out."""

@@ -40,7 +40,7 @@ from dure.fleet.conditions import Conditions
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.settings import parse_fields
 from dure.split.alignment import check_library, id_texts
-from dure.split.conditions import WITHOUT, check_conditions
+from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
 from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.parties.model import (
     Columns,
@@ -92,7 +92,7 @@ class VerticalSplit(Strategy):
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "step"
     trains_at_server: ClassVar[bool] = True
-    without: ClassVar[frozenset[str]] = frozenset(WITHOUT) - {"engine"}
+    without: ClassVar[frozenset[str]] = WITHOUT
 
     def __post_init__(self) -> None:
         # The one place where a frozen dataclass is still being made.
@@ -125,6 +125,9 @@ class VerticalSplit(Strategy):
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         return "each party has a part of the model, its gradient and its optimizer, and no other"
+
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        return LABELS_APART
 
     def check(self, task: Task, workers: int | None) -> None:
         if not len(task.train):
@@ -201,7 +204,7 @@ class VerticalSplit(Strategy):
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that parties do not have."""
-        check_conditions(conditions)
+        check_conditions(conditions, self.without)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.channels is not None:

@@ -39,18 +39,19 @@ def learn(
     *,
     read: Callable[[Tensor], tuple[Any, Any]],
     forward: Callable[[Any], Any],
-    computing: AbstractContextManager[object],
+    computing: Callable[[Any, Any], AbstractContextManager[object]],
     backward: Callable[[Tensor], None],
     parameters: Iterable[Tensor],
 ) -> Learned:
     """Leaves the gradient of the mean loss of a batch with its parameters.
 
     read: the inputs and targets of some examples. forward: the model's outputs. computing: around
-    forward and loss, as often as there are pieces. backward: from a loss.
+    forward and loss, given inputs and targets. backward: from a loss; what it costs to wait for the
+    loss, as on a GPU, was before.
     """
     if pieces == 1:
         inputs, targets = read(indices)
-        with computing:
+        with computing(inputs, targets):
             found = losses.mean(forward(inputs), targets, len(indices))
         return _whole(found, backward)
     loss, counted = 0.0, 0.0
@@ -59,7 +60,7 @@ def learn(
             continue
         inputs, targets = read(piece)
         share = losses.share(piece, indices)
-        with computing:
+        with computing(inputs, targets):
             found = losses.part(forward(inputs), targets, len(piece), share)
         part = _whole(found, backward)
         loss += part.loss

@@ -8,11 +8,13 @@ settings, what is measured.
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import torch
 from torch import nn
 
+from dure.contracts.learning import Part, asked_of
 from dure.contracts.task import Task
 from dure.machine.compiler import left_out
 from dure.tensors.frozen import frozen_of
@@ -37,7 +39,19 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
         optimizer=_optimizer(task, model),
         metrics=sorted(task.measures) if len(task.train) else [],
         features=list(task.features or ()),
+        asks=_asks(task),
     )
+
+
+TOLD: frozenset[Part] = frozenset({"clip_norm", "precision", "unfreeze"})
+"""What clients do of all that a task asks of training, so that all of them have to do it alike.
+
+An average of the weights is the server's, and each site compiles for itself.
+"""
+
+
+def _asks(task: Task) -> dict[str, str]:
+    return {part: json.dumps(asked) for part, asked in asked_of(task).items() if part in TOLD}
 
 
 def differences(theirs: Trains, ours: Trains) -> list[str]:
@@ -57,6 +71,11 @@ def differences(theirs: Trains, ours: Trains) -> list[str]:
         served = getattr(ours, what)
         if mine != served:
             found.append(f"the {what} is {mine}, and {served} at the server")
+    for part in sorted(theirs.asks.keys() | ours.asks.keys()):
+        mine = theirs.asks.get(part, "not asked for")
+        served = ours.asks.get(part, "not asked for")
+        if mine != served:
+            found.append(f"{part} is {mine}, and {served} at the server")
     if theirs.features and ours.features and theirs.features != ours.features:
         found.append(_features(theirs.features, ours.features))
     return found

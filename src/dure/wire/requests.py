@@ -69,6 +69,7 @@ class Trains(Said, frozen=True):
     forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that
     are not trained, of which the site has its own; frozen_bytes: of their stream. buffers: which of
     the tensors are no weights. loss, optimizer: how they call themselves. metrics, features: names.
+    asks: what the task asks of training besides, such as {"clip_norm": "1.0"}, by name.
     """
 
     forms: dict[str, tuple[str, list[int]]]
@@ -79,6 +80,7 @@ class Trains(Said, frozen=True):
     buffers: list[str] = []
     metrics: list[str] = []
     features: list[str] = []
+    asks: dict[str, str] = {}
 
 
 class CheckIn(Said, frozen=True):

@@ -29,12 +29,18 @@ def weighed() -> dure.Task:
     return small_task(loss=nn.CrossEntropyLoss(weight=weight))
 
 
+def as_asked() -> dure.Task:
+    return small_task(clip_norm=0.2, precision="bf16", ema=0.5, unfreeze={"0.*": 2})
+
+
 PLANS = {
     "FedAvg with batch norm and clients that measure": Plan(
         dure.FedAvg(clients=3, batch_size=4, held_out=0.3), task=with_statistics, evaluate_every=2
     ),
     "FedAvg with weights of classes": Plan(dure.FedAvg(clients=3, batch_size=4), task=weighed),
-    "FedAvg of some": Plan(dure.FedAvg(clients=4, fraction=0.5, batch_size=4), rounds=6),
+    "FedAvg of some, trained as the task asks": Plan(
+        dure.FedAvg(clients=4, fraction=0.5, batch_size=4), task=as_asked, rounds=6
+    ),
     "SCAFFOLD": Plan(dure.Scaffold(clients=3, batch_size=4)),
     "Ditto": Plan(dure.Ditto(clients=3, batch_size=4, held_out=0.3), evaluate_every=2),
     "FedPer": Plan(dure.FedPer(clients=3, batch_size=4, personal_layers=1)),

@@ -148,6 +148,7 @@ class BatchedEngine(Engine):
         self.device = device
         self.flops = 0.0
         """Floating-point operations of an example's step."""
+        self.sampling = examples.sampling
         # All examples, once: a step only picks rows of them.
         self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
@@ -287,7 +288,7 @@ class BatchedEngine(Engine):
 
     @torch.no_grad()
     def _cohort(self, jobs: Sequence[Job], kind: Kind) -> list[Trained]:
-        made = plan(jobs, self.batch_size, self.seed)
+        made = plan(jobs, self.batch_size, self.seed, self.sampling)
         deltas, found, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
         )

@@ -183,7 +183,7 @@ class LoopEngine(Engine):
 
     def _batches(self, job: Job) -> Sequence[Tensor]:
         """The examples of each step, by index; all is ready for the first one."""
-        order, sizes = batches(job, self.batch_size, self.seed)
+        order, sizes = batches(job, self.batch_size, self.seed, sampling=self.examples.sampling)
         # First, for a model that is made may draw.
         if self.objective is not None:
             self.objective.begin(job)
@@ -307,12 +307,11 @@ class _Updates:
 
         def trimmed() -> None:
             self.trimming.at(job.round)
+            # Not bound before: a scheduler inside it makes `step` hold it weakly.
             optimizer.step()
 
         if terms is None:
-            if self.trimming.asked:
-                return trimmed
-            return lambda: optimizer.step()  # a scheduler inside it makes `step` hold it weakly
+            return trimmed
         views = [self._views(part) for part in terms]
 
         @torch.no_grad()

@@ -109,7 +109,10 @@ class MetaEngine(Engine):
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         ran: list[tuple[Found, int]] = []
-        batches = Batches(len(job.indices), self.batch_size, self.seed, job.client, job.joins)
+        order = self.examples.sampling.order(0, job.indices)
+        batches = Batches(
+            len(job.indices), self.batch_size, self.seed, job.client, job.joins, order
+        )
         for found, size in steps(job, batches):
             if self.look is not None:
                 self.look()

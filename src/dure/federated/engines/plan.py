@@ -19,22 +19,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dure.data.batches import batches_per_epoch
+from dure.data.sampling import SHUFFLED, Sampling
 from dure.federated.engines.job import Job
-from dure.randomness.seeds import shuffled
 
 Rows = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
 
 
 def batches(
-    job: Job, batch_size: int | None, seed: int, ordered: bool = True
+    job: Job,
+    batch_size: int | None,
+    seed: int,
+    ordered: bool = True,
+    sampling: Sampling = SHUFFLED,
 ) -> tuple[Tensor, list[int]]:
     """The examples of the job's steps one after another, int64, and how many each step takes.
 
     batch_size: None is all of the client's examples in every step, in their own order. ordered:
     whether the order of the examples inside a batch matters, which is drawn even where one batch
-    has them all.
+    has them all. sampling: of all training data.
     """
+    own = sampling.order(0, job.indices)
     n = job.indices.numel()
     size = n if batch_size is None else min(batch_size, n)
     per_epoch = batches_per_epoch(n, size, job.joins)
@@ -48,11 +53,13 @@ def batches(
         until = min(per_epoch, position + end - step)
         # Where one batch has all examples, their order inside it changes only roundings: who does
         # not mind (`ordered`) saves the draw.
-        as_they_are = batch_size is None or (per_epoch == 1 and not ordered)
+        as_they_are = batch_size is None or (
+            per_epoch == 1 and not ordered and sampling.weights is None
+        )
         order = (
             job.indices
             if as_they_are
-            else job.indices.index_select(0, shuffled(n, seed, epoch, job.client))
+            else job.indices.index_select(0, own(seed, epoch, job.client))
         )
         # The last batch of an epoch may have one more than the others.
         end_of_part = n if until == per_epoch else until * size
@@ -92,7 +99,9 @@ class Plan:
     sizes: Sequence[Sequence[int]]
 
 
-def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
+def plan(
+    jobs: Sequence[Job], batch_size: int | None, seed: int, sampling: Sampling = SHUFFLED
+) -> Plan:
     """How the jobs are computed together."""
     count = [job.steps for job in jobs]
     # A stable sort: jobs with as many steps keep their order, and so their bits.
@@ -100,7 +109,7 @@ def plan(jobs: Sequence[Job], batch_size: int | None, seed: int) -> Plan:
     examples: list[Rows] = []
     sizes: list[list[int]] = []
     for which in by_steps:
-        visited, own = batches(jobs[which], batch_size, seed, ordered=False)
+        visited, own = batches(jobs[which], batch_size, seed, False, sampling)
         examples.append(visited.numpy())
         sizes.append(own)
     # How many examples of each client the steps before have taken.

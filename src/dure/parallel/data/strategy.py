@@ -51,6 +51,7 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
 from dure.contracts.task import Task
 from dure.data.batches import check_joint_batch, largest_piece
+from dure.data.sampling import JOINTLY, Way
 from dure.errors import LossNotFiniteError
 from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import Offload, parse_offload
@@ -135,7 +136,7 @@ class DataParallel(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -267,10 +268,22 @@ class DataParallel(Strategy):
                     f"Processes"
                 )
 
+    @property
+    def draws_by_coins(self) -> bool:
+        return self.privacy is not None
+
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "compile" and kind == "threads":
             return COMPILES_ALONE
         return super().cannot(part, kind)
+
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        if kind != "threads":
+            return None
+        return (
+            "in threads a master puts outputs together example by example, and the loss is one "
+            "number of all: take dure.Processes, or give a loss"
+        )
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.kind == "threads":

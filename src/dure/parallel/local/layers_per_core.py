@@ -95,6 +95,9 @@ class LayersPerCore(Strategy):
     def cannot(self, part: Part, kind: Kind) -> str | None:
         return COMPILES_ALONE if part == "compile" else super().cannot(part, kind)
 
+    def cannot_own_loss(self, kind: Kind) -> str | None:
+        return "its layers are called one by one, and none of them gives a loss: give a loss"
+
     @property
     def label(self) -> str:
         return f"layers per core, {self.microbatches} micro-batches"

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +34,7 @@ from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strat
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
+from dure.data.sampling import JOINTLY, Way
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
 from dure.memory.formula import WHOLE, Shares
@@ -54,13 +55,13 @@ from dure.privacy.example_level import Budget, ExampleLevel, Wanted
 from dure.privacy.per_example.refused import check_layers
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.seeds import seed_generators
-from dure.record.meter import Meter
+from dure.record.meter import Clock, Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
-from dure.tasks.pieces import check_accumulate
+from dure.tasks.pieces import check_accumulate, learn
 from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import trained_in
@@ -112,7 +113,7 @@ class SingleWorker(Strategy):
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
@@ -140,6 +141,10 @@ class SingleWorker(Strategy):
     @property
     def deterministic(self) -> bool:
         return self.privacy is None or self.privacy.draws == "seed"
+
+    @property
+    def draws_by_coins(self) -> bool:
+        return self.privacy is not None
 
     @property
     def spares_memory(self) -> bool:
@@ -362,48 +367,40 @@ class SingleLearner(Learner):
         if self.private is not None:
             return self._private_gradients(self.private, indices, wish)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.accumulate > 1:
-            return self._in_pieces(indices, wish)
-        inputs, targets = self.read(indices)
-        started = time.perf_counter()
-        with self.computing(), self.offloaded.saving(inputs, targets):
-            found = self.losses.mean(self.model(inputs), targets, len(indices))
-        loss = self._learned_from(found.loss, started)
-        return Progress(loss if found.counted else None, len(indices), wish)
+        clock = Clock(self.group.meter, self.step + 1)
+
+        def read(piece: Tensor) -> tuple[Any, Any]:
+            batch = self.read(piece)
+            clock.begin()
+            return batch
+
+        def backward(loss: Tensor) -> None:
+            clock.did("forward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            clock.did("backward")
+
+        found = learn(
+            self.losses,
+            indices,
+            self.accumulate,
+            read=read,
+            forward=self.model,
+            computing=self._computing,
+            backward=backward,
+            parameters=self.model.parameters(),
+        )
+        if not math.isfinite(found.loss):
+            raise LossNotFiniteError(found.loss, self.where, f"step {self.step + 1}")
+        return Progress(found.loss if found.counted else None, len(indices), wish)
 
     def computing(self) -> AbstractContextManager[object]:
         """Around forward and loss: the precision that the task asks for."""
         return computing(self.task, self.device)
 
-    def _learned_from(self, loss: Tensor, started: float) -> float:
-        """Backward from a loss whose forward pass has begun at `started`; returns its value."""
-        # on a GPU this waits for forward, so that the times of forward and backward are their own
-        value = float(loss.item())
-        forwarded = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
-        meter = self.group.meter
-        meter.compute("forward", started, forwarded, self.step + 1)
-        meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
-        if not math.isfinite(value):
-            raise LossNotFiniteError(value, self.where, f"step {self.step + 1}")
-        return value
-
-    def _in_pieces(self, indices: Tensor, wish: int) -> Progress:
-        """The gradient of a batch as a sum over its pieces, of which each is its share of it."""
-        loss, counted = 0.0, 0.0
-        for piece in indices.tensor_split(self.accumulate):
-            if not len(piece):
-                continue
-            inputs, targets = self.read(piece)
-            started = time.perf_counter()
-            share = self.losses.share(piece, indices)
-            with self.computing(), self.offloaded.saving(inputs, targets):
-                part, count = self.losses.part(self.model(inputs), targets, len(piece), share)
-            loss += self._learned_from(part, started)
-            counted += count
-        gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
-        mean = self.losses.settle(loss, indices, counted, gradients)
-        return Progress(mean, len(indices), wish)
+    @contextmanager
+    def _computing(self, inputs: Any, targets: Any) -> Iterator[None]:
+        with self.computing(), self.offloaded.saving(inputs, targets):
+            yield
 
     def _private_gradients(self, private: ExampleLevel, indices: Tensor, wish: int) -> Progress:
         sums, loss = private.nothing(), 0.0

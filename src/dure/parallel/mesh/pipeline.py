@@ -25,6 +25,7 @@ from torch import nn
 from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
@@ -68,7 +69,7 @@ class Pipeline(Strategy):
     name: ClassVar[str] = "pipeline"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"schedule", "stages_per_rank", "cut", "balance", "recompute"}

@@ -43,6 +43,7 @@ from dure.contracts.strategy import (
 from dure.contracts.task import Task
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
+from dure.data.sampling import JOINTLY, Way
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.memory.again import compute_again
@@ -176,7 +177,7 @@ class Parallel(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}

@@ -24,6 +24,7 @@ from torch import nn
 from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
 from dure.contracts.task import Task
+from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
@@ -66,7 +67,7 @@ class TensorParallel(Strategy):
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    samples: ClassVar[bool] = True
+    samples: ClassVar[frozenset[Way]] = JOINTLY
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}
