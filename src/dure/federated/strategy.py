@@ -85,7 +85,7 @@ class Federated(Strategy):
         local_steps: steps of a client in a round instead of epochs.
         batch_size: B, of a client's step; None is all of its data.
         partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1, blocks:2, or natural-key.
+            quantity-skew:1, feature-skew:0.8, blocks:2, or natural-key.
         selection: how a round chooses its clients: uniform, weighted, poisson; uniform:1.3:60:8
             asks 1.3 times as many as it needs, and ends after 60 s if 8 have answered.
         aggregate: how updates become one: mean, median, trimmed-mean:0.2, krum:2, bulyan:2,
@@ -504,8 +504,7 @@ class Federated(Strategy):
 
     def divide(self, task: Task, seed: int) -> Parts:
         """The examples of each client. Raises ValueError if the partition does not fit the data."""
-        train = task.train
-        return self.partition.divide(self.clients, len(train), train.labels(), train.keys, seed)
+        return self.partition.divide(self.clients, task.train, seed)
 
     def division(self, task: Task, seed: int) -> Description | None:
         return describe(
