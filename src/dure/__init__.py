@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from dure.data.partition import IID as IID
     from dure.data.partition import Blocks as Blocks
     from dure.data.partition import Dirichlet as Dirichlet
+    from dure.data.partition import FeatureSkew as FeatureSkew
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
-    from dure.data.partition import FeatureSkew as FeatureSkew
     from dure.data.partition import QuantitySkew as QuantitySkew
     from dure.data.sampling import class_weights as class_weights
     from dure.data.shards import Shards as Shards

@@ -169,7 +169,14 @@ def test_quantity_skew_keeps_the_label_mixture():
 
 
 def test_another_seed_gives_another_partition():
-    for partition in (IID(), LabelShards(2), Dirichlet(), QuantitySkew(), FeatureSkew(0.5), Blocks(2)):
+    for partition in (
+        IID(),
+        LabelShards(2),
+        Dirichlet(),
+        QuantitySkew(),
+        FeatureSkew(0.5),
+        Blocks(2),
+    ):
         first, second = (
             partition.divide(4, labelled(torch.arange(100) % 5), seed) for seed in (0, 1)
         )

@@ -129,7 +129,7 @@ class Federated(Strategy):
     follows_model: ClassVar[bool] = True
     # Before, what the server and its clients keep was one state.
     oldest_checkpoint: ClassVar[int] = 2
-    without: ClassVar[frozenset[str]] = frozenset({"server_mbit", "server_examples_per_second"})
+    without: ClassVar[frozenset[str]] = frozenset({"server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
     trains_with: ClassVar[frozenset[Part]] = ALL
     noises_steps: ClassVar[bool] = True
@@ -400,11 +400,6 @@ class Federated(Strategy):
             )
         if attack.poisons:
             check_poison(task.train, attack)
-        if conditions.server_mbit != Conditions().server_mbit:
-            raise ValueError(
-                "server_mbit is the link of parameter servers; in a federation the links are the "
-                "clients': leave it out, or give devices with slower links"
-            )
         if conditions.server_examples_per_second != Conditions().server_examples_per_second:
             raise ValueError(
                 "server_examples_per_second is of the server of split learning, which has a part "
