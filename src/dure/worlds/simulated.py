@@ -248,8 +248,8 @@ class Simulation:
 
     def _enter(self, left: Sequence[tuple[float, int]]) -> None:
         """Answers of so many bytes have left their clients: it lasts until all are in."""
-        for when, nbytes in sorted(left):
-            self.now = max(self.now, self.link.enters(when, nbytes))
+        for when, size in sorted(left):
+            self.now = max(self.now, self.link.enters(when, size))
 
     def _is_lost(self, say: Say) -> bool:
         """Whether a client is away at a step of a protocol, or drops out there."""
