@@ -30,7 +30,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
 from figures import NEUTRAL, Axis, Curve, lines, save
 from outcome import give, takes_result
 from pages import fill, table
@@ -46,8 +45,9 @@ PASSES = 20
 GOAL = 0.9
 LAST = 1_000_000
 """Between evaluations: only what a run ends with is measured."""
-UP_MBIT = 2.0
-"""Of a device by default: `dure.fleet.devices`."""
+SERVER_MBIT = 20.0
+ENERGY = "joules:1e-10:2e-6:9e-6"
+"""Of an operation, a byte down and a byte up: an assumption, as `dure.fleet.energy` has none."""
 
 SKEWS = {
     "IID": "iid",
@@ -56,6 +56,7 @@ SKEWS = {
     "2 labels a client": "label-shards:2",
     "1 label a client": "label-shards:1",
     "unequal sizes": "quantity-skew:0.5",
+    "inputs that look alike": "feature-skew:1",
     "blocks in order": "blocks:1",
 }
 SIZES = (4, 10, 30, 100, 300, 1000)
@@ -119,6 +120,7 @@ class Bench:
             "until_goal": reached,
             "curve": curve,
             "exposure": exposure(summary.get("facts")),
+            "cost": ((summary.get("facts") or [None])[0] or {}).get("cost"),
         }
 
     def row(self, name: str, strategy: Strategy, world: World | None, stop: dure.Stop) -> ROW:
@@ -149,6 +151,7 @@ class Bench:
         ):
             values = [one[key] for one in found if one[key] is not None]
             row[key] = mean(values) if values else None
+        row["cost"] = found[0]["cost"]
         show(f"{name}: {row['accuracy']:.4f}")
         return row
 
@@ -215,37 +218,29 @@ def skew(bench: Bench) -> list[ROW]:
     return found
 
 
-def raw_bytes(task: dure.Task) -> int:
-    """Of all training examples: inputs and targets as they lie."""
-    inputs, targets = task.train.batch(torch.arange(len(task.train)))
-    return int(inputs.nbytes + targets.nbytes)
-
-
 def sizes(bench: Bench) -> list[ROW]:
     """The same data over few or many clients, and what their upload would have cost."""
     found = []
     examples = len(bench.task.train)
+    # Their link is the server's too: with many clients it is what they wait for.
+    narrow = dure.Simulated(server_mbit=SERVER_MBIT, energy=ENERGY)  # type: ignore[arg-type]
     for clients in SIZES:
         batch = min(10, max(1, examples // clients))
         federated = dure.FedAvg(clients=clients, batch_size=batch)
-        row = bench.over_seeds(f"{clients} clients", federated, dure.Simulated(), rounds(PASSES))
+        row = bench.over_seeds(f"{clients} clients", federated, narrow, rounds(PASSES))
+        wide = bench.once(federated, dure.Simulated(), rounds(1))
         alone = None
         if clients <= ALONE:
             strategy = dure.LocalOnly(clients=clients, batch_size=batch)
             alone = bench.over_seeds(f"{clients} alone", strategy, dure.Simulated(), rounds(PASSES))
-        raw = raw_bytes(bench.task) / clients
-        sent = row["bytes_a_worker"] / row["rounds"]
         found.append(
             {
                 **row,
                 "clients": clients,
                 "alone": alone,
                 "examples_a_client": examples / clients,
-                "raw_bytes_a_client": raw,
-                "raw_seconds": raw * 8 / (UP_MBIT * 1e6),
-                "bytes_a_round": sent,
-                "break_even_round": raw / sent,
-                "examples_to_break_even": row["bytes_a_worker"] / (raw * clients / examples),
+                "round_seconds": row["virtual_seconds"] / row["rounds"],
+                "round_seconds_without_limit": wide["virtual_seconds"],
             }
         )
     return found
@@ -402,25 +397,29 @@ def skew_table(rows: Sequence[ROW]) -> str:
 
 
 def clients_table(rows: Sequence[ROW]) -> str:
-    head = ["clients", "examples each", "FedAvg", "each alone", "data of a client", "their upload"]
-    head += ["sent a round", "break-even round", "examples to break even"]
-    return table(
-        head,
-        [
+    head = ["clients", "examples each", "FedAvg", "each alone", "a round", "a round, server's link"]
+    head += ["sent in all", "data in all", "their upload", "joules", "of uploading", "break-even"]
+    body = []
+    for row in rows:
+        cost = row["cost"]
+        raw = cost["raw_data"]
+        body.append(
             [
                 f"{row['clients']:,}",
                 f"{row['examples_a_client']:,.1f}",
                 share(row["accuracy"]),
                 share((row["alone"] or {}).get("personal_accuracy")),
-                f"{row['raw_bytes_a_client'] / 1e3:,.1f} kB",
-                f"{row['raw_seconds']:.3f} s",
-                size(row["bytes_a_round"]),
-                f"{row['break_even_round']:.3f}",
-                f"{row['examples_to_break_even']:,.0f}",
+                f"{row['round_seconds_without_limit']:.2f} s",
+                f"{row['round_seconds']:.2f} s",
+                size(cost["bytes"]),
+                size(raw["bytes"]),
+                f"{raw['seconds']:.2f} s",
+                f"{cost['joules']:,.0f}",
+                f"{raw['joules']:,.1f}",
+                f"round {cost['break_even']}",
             ]
-            for row in rows
-        ],
-    )
+        )
+    return table(head, body)
 
 
 def crossed(
@@ -537,7 +536,6 @@ def main() -> None:
         "setting": f"digits, mlp, {PASSES} passes, lr 0.1, joint batches of 64 or clients' of 10",
         "seeds": asked.seeds,
         "parameters": sum(one.numel() for one in bench.task.model().parameters()),
-        "raw_bytes": raw_bytes(bench.task),
         **found,
     }
     give(result, asked.result)
