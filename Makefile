@@ -30,7 +30,7 @@ pytest: export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help run test check proofs pytest install install-test browser iproute2 lint types docs format clean
 
 help:
-	@echo "make run     install dure into .venv and compare all systems on the built-in digits"
+	@echo "make run     install dure into .venv and compare a system of every family on the built-in digits"
 	@echo "make test    lint, types, documentation, tests"
 	@echo "make check   lint, types, and the tests that start no other process: for a change under way"
 	@echo "make proofs  the slow tests that make test leaves out: before a release"

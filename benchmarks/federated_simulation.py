@@ -100,7 +100,7 @@ class Row(NamedTuple):
 def divided(row: Row, data: Path | None) -> tuple[dure.Task, Tensor, list[int]]:
     """The digits, divided evenly."""
     task = dure.load_task("digits")
-    parts = dure.IID().divide(row.clients, len(task.train), seed=SEED)
+    parts = dure.IID().divide(row.clients, task.train, SEED)
     return task, torch.cat(list(parts)), [len(part) for part in parts]
 
 

@@ -312,7 +312,7 @@ def alone_with(setting: Setting, data: Path, rate: float) -> JSON:
     assert isinstance(fed_avg, dure.FedAvg)
     assert isinstance(task.train, Examples)
     count = len(task.train)
-    parts = fed_avg.partition.divide(setting.clients, count, task.train.labels(), seed=SEED)
+    parts = fed_avg.partition.divide(setting.clients, task.train, SEED)
     total = 0.0
     runs = []
     for part in parts:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dure.data.partition import IID as IID
     from dure.data.partition import Blocks as Blocks
     from dure.data.partition import Dirichlet as Dirichlet
+    from dure.data.partition import FeatureSkew as FeatureSkew
     from dure.data.partition import LabelShards as LabelShards
     from dure.data.partition import NaturalKey as NaturalKey
     from dure.data.partition import QuantitySkew as QuantitySkew
@@ -135,6 +136,7 @@ _WHERE = {
     "LabelShards": "dure.data.partition",
     "NaturalKey": "dure.data.partition",
     "Blocks": "dure.data.partition",
+    "FeatureSkew": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
     "Privacy": "dure.federated.privacy.choice",
     "SecureAggregation": "dure.federated.privacy.secure_aggregation.settings",

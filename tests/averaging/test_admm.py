@@ -87,7 +87,7 @@ def test_the_rule_by_hand_with_its_residuals_and_duals_that_add_to_nothing() -> 
     _, dual = run.history.series("dual_residual")
     z = torch.cat([p.detach().reshape(-1) for p in seeded_model(task, 0).parameters()])
     x, u = [z.clone() for _ in range(3)], [torch.zeros_like(z) for _ in range(3)]
-    parts = dure.IID().divide(3, N, None, None, 0)
+    parts = dure.IID().divide(3, task.train, 0)
     for round in range(4):
         for rank, part in enumerate(parts):
             inputs, targets = task.train.batch(part)
@@ -118,7 +118,7 @@ def test_without_duals_it_is_fed_prox_whose_ranks_do_not_agree() -> None:
     z = seeded_model(task, 3).weight.detach().flatten()  # type: ignore[union-attr, operator]
     for _ in range(12):
         solved = []
-        for part in dure.IID().divide(2, N, None, None, 3):
+        for part in dure.IID().divide(2, task.train, 3):
             inputs, targets = task.train.batch(part)
             normal = 2 * inputs.T @ inputs * 2 / N + mu * torch.eye(D, dtype=torch.float64)
             solved.append(

@@ -41,7 +41,7 @@ def parents(
 ) -> tuple[list[nn.Module], list[int]]:
     """The ranks' models, trained here one after another; and how many examples each has."""
     models = []
-    parts = strategy.partition.divide(ranks, EXAMPLES, task.train.labels(), None, 3)
+    parts = strategy.partition.divide(ranks, task.train, 3)
     for rank, part in enumerate(parts):
         model = seeded_model(task, 3)
         optimizer = task.optimizer(model.parameters())

@@ -111,7 +111,7 @@ def rearranged() -> dure.Task:
     """The small task with its examples in the order of the ranks they are born on, and owned by
     those that have them after the shuffle."""
     train = small_task().train
-    born = list(BORN.divide(3, EXAMPLES, train.labels(), None, 3))
+    born = list(BORN.divide(3, train, 3))
     order = torch.cat(born)
     owners = torch.empty(EXAMPLES, dtype=torch.int64)
     for rank, part in enumerate(division_after(born, 3)):
@@ -131,7 +131,7 @@ def test_a_shuffled_run_is_one_on_the_division_that_the_shuffle_makes(
     given = dure.ParallelSGD(12, partition=dure.NaturalKey(), combine_every=combine_every)
     assert same_bits(run, whole)
     assert same_bits(run, run_on(rearranged(), given, 3, rounds=3))
-    counts = [len(part) for part in BORN.divide(3, EXAMPLES, small_task().train.labels())]
+    counts = [len(part) for part in BORN.divide(3, small_task().train)]
     combinations = 3 if combine_every else 1
     for one in (run, whole):
         for rank, worker in enumerate(one.summary["per_worker"]):
@@ -147,7 +147,7 @@ def test_a_shuffled_run_is_one_on_the_division_that_the_shuffle_makes(
 
 def test_examples_that_lie_with_their_ranks_travel_from_there(tmp_path: Path) -> None:
     data = rearranged().train
-    counts = [len(part) for part in BORN.divide(3, EXAMPLES, small_task().train.labels())]
+    counts = [len(part) for part in BORN.divide(3, small_task().train)]
     for rank, (inputs, targets) in enumerate(
         zip(data.inputs.split(counts), data.targets.split(counts), strict=True)
     ):

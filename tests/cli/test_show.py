@@ -250,5 +250,5 @@ def test_the_conditions_of_clients_are_told_once():
     world = "simulated clients, devices stragglers:0.2"
     assert (
         cells(summary("FedAvg iid, devices stragglers:0.2", world=world))[1][1]
-        == "simulated clients"
+        == "simulated"
     )

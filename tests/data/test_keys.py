@@ -17,8 +17,12 @@ N = 12
 OWNERS = [number % 3 for number in range(N)]
 
 
+def owned(keys: Any) -> dure.Examples:
+    return dure.Examples(torch.zeros(N), torch.zeros(N), keys)
+
+
 def divided(keys: Any) -> list[list[int]]:
-    return [part.tolist() for part in NaturalKey().divide(None, N, keys=keys)]
+    return [part.tolist() for part in NaturalKey().divide(None, owned(keys))]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_what_does_not_say_which_example_has_which_key_is_refused(keys: Any) -> 
 @pytest.mark.parametrize("keys", [OWNERS, [str(owner) for owner in OWNERS]])
 def test_a_wrong_number_of_clients_is_told_with_names(keys: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"3 natural clients \(0, 1, 2\), not 10: give clients="):
-        NaturalKey().divide(10, N, keys=keys)
+        NaturalKey().divide(10, owned(keys))
 
 
 def test_clients_are_named_where_the_data_name_them() -> None:

@@ -57,8 +57,8 @@ class EveryNth(Partition):
 
     shift: int = 0
 
-    def _divide(self, clients, n, labels, keys, seed):
-        return Parts((torch.arange(n) + self.shift) % clients, clients)
+    def _divide(self, clients, examples, seed):
+        return Parts((torch.arange(len(examples)) + self.shift) % clients, clients)
 
     @property
     def description(self):

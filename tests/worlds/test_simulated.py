@@ -292,7 +292,6 @@ def with_dropout() -> nn.Module:
             {},
             "4 attackers are more than the 3 clients",
         ),
-        ({}, {"server_mbit": 100}, {}, "server_mbit is the link of parameter servers"),
         (
             {},
             {"engine": "batched"},

@@ -76,7 +76,7 @@ class ADMM(Strategy):
         local_steps: steps of a worker in a round instead of epochs.
         duals: whether the duals are updated; without them it is FedProx's local loss.
         partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1 or blocks:2.
+            quantity-skew:1, feature-skew:0.8 or blocks:2.
         momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
         all_reduce: how the consensus is summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.

@@ -88,7 +88,7 @@ class ParallelSGD(Strategy):
         combine: average of the weights, or best: the model with the least loss on all training
             data.
         partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1 or blocks:2.
+            quantity-skew:1, feature-skew:0.8 or blocks:2.
         all_reduce: how the average is summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
         shuffle: whether the parts' examples are exchanged at first, so that each worker has a

@@ -260,7 +260,7 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     ranks = replica.group.size
     parts = train.parts()
     if parts is None:
-        parts = partition.divide(ranks, len(train), train.labels(), train.keys, seed=replica.seed)
+        parts = partition.divide(ranks, train, replica.seed)
     return shards_from(replica, parts, batch_size)
 
 
@@ -284,7 +284,7 @@ def check_partition(partition: Partition, task: Task, workers: int | None) -> No
                 f"leave the partition out"
             )
     elif workers is not None:
-        partition.divide(workers, len(task.train), task.train.labels(), task.train.keys)
+        partition.divide(workers, task.train)
 
 
 @torch.no_grad()

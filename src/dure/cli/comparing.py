@@ -50,12 +50,30 @@ COMPARED = (
     "single-worker",
     "single-worker,batch_size=None",
     "data-parallel,all_reduce=ring",
-    "data-parallel,all_reduce=master",
-    "data-parallel,all_reduce=native",
+    "zero",
+    "pipeline",
+    "tensor-parallel",
+    "layers-per-core",
+    "parallel,data=2,tensor=2",
+    "local-sgd",
+    "parameter-server",
+    "downpour",
+    "hogwild",
     "fed-avg",
     "fed-avg,partition=label-shards:2",
+    "fed-adam",
+    "fed-async",
+    "byzantine,attack=sign-flip,attackers=2",
+    "ditto,partition=label-shards:2",
+    "local-only,partition=label-shards:2",
+    "split",
 )
-"""What `dure compare TASK` compares if no system is named."""
+"""What `dure compare TASK` compares if no system is named: one of every family, in the order of
+`dure systems`, and what some of them are compared with: gradient descent stands beside Byzantine
+gradient descent, and the clients of Ditto and those alone have the data of the second FedAvg.
+
+Parties with features of the same people are left out: their task is a table, such as `heart`.
+"""
 
 
 def compare(given: list[str]) -> int:

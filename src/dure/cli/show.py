@@ -286,11 +286,14 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
     return max(map(len, [*heading.split(), *cells]))
 
 
+_NO_METRICS = ("epsilon", "epochs", "time", "virtual time", "sent a worker")
+
+
 def _least(shown: Sequence[Column]) -> int:
     """The place of the column to leave out first.
 
-    The order: idle time, memory, the time of simulating, of the shuffle, bytes, the last metric of
-    clients, the last of the model.
+    The order: idle time, memory, the time of simulating, of the shuffle, the last metric of
+    clients, the last of the model but for the first, epochs, bytes.
     """
     names = [heading for heading, *_ in shown]
     for name in (
@@ -299,17 +302,15 @@ def _least(shown: Sequence[Column]) -> int:
         "simulated in",
         "shuffle time",
         "shuffled a worker",
-        "sent a worker",
     ):
         if name in names:
             return names.index(name)
     metrics = [
-        place
-        for place, name in enumerate(names)
-        if name not in ("epsilon", "epochs", "time", "virtual time") and name[:5] != "until"
+        place for place, name in enumerate(names) if name not in _NO_METRICS and name[:5] != "until"
     ]
     of_clients = [place for place in metrics if not names[place].startswith("test ")]
-    return (of_clients or metrics[1:] or [len(names) - 1])[-1]
+    last = [names.index(name) for name in ("sent a worker", "epochs") if name in names]
+    return (of_clients or metrics[1:] or last or [len(names) - 1])[-1]
 
 
 def _table(
@@ -357,4 +358,4 @@ def _table(
 def _place(summary: dict[str, Any]) -> str:
     """Where it was trained; the conditions of clients are in the label."""
     world = str(summary["world"])
-    return world.partition(",")[0] if world.startswith("simulated") else world
+    return "simulated" if world.startswith("simulated") else world

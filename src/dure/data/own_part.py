@@ -50,7 +50,7 @@ def divide(
     batch_size: of a step; None is all of a part. joins: as in `batches_per_epoch`. held_out: the
     share of each part that nobody trains on.
     """
-    parts = partition.divide(owners, len(examples), examples.labels(), examples.keys, seed=seed)
+    parts = partition.divide(owners, examples, seed)
     own, kept = split(parts, held_out, seed)
     return [
         OwnPart(

@@ -25,6 +25,7 @@ from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
 from dure.data.partition import Parts
 from dure.data.partition.natural_key import strangers
+from dure.data.size import example_bytes
 from dure.errors import warn
 from dure.federated import protecting
 from dure.federated.algorithm import start_of
@@ -37,16 +38,20 @@ from dure.federated.engines.noised import Noised
 from dure.federated.engines.objective import Objective
 from dure.federated.privacy.attacks.recording import UPDATES, Keeper
 from dure.federated.privacy.exposure import exposure
+from dure.federated.server.cost import Cost
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.tossing import tossing
 from dure.fleet.conditions import Conditions
+from dure.fleet.energy import NoEnergy
 from dure.fleet.liars import liars
+from dure.fleet.upload import upload
 from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
+from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.trained import trains_of
@@ -93,8 +98,22 @@ def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
     place.ending.callback(clients.close)
     carrier = place.carrier(clients, seed)
     server = server_half(strategy, task, model, place, carrier, seed)
+    server.cost = _cost(strategy, task, model, place.conditions, seed)
     place.ending.callback(server.close)
     return server
+
+
+def _cost(strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int) -> Cost:
+    """What clients spend, next to what uploading all of their examples would cost."""
+    before = generators_state()  # reading an example may draw
+    each = example_bytes(task.train)
+    restore_generators(before)
+    sizes = [round(each * count) for count in strategy.divide(task, seed).sizes.tolist()]
+    energy = conditions.energy
+    raw = upload(sizes, conditions.devices, seed, conditions.server_mbit, energy)
+    counted = not isinstance(energy, NoEnergy)
+    train, _ = examples_for(model, task)
+    return Cost(raw, energy, flops_per_step(model, train, 1) if counted else 0.0)
 
 
 def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -> Keep | None:

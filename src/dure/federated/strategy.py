@@ -86,7 +86,7 @@ class Federated(Strategy):
         local_steps: steps of a client in a round instead of epochs.
         batch_size: B, of a client's step; None is all of its data.
         partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1, blocks:2, or natural-key.
+            quantity-skew:1, feature-skew:0.8, blocks:2, or natural-key.
         selection: how a round chooses its clients: uniform, weighted, poisson; uniform:1.3:60:8
             asks 1.3 times as many as it needs, and ends after 60 s if 8 have answered.
         aggregate: how updates become one: mean, median, trimmed-mean:0.2, krum:2, bulyan:2,
@@ -130,7 +130,7 @@ class Federated(Strategy):
     follows_model: ClassVar[bool] = True
     # Before, what the server and its clients keep was one state.
     oldest_checkpoint: ClassVar[int] = 2
-    without: ClassVar[frozenset[str]] = frozenset({"server_mbit", "server_examples_per_second"})
+    without: ClassVar[frozenset[str]] = frozenset({"server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
     trains_with: ClassVar[frozenset[Part]] = ALL
     samples: ClassVar[frozenset[Way]] = APART
@@ -411,11 +411,6 @@ class Federated(Strategy):
         _check_sampled(task, conditions)
         if attack.poisons:
             check_poison(task.train, attack)
-        if conditions.server_mbit != Conditions().server_mbit:
-            raise ValueError(
-                "server_mbit is the link of parameter servers; in a federation the links are the "
-                "clients': leave it out, or give devices with slower links"
-            )
         if conditions.server_examples_per_second != Conditions().server_examples_per_second:
             raise ValueError(
                 "server_examples_per_second is of the server of split learning, which has a part "
@@ -515,8 +510,7 @@ class Federated(Strategy):
 
     def divide(self, task: Task, seed: int) -> Parts:
         """The examples of each client. Raises ValueError if the partition does not fit the data."""
-        train = task.train
-        return self.partition.divide(self.clients, len(train), train.labels(), train.keys, seed)
+        return self.partition.divide(self.clients, task.train, seed)
 
     def division(self, task: Task, seed: int) -> Description | None:
         return describe(

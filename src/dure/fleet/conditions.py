@@ -10,6 +10,7 @@ from dure.fleet.arrival import Arrival, Still, parse_arrival
 from dure.fleet.attacks import Attack, NoAttack, parse_attack
 from dure.fleet.availability import Always, Availability, parse_availability
 from dure.fleet.devices import Devices, Equal, parse_devices
+from dure.fleet.energy import Energy, NoEnergy, parse_energy
 from dure.settings import parse_fields, read_bytes
 
 EngineName = Literal[
@@ -42,10 +43,12 @@ class Conditions:
         attackers_change: others lie in every round, and not the same all along.
         engine: how local training is computed; auto chooses by the model and the size of a round.
         processes: that compute, of this machine or of a Ray cluster; one a core by default.
-        server_mbit: the link of each parameter server, megabits a second each way; inf is no time
-            at all.
+        server_mbit: the link of each server, which all clients share, megabits a second each way;
+            inf is no time at all.
         server_examples_per_second: of the whole model, that the server of split learning would
             train; inf is no time at all.
+        energy: joules of a client's operations and bytes, joules:1e-10:2e-6:9e-6 for an operation,
+            a byte down and a byte up; none is not counted.
         transfer_budget: bytes that each client may receive and send in the run, such as 100MB; one
             that has used them up is not asked any more.
         keep_updates: rounds of which every update is kept in the run folder, with the examples
@@ -66,6 +69,7 @@ class Conditions:
     processes: int | None = None
     server_mbit: float = math.inf
     server_examples_per_second: float = math.inf
+    energy: Energy = field(default_factory=NoEnergy)
     transfer_budget: int | str | None = None
     keep_updates: int = 0
     deadline: float = 60.0
@@ -78,6 +82,7 @@ class Conditions:
                 "availability": parse_availability,
                 "arrival": parse_arrival,
                 "attack": parse_attack,
+                "energy": parse_energy,
                 "transfer_budget": read_bytes,
             },
         )
@@ -137,6 +142,7 @@ class Conditions:
             "attackers",
             "server_mbit",
             "server_examples_per_second",
+            "energy",
             "transfer_budget",
         )
         return [

@@ -73,7 +73,7 @@ class Downpour(Strategy):
         period: steps after which all replicas meet to be evaluated or saved; None is an epoch.
         microbatches: of a replica's batch, where it is a pipeline.
         partition: how examples are divided over replicas: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1 or blocks:2.
+            quantity-skew:1, feature-skew:0.8 or blocks:2.
         copies: of each server's weights, 0 or 1: with one, a server may die.
         compression: of what replicas push, such as top-k:0.01.
         accumulate: pieces in which a worker computes its part of a batch, one after another.
@@ -186,7 +186,7 @@ class Downpour(Strategy):
                 "accumulate out"
             )
         check_batch_size(self.batch_size)
-        self.partition.divide(self.replicas, len(task.train), task.train.labels(), task.train.keys)
+        self.partition.divide(self.replicas, task.train)
         if workers is not None and workers != self.ranks:
             raise ValueError(
                 f"servers={self.servers} and {self.replicas} replicas of {self.partitions} are "
@@ -221,11 +221,9 @@ class Downpour(Strategy):
         check_under(conditions)
 
     def division(self, task: Task, seed: int) -> Description | None:
-        labels = task.train.labels()
-        parts = self.partition.divide(
-            self.replicas, len(task.train), labels, task.train.keys, seed=seed
-        )
-        return describe(self.partition, parts, labels, task.train.classes)
+        train = task.train
+        parts = self.partition.divide(self.replicas, train, seed)
+        return describe(self.partition, parts, train.labels(), train.classes)
 
     def assist(self, task: Task, place: Place, seed: int) -> str:
         return assist(task, place, seed, self.plan)

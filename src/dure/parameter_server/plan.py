@@ -349,6 +349,7 @@ WITHOUT = (
     "drop_out",
     "attack",
     "engine",
+    "energy",
     "transfer_budget",
     "keep_updates",
     "deadline",

@@ -270,7 +270,8 @@ class Flight(NamedTuple):
 
     outcome: "accepted" (its update arrived in time), "late", or why it failed; STEP is no
     assignment, but a step of a protocol on one that was accepted. down, up: bytes that
-    travelled. Seconds of transfers and of computing are the device's.
+    travelled. Seconds of transfers and of computing are the device's. examples: gradients of single
+    examples that it has computed, where that is known.
     """
 
     client: int
@@ -282,3 +283,4 @@ class Flight(NamedTuple):
     up: int
     transfer_seconds: float
     compute_seconds: float
+    examples: float = 0.0

@@ -92,6 +92,7 @@ USUAL = {
         "processes": "None",
         "server_mbit": "inf",
         "server_examples_per_second": "inf",
+        "energy": "none",
         "transfer_budget": "None",
         "keep_updates": "0",
         "deadline": "60.0",

@@ -38,6 +38,7 @@ from dure.fleet.arrival import Arrival, parse_arrival
 from dure.fleet.attacks import Attack, parse_attack
 from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
+from dure.fleet.energy import Energy, parse_energy
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import AXES
@@ -59,6 +60,7 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Devices: parse_devices,
     Availability: parse_availability,
     Arrival: parse_arrival,
+    Energy: parse_energy,
     Attack: parse_attack,
     Defence: parse_defence,
     Privacy: parse_privacy,

@@ -7,7 +7,16 @@ from collections.abc import Collection
 from dure.fleet.conditions import Conditions
 
 WITHOUT = frozenset(
-    {"availability", "arrival", "drop_out", "attack", "transfer_budget", "keep_updates", "deadline"}
+    {
+        "availability",
+        "arrival",
+        "drop_out",
+        "attack",
+        "energy",
+        "transfer_budget",
+        "keep_updates",
+        "deadline",
+    }
 )
 """Conditions that a simulation of split learning does not have (`Strategy.without`).
 

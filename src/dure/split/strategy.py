@@ -90,7 +90,7 @@ class Split(Strategy):
         local_epochs: E, passes of a client over its data in a round.
         batch_size: B, of a client's step; None is all of its data.
         partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
-            quantity-skew:1 or blocks:2.
+            quantity-skew:1, feature-skew:0.8 or blocks:2.
         defence: against what crosses the cut telling more than it should: none, marvell:4,
             max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
         measure_leaks: whether a meter tells, every round, how well the server could guess labels
@@ -243,8 +243,7 @@ class Split(Strategy):
             )
         # The server of a network may have no data.
         if len(task.train):
-            labels = task.train.labels()
-            self.partition.divide(self.clients, len(task.train), labels, task.train.keys)
+            self.partition.divide(self.clients, task.train)
             self.defence.check(task.train, self.labels_stay)
         check_compression(self.compression)
 
@@ -333,11 +332,9 @@ class Split(Strategy):
         return super().measures(task, model, conditions) + own
 
     def division(self, task: Task, seed: int) -> Description | None:
-        labels = task.train.labels()
-        parts = self.partition.divide(
-            self.count, len(task.train), labels, task.train.keys, seed=seed
-        )
-        return describe(self.partition, parts, labels, task.train.classes)
+        train = task.train
+        parts = self.partition.divide(self.count, train, seed)
+        return describe(self.partition, parts, train.labels(), train.classes)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         one = self.of(task)

@@ -6,6 +6,7 @@ Events are kept in a queue, in order of time and, at the same time, of their mak
 
     an assignment goes out     now + download + computing + upload: its update arrives
     its client leaves, or drops out, before that                    it has failed, at that moment
+    the server's link is finite     download and upload wait their turn there (`fleet.server_link`)
     the coordinator's `wake`   it is told that time has passed
 
 How long a client takes follows from its device and from what it was asked, not from what it
@@ -29,6 +30,7 @@ from dure.contracts.strategy import Kind, Place, World
 from dure.errors import TooFewClientsError
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions
+from dure.fleet.server_link import ServerLink
 from dure.protocol.carrier import (
     STEP,
     Action,
@@ -106,8 +108,9 @@ class Simulated(Conditions, World):
 class Underway(NamedTuple):
     """An assignment on its way.
 
-    ends: when its update arrives, or it fails for `reason`. transfer, compute: the seconds that it
-    takes as a whole.
+    ends: when its update arrives, or it fails for `reason`; where the server's link is finite, at
+    first when it has left its client. transfer, compute: the seconds that its device takes as a
+    whole. lasts: those until it has left its client. left: whether it is in the server's link.
     """
 
     client: int
@@ -119,13 +122,15 @@ class Underway(NamedTuple):
     down: int
     transfer: float
     compute: float
+    lasts: float
+    left: bool = False
 
     def landed(self, outcome: str, up: int) -> Flight:
         """What became of it in the end. An assignment that failed took its share of the time."""
         share = 1.0
         if self.reason is not None:
             # Devices with infinite speed take no time at all: 0 / 0 has to be 0 here.
-            share = (self.ends - self.began) / max(self.transfer + self.compute, 1e-300)
+            share = (self.ends - self.began) / max(self.lasts, 1e-300)
         return Flight(
             client=self.client,
             round=self.round,
@@ -136,6 +141,7 @@ class Underway(NamedTuple):
             up=up,
             transfer_seconds=share * self.transfer,
             compute_seconds=share * self.compute,
+            examples=share * self.work.examples,
         )
 
 
@@ -163,6 +169,7 @@ class Simulation:
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
         self.budget = Budget(conditions.bytes_each)
+        self.link = ServerLink(conditions.server_mbit)
         self._gone: set[int] = set()
         """Those who were found to be away for good; who is not asked is not looked for."""
         self._seconds = lru_cache(maxsize=MOST_TRIPS)(self._trip)
@@ -222,6 +229,7 @@ class Simulation:
         As likely as a client drops out of an assignment it drops out of the steps that follow.
         """
         began = self.now
+        left = []
         for say in says:
             if self._is_lost(say):
                 continue
@@ -231,10 +239,17 @@ class Simulation:
             down = len(say.body)
             up = len(answer.body) + nbytes(answer.tensors)
             seconds = sum(self._seconds(say.client, 0, down, up))
-            ended = began + seconds
+            ended = self.link.leaves(began, down) + seconds
             self.now = max(self.now, ended)
             self.flown.append(Flight(say.client, -1, began, ended, STEP, down, up, seconds, 0.0))
+            left.append((ended, up))
             yield answer
+        self._enter(left)
+
+    def _enter(self, left: Sequence[tuple[float, int]]) -> None:
+        """Answers of so many bytes have left their clients: it lasts until all are in."""
+        for when, size in sorted(left):
+            self.now = max(self.now, self.link.enters(when, size))
 
     def _is_lost(self, say: Say) -> bool:
         """Whether a client is away at a step of a protocol, or drops out there."""
@@ -275,14 +290,29 @@ class Simulation:
         there = [one for one in clients if self._is_there(one, began)]
         told = self.clients.losses(there, weights, buffers, began)
         found = {client: loss for client, (loss, _) in zip(there, told, strict=True)}
+        left = []
         for client, (_, examples) in zip(there, told, strict=True):
             # Forward is a third of a step.
-            fetch, compute, tell = self._seconds(client, -(-examples // 3), down, NUMBER)
-            ended = began + fetch + compute + tell
+            third = -(-examples // 3)
+            fetch, compute, tell = self._seconds(client, third, down, NUMBER)
+            ended = self.link.leaves(began, down) + fetch + compute + tell
+            left.append((ended, NUMBER))
             self.now = max(self.now, ended)
             self.flown.append(
-                Flight(client, -1, began, ended, STEP, down, NUMBER, fetch + tell, compute)
+                Flight(
+                    client=client,
+                    round=-1,
+                    began=began,
+                    ended=ended,
+                    outcome=STEP,
+                    down=down,
+                    up=NUMBER,
+                    transfer_seconds=fetch + tell,
+                    compute_seconds=compute,
+                    examples=third,
+                )
             )
+        self._enter(left)
         return [found.get(client, math.nan) for client in clients]
 
     def kept(self) -> Kept:
@@ -299,7 +329,8 @@ class Simulation:
 
     def facts(self) -> Mapping[str, Any]:
         out = [list(one) for one in self.budget.out.items()]
-        return {**self.clients.facts(), **({"out_of_transfers": out} if out else {})}
+        spent = {"out_of_transfers": out} if out else {}
+        return {**self.clients.facts(), **spent, **self.link.facts()}
 
     # Events
 
@@ -327,6 +358,11 @@ class Simulation:
             return coordinator.tick(self.now)
         self.now, _, ticket = heapq.heappop(self._queue)
         flight = self._underway.pop(ticket)
+        if self.link.finite and flight.reason is None and not flight.left:
+            ends = self.link.enters(self.now, flight.work.up)
+            self._underway[ticket] = flight._replace(ends=ends, left=True)
+            self._note(ends, ticket)
+            return []
         # Nothing came up, so only the way down is counted.
         if flight.reason is not None:
             self.budget.give_back(flight.client, flight.work.up)
@@ -386,15 +422,23 @@ class Simulation:
         slowness = known.devices.slowness(client, assignment.ticket, self.seed)
         compute *= slowness
         deadline = assignment.deadline
-        if deadline is not None and self.clients.partial and now + down + compute + up > deadline:
+        # As `now` for its download, which waits its turn in the server's link.
+        gone = self.link.leaves(now, size)
+        through = self.link.seconds(work.up)
+        if (
+            deadline is not None
+            and self.clients.partial
+            and gone + down + compute + up + through > deadline
+        ):
             # As much work as fits between download and upload; at least one step, so the update may
             # still be late.
-            left = deadline - now - down - up
+            left = deadline - gone - down - up - through
             speed = known.devices.of(client, self.seed).examples_per_second / slowness
             work = self.clients.work(assignment, now, left * speed)
             down, compute, up = self._seconds(client, work.examples, size, work.up)
             compute *= slowness
-        ends = now + down + compute + up
+        ends = gone + down + compute + up
+        lasts = ends - now if self.link.finite else down + up + compute
         reason = None
         if leaves < ends:
             # Leaving is a fact of the availability and goes before the chance of dropping out.
@@ -413,12 +457,17 @@ class Simulation:
             down=size,
             transfer=down + up,
             compute=compute,
+            lasts=lasts,
         )
+        self._note(ends, assignment.ticket)
+        return None
+
+    def _note(self, when: float, ticket: int) -> None:
+        """Something happens to an assignment."""
         # Events at the same time come in the order in which they were made: the queue needs no
         # other rule.
-        heapq.heappush(self._queue, (ends, self._made, assignment.ticket))
+        heapq.heappush(self._queue, (when, self._made, ticket))
         self._made += 1
-        return None
 
     def _drawn(self, purpose: str, ticket: int) -> float:
         return derive(self.seed, purpose, ticket) / 2**63
@@ -437,6 +486,7 @@ class Simulation:
             "underway": _written(self._underway),
             "arrived": _written(self._arrived),
             "budget": self.budget.state(),
+            "link": self.link.state(),
             "clients": self.clients.state(),
         }
 
@@ -450,6 +500,8 @@ class Simulation:
         # Checkpoints of dure up to 0.1 do not have it.
         if "budget" in state:
             self.budget.restore(state["budget"])
+        if "link" in state:
+            self.link.restore(state["link"])
         self.clients.restore(state["clients"])
 
 
@@ -465,6 +517,10 @@ def _written(flights: dict[int, Underway]) -> dict[int, dict[str, Any]]:
 
 
 def _read(written: dict[int, dict[str, Any]]) -> dict[int, Underway]:
-    return {
-        ticket: Underway(**{**one, "work": Work(**one["work"])}) for ticket, one in written.items()
-    }
+    return {ticket: _underway(one) for ticket, one in written.items()}
+
+
+def _underway(one: Mapping[str, Any]) -> Underway:
+    # Checkpoints of dure up to 0.1 know of no link of the server's.
+    lasts = one.get("lasts", one["transfer"] + one["compute"])
+    return Underway(**{**one, "lasts": lasts, "work": Work(**one["work"])})

@@ -1,7 +1,7 @@
 """Partitions: which example belongs to which client.
 
 A partition is data: a sequence of index tensors, one a client. It is a pure function of (clients,
-n, labels or keys, seed), so that every rank, the simulation and the deployed server compute the
+examples, seed), so that every rank, the simulation and the deployed server compute the
 same one. Every example belongs to exactly one client, and every client has at least one. For one
 client every partition is 0..n-1.
 
@@ -9,6 +9,7 @@ client every partition is 0..n-1.
     LabelShards    sorted by label, cut into s * clients equal shards, s a client       McMahan
     Dirichlet      for every class, its share on each client ~ Dirichlet(alpha, ...)    Yurochkin
     QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ...)             Li
+    FeatureSkew    sorted by the first principal component of the inputs, as far as asked
     Blocks         consecutive examples, s blocks of them a client
     NaturalKey     a client is a hospital, a speaking role, ..., by their sorted names
 
@@ -17,7 +18,7 @@ that then has most. (The papers draw again until nobody is short, which for many
 alpha never ends.)
 
 Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
-`quantity-skew:0.5`, `blocks:2`, `natural-key`; `parse` reads what `str` writes.
+`quantity-skew:0.5`, `feature-skew:0.8`, `blocks:2`, `natural-key`; `parse` reads what `str` writes.
 
 A new one is a file of its own here and a line below. One of a user's own is a subclass of
 `Partition` in any file, and its text is `my_parts.py:Mine:0.3`.
@@ -37,6 +38,7 @@ from dure.data.partition.iid import IID as IID
 from dure.data.partition.label_shards import LabelShards as LabelShards
 from dure.data.partition.dirichlet import Dirichlet as Dirichlet
 from dure.data.partition.quantity_skew import QuantitySkew as QuantitySkew
+from dure.data.partition.feature_skew import FeatureSkew as FeatureSkew
 from dure.data.partition.blocks import Blocks as Blocks
 from dure.data.partition.natural_key import NaturalKey as NaturalKey
 # isort: on

@@ -13,13 +13,12 @@ section 3.1, describe data that are not independent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
 from dure.data.partition.parts import Parts, dealt
 from dure.randomness.seeds import generator
@@ -36,9 +35,8 @@ class Blocks(Partition):
         if self.per_client < 1:
             raise ValueError(f"blocks: a client needs at least 1 block, not {self.per_client}")
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+        n = len(examples)
         count = self.per_client * clients
         if count > n:
             raise ValueError(

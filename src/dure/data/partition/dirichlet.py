@@ -6,14 +6,14 @@ Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dure.data.examples import Examples
 from dure.data.partition.partition import Partition, needed
 from dure.data.partition.parts import Parts
 from dure.data.partition.skew import check_skew, filled, shares
@@ -35,10 +35,8 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         check_skew(self.name, self.alpha, self.minimum)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
-        labels = needed(labels, n, self)
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+        labels = needed(examples, self)
         random = np.random.default_rng(derive(seed, "partition"))
         # A generator of its own: how shares are rounded does not change how they are drawn.
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))

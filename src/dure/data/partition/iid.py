@@ -7,13 +7,12 @@ Source: H. B. McMahan et al., AISTATS 2017, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
 from dure.data.partition.parts import Parts, dealt
 from dure.randomness.seeds import generator
@@ -25,9 +24,8 @@ class IID(Partition):
 
     name: ClassVar[str] = "iid"
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+        n = len(examples)
         return Parts(
             dealt(torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)),
             clients,

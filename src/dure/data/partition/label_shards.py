@@ -5,13 +5,12 @@ Source: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from dure.data.examples import Examples
 from dure.data.partition.partition import Partition, needed
 from dure.data.partition.parts import Parts, dealt
 from dure.randomness.seeds import generator
@@ -33,16 +32,15 @@ class LabelShards(Partition):
                 f"label shards: a client needs at least 1 shard, not {self.per_client}"
             )
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+        n = len(examples)
         count = self.per_client * clients
         if count > n:
             raise ValueError(
                 f"{n} examples cannot be cut into {count} shards ({self.per_client} a client): "
                 "take fewer clients or fewer shards a client"
             )
-        by_label = needed(labels, n, self).sort(stable=True).indices
+        by_label = needed(examples, self).sort(stable=True).indices
         drawn = torch.randperm(count, generator=generator(seed, "partition"))
         # The first `per_client` shards that are drawn are client 0's, and so on.
         owner_of_shard = torch.empty_like(drawn)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dure.data.examples import Examples
 from dure.data.keys import keys_of, name_of, owners_of
 from dure.data.partition.partition import Partition
 from dure.data.partition.parts import Parts
@@ -46,24 +47,14 @@ class NaturalKey(Partition):
         whose = torch.tensor([number.get(key, -1) for key in keys_of(test_keys)]) + 1
         return Parts(whose, len(owners) + 1)[1:]
 
-    def divide(
-        self,
-        clients: int | None,
-        n: int,
-        labels: Tensor | None = None,
-        keys: Sequence[Any] | None = None,
-        seed: int = 0,
-    ) -> Parts:
+    def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> Parts:
         """As `Partition.divide`; clients None means as many as there are keys."""
         if clients is None:
-            keys = _keys(keys, n)
-            clients = len(owners_of(keys))
-        return super().divide(clients, n, labels=labels, keys=keys, seed=seed)
+            clients = len(owners_of(_keys(examples)))
+        return super().divide(clients, examples, seed)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
-        keys = _keys(keys, n)
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+        keys = _keys(examples)
         # By name and not by first appearance: every order of the examples gives the same clients.
         owners = owners_of(keys)
         if clients != len(owners):
@@ -89,12 +80,10 @@ def strangers(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
     return [key for key in owners_of(keys_of(test_keys)) if key not in known]
 
 
-def _keys(keys: Sequence[Any] | None, n: int) -> list[Any]:
-    if keys is None:
+def _keys(examples: Examples) -> list[Any]:
+    if examples.keys is None:
         raise ValueError(
             "the partition natural-key needs a key for each example, which these data have not: "
             "give dure.Examples(inputs, targets, keys=...)"
         )
-    if len(keys) != n:
-        raise ValueError(f"there are {len(keys)} keys for {n} examples")
-    return keys_of(keys)
+    return keys_of(examples.keys)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dure.arguments import Told
+from dure.data.examples import Examples
 from dure.data.partition.parts import Parts
 from dure.settings import write
 
@@ -25,23 +26,16 @@ class Partition(Told):
     clients_by_default: ClassVar[int | None] = 10
     """How many clients there are where nobody says it; None where the data say it."""
 
-    def divide(
-        self,
-        clients: int | None,
-        n: int,
-        labels: Tensor | None = None,
-        keys: Sequence[Any] | None = None,
-        seed: int = 0,
-    ) -> Parts:
+    def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> Parts:
         """One sorted int64 tensor of indices into 0..n-1 for each client.
 
         clients: how many; None only where the data say it (`NaturalKey`).
-        labels: class indices of shape (n,), for the partitions by label; keys: n texts or numbers,
-            for `NaturalKey`.
+        examples: n of them, of which a partition looks at labels, keys or inputs.
 
-        Raises ValueError if the examples are too few, or have not the labels or keys that are
-        needed.
+        Raises ValueError if the examples are too few, or have not the labels, keys or inputs that
+        are needed.
         """
+        n = len(examples)
         if clients is None:
             raise ValueError(f"how many clients? the partition {self} does not say it")
         if clients < 1:
@@ -51,11 +45,9 @@ class Partition(Told):
         # A single client needs no labels or keys, and nothing is drawn for it.
         if clients == 1:
             return Parts(torch.zeros(n, dtype=torch.int64), 1)
-        return self._divide(clients, n, labels=labels, keys=keys, seed=seed)
+        return self._divide(clients, examples, seed)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
         """`divide` for at least two clients and as many examples."""
         raise NotImplementedError
 
@@ -83,12 +75,12 @@ class Partition(Told):
         return write(self)
 
 
-def needed(labels: Tensor | None, n: int, partition: Partition) -> Tensor:
+def needed(examples: Examples, partition: Partition) -> Tensor:
+    """The labels. Raises ValueError where there are none."""
+    labels = examples.labels()
     if labels is None:
         raise ValueError(
             f"the partition {partition} needs one class label an example, which these data have "
-            f"not: take iid, quantity-skew, blocks or natural-key"
+            f"not: take iid, quantity-skew, feature-skew, blocks or natural-key"
         )
-    if labels.shape != (n,):
-        raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected ({n},)")
     return labels

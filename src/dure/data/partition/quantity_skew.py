@@ -5,14 +5,14 @@ Source: Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
 from dure.data.partition.parts import Parts
 from dure.data.partition.skew import check_skew, filled, shares
@@ -36,11 +36,9 @@ class QuantitySkew(Partition):
     def __post_init__(self) -> None:
         check_skew(self.name, self.alpha, self.minimum)
 
-    def _divide(
-        self, clients: int, n: int, labels: Tensor | None, keys: Sequence[Any] | None, seed: int
-    ) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
         random = np.random.default_rng(derive(seed, "partition"))
-        shuffled = torch.from_numpy(random.permutation(n))
+        shuffled = torch.from_numpy(random.permutation(len(examples)))
         return Parts.of(
             filled(_cut(shuffled, shares(random, self.alpha, clients)), self.minimum, random)
         )

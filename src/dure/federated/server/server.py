@@ -30,6 +30,7 @@ from dure.federated.algorithm import Algorithm
 from dure.federated.server.by_client import Said, fit
 from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
+from dure.federated.server.cost import Cost
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.known_losses import KnownLosses
 from dure.federated.server.log import Log
@@ -165,6 +166,8 @@ class Server(Learner):
         self.said = Said(task.measures)
         self._told_failed = False
         self.freeze_at = freeze_at
+        self.cost: Cost | None = None
+        """What clients spend, where these are simulated."""
         self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
         """Weights and buffers of the model of round `freeze_at`, once there is one."""
         self._freeze()
@@ -224,6 +227,8 @@ class Server(Learner):
         flown = self.carrier.flown
         self.carrier.flown = []
         self._count(flown)
+        if self.cost is not None:
+            self.cost.count(number + 1, flown)
         self.log.flew(flown, result)
         self._tell(number, result)
         if self.log.liars is not None:
@@ -495,6 +500,7 @@ class Server(Learner):
                 "coordinator": self.coordinator.state(),
                 "log": self.log.state(),
                 "measured": self.said.state(),
+                "cost": None if self.cost is None else self.cost.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
                 "private": None if self.private is None else self.private.state(),
                 "examples": None
@@ -536,6 +542,9 @@ class Server(Learner):
         # Checkpoints of dure up to 0.1 do not have it.
         frozen = server.get("frozen")
         self.earlier = None if frozen is None else (frozen[0], frozen[1])
+        # Checkpoints of dure up to 0.1 do not have it.
+        if self.cost is not None and server.get("cost") is not None:
+            self.cost.restore(server["cost"])
         if self.private is not None:
             self.private.restore(server["private"])
         if self.told_of_examples is not None:
@@ -562,6 +571,7 @@ class Server(Learner):
         return {
             **self.carrier.facts(),
             **self.log.facts(),
+            **({} if self.cost is None else self.cost.facts()),
             **self.said.facts(),
             **private,
             **self._bits(),

@@ -1,0 +1,545 @@
+"""Federated against distributed: every family's representative on one task, point by point.
+
+The task is the built-in digits with the MLP of 55,210 parameters, at one rate for all. The parts:
+
+    side by side    four workers or clients, 20 passes: accuracy, bytes, rounds, time
+    skew            ten clients by how their data differ, beside two references: a model of all data
+                    pooled, and each client alone
+    clients         the same data over 4 to 1,000 clients, what sending the data themselves would
+                    cost over the same link, and the round at which more than that was sent
+    reliability     drop-outs, stragglers and absence: who waits, and how long
+    liars           attackers against the mean and against robust rules
+    privacy         what protection costs, and what is seen by whom
+
+Systems that work under a virtual clock have the same devices and links: 100 examples a second, 6
+Mbit/s down and 2 up. What a system refuses is part of the result, in its own words.
+
+    python benchmarks/study_families.py --figures docs/images --page docs/study-families.md \\
+        --result benchmarks/results/study_families.json
+
+It needs no data, and takes a few minutes on two cores. Progress goes to standard error, the result
+as JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from figures import NEUTRAL, Axis, Curve, lines, save
+from outcome import give, takes_result
+from pages import fill, table
+
+import dure
+from dure.contracts.strategy import Strategy, World
+
+ROW = dict[str, Any]
+TEAM = 4
+"""Workers or clients side by side: as many processes as two cores still carry."""
+CLIENTS = 10
+PASSES = 20
+GOAL = 0.9
+LAST = 1_000_000
+"""Between evaluations: only what a run ends with is measured."""
+SERVER_MBIT = 20.0
+ENERGY = "joules:1e-10:2e-6:9e-6"
+"""Of an operation, a byte down and a byte up: an assumption, as `dure.fleet.energy` has none."""
+
+SKEWS = {
+    "IID": "iid",
+    "Dirichlet 1": "dirichlet:1",
+    "Dirichlet 0.1": "dirichlet:0.1",
+    "2 labels a client": "label-shards:2",
+    "1 label a client": "label-shards:1",
+    "unequal sizes": "quantity-skew:0.5",
+    "inputs that look alike": "feature-skew:1",
+    "blocks in order": "blocks:1",
+}
+SIZES = (4, 10, 30, 100, 300, 1000)
+ALONE = 100
+"""Clients that still have enough examples to hold some out."""
+
+
+def show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def passes(count: float) -> dure.Stop:
+    return dure.Stop(epochs=count)
+
+
+def rounds(count: int) -> dure.Stop:
+    return dure.Stop(rounds=count)
+
+
+class Bench:
+    """Trains the task, and says what came of it. seeds: how many accuracies are a mean of."""
+
+    def __init__(self, seeds: int) -> None:
+        self.task = dure.load_task("digits")
+        self.seeds = range(seeds)
+
+    def once(
+        self,
+        strategy: Strategy,
+        world: World | None,
+        stop: dure.Stop,
+        seed: int = 0,
+        every: int | None = None,
+    ) -> ROW:
+        """every: steps or rounds between evaluations."""
+        run = dure.train(self.task, strategy, world, stop, seed=seed, evaluate_every=every)
+        summary = run.summary
+        # Of all bytes, those that one worker sends; the same share all along.
+        share = summary["bytes_sent_per_worker"] / max(1, summary["bytes_sent"])
+        curve = [
+            {
+                "epoch": point.epoch,
+                "bytes": point.bytes_sent * share,
+                "accuracy": point.metrics["test_accuracy"],
+            }
+            for point in run.history.evaluations
+        ]
+        reached = next((one for one in curve if (one["accuracy"] or 0) >= GOAL), None)
+        return {
+            "accuracy": summary["test_accuracy"],
+            "client_accuracy": summary.get("client_accuracy"),
+            "worst_tenth": summary.get("client_accuracy_p10"),
+            "personal_accuracy": summary.get("personal_accuracy"),
+            "rounds": summary["steps"],
+            "unit": summary["unit"],
+            "bytes_a_worker": summary["bytes_sent_per_worker"],
+            "seconds": summary["seconds"],
+            "virtual_seconds": summary["numbers"].get("virtual_seconds"),
+            "epsilon": summary["numbers"].get("epsilon"),
+            "distance_correlation": summary["numbers"].get("distance_correlation"),
+            "until_goal": reached,
+            "curve": curve,
+            "exposure": exposure(summary.get("facts")),
+            "cost": ((summary.get("facts") or [None])[0] or {}).get("cost"),
+        }
+
+    def row(self, name: str, strategy: Strategy, world: World | None, stop: dure.Stop) -> ROW:
+        """One run, or in its place what refuses it."""
+        try:
+            found = self.once(strategy, world, stop)
+        except (ValueError, dure.errors.DureError) as error:
+            found = {"refused": str(error).splitlines()[0]}
+        show(f"{name}: {found.get('accuracy', found.get('refused'))}")
+        return {"system": name, **found}
+
+    def over_seeds(self, name: str, strategy: Strategy, world: World, stop: dure.Stop) -> ROW:
+        """The means of a run under each seed, or what refuses it."""
+        try:
+            found = [self.once(strategy, world, stop, seed, LAST) for seed in self.seeds]
+        except (ValueError, dure.errors.DureError) as error:
+            show(f"{name}: {error}")
+            return {"system": name, "refused": str(error).splitlines()[0]}
+        row: ROW = {"system": name}
+        for key in (
+            "accuracy",
+            "client_accuracy",
+            "worst_tenth",
+            "personal_accuracy",
+            "bytes_a_worker",
+            "virtual_seconds",
+            "rounds",
+        ):
+            values = [one[key] for one in found if one[key] is not None]
+            row[key] = mean(values) if values else None
+        row["cost"] = found[0]["cost"]
+        show(f"{name}: {row['accuracy']:.4f}")
+        return row
+
+
+def exposure(facts: Any) -> list[tuple[str, str]]:
+    """Who could learn what, as the first worker's facts tell it."""
+    told = facts[0].get("exposure") if facts and facts[0] else None
+    return [tuple(one) for one in told] if isinstance(told, list) else []
+
+
+def side_by_side(bench: Bench) -> list[ROW]:
+    """Each family's representative at four workers or clients."""
+    simulated = dure.Simulated()
+    ranks = dure.Processes(TEAM)
+    # 16 examples a client and round: the joint batch is that of the others.
+    byzantine = dure.ByzantineGD(clients=TEAM, groups=TEAM, local_steps=1, batch_size=16)
+    asked: list[tuple[str, str, Strategy, World | None]] = [
+        ("single worker", "nothing", dure.SingleWorker(), None),
+        ("data parallel", "gradients, every step", dure.DataParallel(all_reduce="ring"), ranks),
+        ("local SGD", "weights, every 16 steps", dure.LocalSGD(period=16), ranks),
+        (
+            "parameter server",
+            "gradients up, weights down, every step",
+            dure.ParameterServer(workers=TEAM),
+            simulated,
+        ),
+        ("FedAvg", "weights both ways, every pass", dure.FedAvg(clients=TEAM), simulated),
+        ("FedAsync", "the same, without rounds", dure.FedAsync(clients=TEAM), simulated),
+        ("Byzantine GD", "gradients up, weights down, every step", byzantine, simulated),
+        (
+            "split learning",
+            "activations, their gradients, heads",
+            dure.SplitLearning(clients=TEAM),
+            simulated,
+        ),
+        (
+            "local only",
+            "nothing",
+            dure.LocalOnly(clients=TEAM),
+            simulated,
+        ),
+    ]
+    return [
+        {**bench.row(name, strategy, world, passes(PASSES)), "travels": travels}
+        for name, travels, strategy, world in asked
+    ]
+
+
+def skew(bench: Bench) -> list[ROW]:
+    """By how clients' data differ: a federation, without rounds too, and each client alone."""
+    found = []
+    for title, partition in SKEWS.items():
+        shared: dict[str, Any] = {"clients": CLIENTS, "partition": partition, "held_out": 0.2}
+        systems: dict[str, Strategy] = {
+            "FedAvg": dure.FedAvg(**shared),
+            "FedAsync": dure.FedAsync(**shared),
+            "alone": dure.LocalOnly(**shared),
+        }
+        stop = passes(PASSES)
+        row: ROW = {"skew": title, "partition": partition}
+        for name, strategy in systems.items():
+            row[name] = bench.over_seeds(f"{title}, {name}", strategy, dure.Simulated(), stop)
+        found.append(row)
+    return found
+
+
+def sizes(bench: Bench) -> list[ROW]:
+    """The same data over few or many clients, and what their upload would have cost."""
+    found = []
+    examples = len(bench.task.train)
+    # Their link is the server's too: with many clients it is what they wait for.
+    narrow = dure.Simulated(server_mbit=SERVER_MBIT, energy=ENERGY)  # type: ignore[arg-type]
+    for clients in SIZES:
+        batch = min(10, max(1, examples // clients))
+        federated = dure.FedAvg(clients=clients, batch_size=batch)
+        row = bench.over_seeds(f"{clients} clients", federated, narrow, rounds(PASSES))
+        wide = bench.once(federated, dure.Simulated(), rounds(1))
+        alone = None
+        if clients <= ALONE:
+            strategy = dure.LocalOnly(clients=clients, batch_size=batch)
+            alone = bench.over_seeds(f"{clients} alone", strategy, dure.Simulated(), rounds(PASSES))
+        found.append(
+            {
+                **row,
+                "clients": clients,
+                "alone": alone,
+                "examples_a_client": examples / clients,
+                "round_seconds": row["virtual_seconds"] / row["rounds"],
+                "round_seconds_without_limit": wide["virtual_seconds"],
+            }
+        )
+    return found
+
+
+def reliability(bench: Bench) -> list[ROW]:
+    """The same conditions for a parameter server's workers and for clients of federations."""
+    conditions: dict[str, dict[str, Any]] = {
+        "calm": {},
+        "drop-out 0.3": {"drop_out": 0.3},
+        "a fifth 10 times slower": {"devices": "stragglers:0.2:10"},
+        "away half of the time": {"availability": "probability:0.5:60"},
+    }
+    systems: dict[str, Strategy] = {
+        "parameter server, synchronous": dure.ParameterServer(workers=CLIENTS),
+        "parameter server, any staleness": dure.ParameterServer(workers=CLIENTS, staleness=None),
+        "FedAvg": dure.FedAvg(clients=CLIENTS),
+        "FedAvg, half a round": dure.FedAvg(clients=CLIENTS, fraction=0.5),
+        "FedAsync": dure.FedAsync(clients=CLIENTS),
+    }
+    return [
+        {
+            **bench.over_seeds(
+                f"{name}, {condition}", strategy, dure.Simulated(**given), passes(PASSES)
+            ),
+            "system": name,
+            "condition": condition,
+        }
+        for name, strategy in systems.items()
+        for condition, given in conditions.items()
+    ]
+
+
+def liars(bench: Bench) -> list[ROW]:
+    """Accuracy by how many lie and by who believes them."""
+    steps: dict[str, Any] = {"local_steps": 1, "batch_size": 16}
+    systems: dict[str, tuple[Strategy, dure.Stop]] = {
+        "FedAvg, mean": (dure.FedAvg(clients=CLIENTS), rounds(PASSES)),
+        "FedAvg, median": (dure.FedAvg(clients=CLIENTS, aggregate="median"), rounds(PASSES)),  # type: ignore[arg-type]
+        "FedAvg, Krum": (dure.FedAvg(clients=CLIENTS, aggregate="krum:3"), rounds(PASSES)),  # type: ignore[arg-type]
+        "Byzantine GD": (
+            dure.ByzantineGD(clients=CLIENTS, groups=CLIENTS, **steps),
+            passes(PASSES),
+        ),
+        "parameter server": (dure.ParameterServer(workers=CLIENTS), passes(PASSES)),
+        "split learning": (dure.SplitLearning(clients=CLIENTS), passes(5)),
+    }
+    attacks: dict[str, Mapping[str, Any]] = {
+        "none": {},
+        "2 flip signs": {"attack": "sign-flip:10", "attackers": 2},
+        "3 flip signs": {"attack": "sign-flip:10", "attackers": 3},
+        "3 flip labels": {"attack": "label-flip", "attackers": 3},
+    }
+    return [
+        {
+            **bench.over_seeds(f"{name}, {title}", strategy, dure.Simulated(**attack), stop),
+            "system": name,
+            "attack": title,
+        }
+        for name, (strategy, stop) in systems.items()
+        for title, attack in attacks.items()
+    ]
+
+
+def privacy(bench: Bench) -> list[ROW]:
+    """What protections cost, and what others see."""
+
+    def guarded(privacy: str, clients: int = CLIENTS) -> Strategy:
+        return dure.FedAvg(clients=clients, privacy=privacy)  # type: ignore[arg-type]
+
+    systems: dict[str, Strategy] = {
+        "FedAvg": dure.FedAvg(clients=CLIENTS),
+        "FedAvg, secure aggregation": guarded("secure-aggregation"),
+        "FedAvg, DP of examples": guarded("dp-sgd:1:1.1"),
+        "FedAvg, DP of 100 clients": guarded("user-level:1:0.5", 100),
+        "split learning": dure.SplitLearning(clients=CLIENTS, measure_leaks=True),
+    }
+    return [
+        bench.row(name, strategy, dure.Simulated(), rounds(PASSES))
+        for name, strategy in systems.items()
+    ]
+
+
+PARTS: dict[str, Callable[[Bench], list[ROW]]] = {
+    "families": side_by_side,
+    "skew": skew,
+    "clients": sizes,
+    "reliability": reliability,
+    "liars": liars,
+    "privacy": privacy,
+}
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def size(value: float) -> str:
+    return f"{value / 1e3:,.0f} kB" if value < 1e6 else f"{value / 1e6:,.2f} MB"
+
+
+def virtual(row: ROW) -> str:
+    return "" if row["virtual_seconds"] is None else f"{row['virtual_seconds']:,.0f} s"
+
+
+def families_table(rows: Sequence[ROW]) -> str:
+    head = [
+        "system",
+        "what travels",
+        "accuracy",
+        "sent a worker",
+        "of it in a pass",
+        f"passes until {GOAL:.0%}",
+        "sent until then",
+        "time here",
+        "virtual time",
+    ]
+    body = []
+    for row in rows:
+        goal = row["until_goal"]
+        body.append(
+            [
+                row["system"],
+                row["travels"],
+                share(row["accuracy"]),
+                size(row["bytes_a_worker"]),
+                size(row["bytes_a_worker"] / PASSES),
+                "never" if goal is None else f"{goal['epoch']:.0f}",
+                "" if goal is None else size(goal["bytes"]),
+                f"{row['seconds']:.2f} s" if row["virtual_seconds"] is None else "",
+                virtual(row),
+            ]
+        )
+    return table(head, body)
+
+
+def skew_table(rows: Sequence[ROW]) -> str:
+    head = ["data of clients", "FedAvg", "its worst tenth", "FedAsync", "each alone, own data"]
+    head += ["mean of those models"]
+    return table(
+        head,
+        [
+            [
+                row["skew"],
+                share(row["FedAvg"].get("client_accuracy")),
+                share(row["FedAvg"].get("worst_tenth")),
+                share(row["FedAsync"].get("client_accuracy")),
+                share(row["alone"].get("personal_accuracy")),
+                share(row["alone"].get("client_accuracy")),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def clients_table(rows: Sequence[ROW]) -> str:
+    head = ["clients", "examples each", "FedAvg", "each alone", "a round", "a round, server's link"]
+    head += ["sent in all", "data in all", "their upload", "joules", "of uploading", "break-even"]
+    body = []
+    for row in rows:
+        cost = row["cost"]
+        raw = cost["raw_data"]
+        body.append(
+            [
+                f"{row['clients']:,}",
+                f"{row['examples_a_client']:,.1f}",
+                share(row["accuracy"]),
+                share((row["alone"] or {}).get("personal_accuracy")),
+                f"{row['round_seconds_without_limit']:.2f} s",
+                f"{row['round_seconds']:.2f} s",
+                size(cost["bytes"]),
+                size(raw["bytes"]),
+                f"{raw['seconds']:.2f} s",
+                f"{cost['joules']:,.0f}",
+                f"{raw['joules']:,.1f}",
+                f"round {cost['break_even']}",
+            ]
+        )
+    return table(head, body)
+
+
+def crossed(
+    rows: Sequence[ROW], column: str, cell: Callable[[ROW], str], refused: dict[str, str]
+) -> str:
+    """A row a system, a column a condition. refused: gets the words of each system that refuses."""
+    columns = list(dict.fromkeys(row[column] for row in rows))
+    body = []
+    for system in dict.fromkeys(row["system"] for row in rows):
+        cells = [system]
+        for title in columns:
+            row = next(one for one in rows if (one["system"], one[column]) == (system, title))
+            if "refused" in row:
+                refused.setdefault(row["refused"].replace("|", "\\|"), system)
+            cells.append("refused" if "refused" in row else cell(row))
+        body.append(cells)
+    return table(["system", *columns], body)
+
+
+def privacy_table(rows: Sequence[ROW]) -> str:
+    head = ["system", "accuracy", "epsilon", "sent a client", "the server sees"]
+    body = []
+    for row in rows:
+        if "refused" in row:
+            body.append([row["system"], "refused", "", "", row["refused"]])
+            continue
+        seen = next((what for who, what in row["exposure"] if "server" in who), "")
+        if row["distance_correlation"] is not None:
+            seen = (
+                f"activations of every batch; distance correlation with the inputs "
+                f"{row['distance_correlation']:.2f}"
+            )
+        epsilon = "" if row["epsilon"] is None else f"{row['epsilon']:.3g}"
+        cells = [row["system"], share(row["accuracy"]), epsilon, size(row["bytes_a_worker"]), seen]
+        body.append(cells)
+    return table(head, body)
+
+
+def describe(found: Mapping[str, list[ROW]], page: Path) -> None:
+    """The tables of the page."""
+    refused: dict[str, str] = {}
+    blocks = {
+        "families": families_table(found["families"]),
+        "skew": skew_table(found["skew"]),
+        "clients": clients_table(found["clients"]),
+        "reliability": crossed(
+            found["reliability"],
+            "condition",
+            lambda row: f"{share(row['accuracy'])}, {virtual(row)}",
+            refused,
+        ),
+        "liars": crossed(found["liars"], "attack", lambda row: share(row["accuracy"]), refused),
+        "privacy": privacy_table(found["privacy"]),
+    }
+    said = [[f"`{words}`", system] for words, system in refused.items()]
+    blocks["refused"] = table(["what is said", "first by"], said)
+    fill(page, blocks)
+
+
+def draw(found: Mapping[str, list[ROW]], folder: Path) -> None:
+    systems = [row for row in found["families"] if row["bytes_a_worker"]]
+    bytes_ = [
+        Curve(
+            row["system"],
+            [point["bytes"] for point in row["curve"]],
+            [point["accuracy"] for point in row["curve"]],
+            colour=number,
+        )
+        for number, row in enumerate(systems)
+    ]
+    rows = found["clients"]
+    at = [row["clients"] for row in rows]
+    pooled = found["families"][0]["accuracy"]
+    alone = [(row["alone"] or {}).get("personal_accuracy") for row in rows]
+    by_size = [
+        Curve("all data pooled", at, [pooled] * len(at), dashed=True, colour=NEUTRAL),
+        Curve("FedAvg", at, [row["accuracy"] for row in rows], marks=True, colour=0),
+        Curve("each client alone", at, alone, marks=True, colour=1),
+    ]
+    accuracy = Axis("test accuracy", low=0.0, high=1.0)
+    sent = Axis("bytes sent by a worker or client", log=True, short=True)
+    save(
+        folder / "families.svg",
+        "Digits by every family, and by clients who share the same data",
+        [
+            lines("Accuracy at equal bytes", bytes_, sent, accuracy),
+            lines(
+                f"After {PASSES} passes", by_size, Axis("clients", log=True, short=True), accuracy
+            ),
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--seeds", type=int, default=3, help="that accuracies are a mean of")
+    parser.add_argument("--figures", type=Path, default=None, help="folder for the figure")
+    parser.add_argument("--page", type=Path, default=None, help="the page whose tables to fill")
+    takes_result(parser)
+    asked = parser.parse_args()
+    if (asked.page or asked.figures) and set(asked.parts) != set(PARTS):
+        parser.error("--page and --figures need all parts: leave --parts out")
+    bench = Bench(asked.seeds)
+    found = {name: PARTS[name](bench) for name in asked.parts}
+    if asked.figures is not None:
+        draw(found, asked.figures)
+    if asked.page is not None:
+        describe(found, asked.page)
+    result = {
+        "benchmark": "study_families",
+        "setting": f"digits, mlp, {PASSES} passes, lr 0.1, joint batches of 64 or clients' of 10",
+        "seeds": asked.seeds,
+        "parameters": sum(one.numel() for one in bench.task.model().parameters()),
+        **found,
+    }
+    give(result, asked.result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What a client's device spends: so many joules for an operation, and for a byte of its link.
+
+    joules = operations · PER_OPERATION + down · PER_BYTE_DOWN + up · PER_BYTE_UP
+
+Written as text: `none`, which counts nothing, and `joules:PER_OPERATION:PER_BYTE_DOWN:PER_BYTE_UP`,
+such as `joules:1e-10:2e-6:9e-6`. There is no default: the numbers differ by orders of magnitude
+between devices and links, so measure yours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure.arguments import Told
+from dure.settings import listed, read, write
+
+
+@dataclass(frozen=True)
+class Energy(Told):
+    """What all settings have in common: a name, a text form, and `joules`."""
+
+    name: ClassVar[str]
+
+    def joules(self, operations: float, down: float, up: float) -> float | None:
+        """Of so many floating-point operations, and bytes received and sent; None: not counted."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The text that `parse_energy` reads."""
+        return write(self)
+
+
+@dataclass(frozen=True)
+class NoEnergy(Energy):
+    """Nothing is counted."""
+
+    name: ClassVar[str] = "none"
+
+    def joules(self, operations: float, down: float, up: float) -> float | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Joules(Energy):
+    """The same for all devices: joules of an operation, of a byte received, and of one sent."""
+
+    name: ClassVar[str] = "joules"
+    per_operation: float = 0.0
+    per_byte_down: float = 0.0
+    per_byte_up: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.per_operation, self.per_byte_down, self.per_byte_up)
+        if not all(value >= 0 and math.isfinite(value) for value in values):
+            raise ValueError(f"joules: energies are numbers of at least 0, not {values}")
+
+    def joules(self, operations: float, down: float, up: float) -> float | None:
+        return operations * self.per_operation + down * self.per_byte_down + up * self.per_byte_up
+
+
+ENERGIES: dict[str, type[Energy]] = listed(globals(), Energy)
+"""Every setting by the name its text form begins with."""
+
+
+def parse_energy(text: str) -> Energy:
+    """The energy that `text` names. Raises ValueError for what is none."""
+    return read(text, ENERGIES, "energy setting", Energy)
