@@ -18,6 +18,7 @@ KOREAN_HEADINGS = {
     "Systems": "시스템",
     "How runs are measured": "실행을 측정하는 방법",
     "Reading on": "더 읽을거리",
+    "Licence": "라이선스",
 }
 
 
