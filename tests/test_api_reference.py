@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import dure
+from api_fields import listed
 
 API = Path(__file__).parents[1] / "docs" / "api"
 INIT = Path(dure.__file__).read_text()
@@ -30,6 +32,14 @@ def resolved(name: str) -> Any:
     """What a dotted name stands for."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
+
+
+def is_module(name: str) -> bool:
+    """Whether a module has this dotted name, whatever else has it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def public() -> dict[str, Any]:
@@ -71,6 +81,15 @@ def test_every_public_name_is_on_one_page() -> None:
     assert all(resolved(name) is not None for name in shown)
 
 
+def test_a_function_that_has_the_name_of_its_module_is_shown_with_it() -> None:
+    """The reference finds the module first: it has to be told of the function."""
+    text = (API / "collectives.md").read_text()
+    same = [name for name in public() if is_module(name)]
+    assert same
+    for name in same:
+        assert f"::: {name}\n    options: {{members: [{name.rpartition('.')[2]}]}}\n" in text, name
+
+
 def test_editors_are_told_of_every_name() -> None:
     """They do not run `__getattr__`, and nor does what makes the reference."""
     told = re.findall(r"^    from dure\S+ import .*?(\w+) as \1", INIT, re.MULTILINE)
@@ -93,3 +112,16 @@ def test_what_can_be_given_is_described(name: str) -> None:
 def test_what_a_function_raises_itself_is_described(name: str) -> None:
     raised = re.findall(r"\braise (\w+Error)\b", inspect.getsource(CALLABLE[name]))
     assert [error for error in raised if error not in described(CALLABLE[name])] == []
+
+
+def test_arguments_become_a_list_and_prose_stays() -> None:
+    told = listed(
+        "Does it.\n\nstop: by default\n    ten. out, seed: both. Raises ValueError.\n\n    a: b",
+        {"stop", "out", "seed", "a"},
+    )
+    assert told == (
+        "Does it.\n\n- **stop**: by default ten.\n- **out, seed**: both.\n\n"
+        "Raises ValueError.\n\n    a: b"
+    )
+    prose = "Ends as it was.\n\nwhere: nothing of that name."
+    assert listed(prose, {"stop"}) == prose
