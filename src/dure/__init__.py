@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from dure.parallel.mesh.strategy import Parallel as Parallel
     from dure.parallel.mesh.tensor_parallel import TensorParallel as TensorParallel
     from dure.parallel.zero.strategy import ZeRO as ZeRO
+    from dure.parameter_server.downpour import Downpour as Downpour
+    from dure.parameter_server.strategy import ParameterServer as ParameterServer
     from dure.privacy.dp_sgd import DPSGD as DPSGD
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run

@@ -60,7 +60,7 @@ def all_gather(
 ) -> Tensor | Handle[Tensor]:
     """The tensors of all ranks, in order of rank: of shape (N, *shape).
 
-    With `async_op`, a handle whose `wait()` returns that.
+    group: as in `all_reduce`. With `async_op`, a handle whose `wait()` returns that.
 
     tensor: any dtype and shape, the same on every rank; it is not changed. n: instead, the ranks
     hold the N chunks of n elements that `reduce_scatter` leaves them, which may be of unequal

@@ -65,6 +65,8 @@ def all_to_all(
 ) -> Tensor | Handle[Tensor]:
     """What all ranks had for this one, in order of rank; or a handle whose `wait()` returns that.
 
+    group, async_op: as in `all_reduce`.
+
     tensor: of shape (N·k, *rest), the same shape and dtype on every rank; rows j·k to (j+1)·k-1 go
     to rank j. It is not changed; the result has the same shape, rows j·k to (j+1)·k-1 from rank j.
 

@@ -62,8 +62,8 @@ def broadcast(
     """The tensor of rank `root` into that of every rank, in place; returns `tensor`, or a handle.
 
     tensor: any dtype and shape, the same on every rank. group: None is all ranks of
-    torch.distributed. root: a rank of the group. Raises ValueError, before anything travels, for an
-    algorithm or a root that there is not.
+    torch.distributed. root: a rank of the group. async_op: as in `all_reduce`. Raises
+    ValueError, before anything travels, for an algorithm or a root that there is not.
     """
     check_algorithm("broadcast", algorithm, ALGORITHMS)
     group = Group.of(group)

@@ -67,7 +67,8 @@ def gather(
 
     The result has shape (N, *shape).
 
-    tensor: any dtype and shape, the same on every rank; it is not changed. async_op: a handle whose
+    tensor: any dtype and shape, the same on every rank; it is not changed. group: as in
+    `all_reduce`. async_op: a handle whose
     `wait()` returns it. Raises ValueError, before anything travels, for an algorithm or a root that
     there is not.
     """

@@ -68,8 +68,8 @@ def reduce(
     Returns `tensor`, or a handle whose `wait()` returns it.
 
     tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not
-    changed. op: as in `all_reduce`. Raises ValueError, before anything travels, for an algorithm,
-    root or operation that there is not.
+    changed. group, op, async_op: as in `all_reduce`. Raises ValueError, before anything travels,
+    for an algorithm, root or operation that there is not.
     """
     check_algorithm("reduce", algorithm, ALGORITHMS)
     group = Group.of(group)

@@ -67,7 +67,8 @@ def reduce_scatter(
 
     tensor: any shape, the same shape and dtype on every rank; it is not changed. Its n elements, in
     one row, are cut into N chunks of which the first n mod N hold one element more; the result has
-    one dimension. `all_gather` with `n` is the way back. op: as in `all_reduce`.
+    one dimension. `all_gather` with `n` is the way back. group, op, async_op: as in
+    `all_reduce`.
 
     Raises ValueError, before anything travels, for an algorithm or an operation that there is not.
     """

@@ -76,8 +76,8 @@ def scatter(
     Returns `tensor`, or a handle whose `wait()` returns it.
 
     source: on rank `root`, of shape (N, *tensor.shape) and the same dtype; elsewhere it is not
-    looked at. Raises ValueError, before this rank sends anything, for an algorithm or a root that
-    there is not, and if `source` does not fit.
+    looked at. group, async_op: as in `all_reduce`. Raises ValueError, before this rank sends
+    anything, for an algorithm or a root that there is not, and if `source` does not fit.
     """
     check_algorithm("scatter", algorithm, ALGORITHMS)
     group = Group.of(group)

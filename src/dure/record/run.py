@@ -529,7 +529,8 @@ def trained_weights(folder: Path, summary: Mapping[str, Any]) -> Mapping[str, Te
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     """The ended run in a folder.
 
-    model: the task's factory, whose weights are then replaced by the trained ones.
+    path: of the folder. model: the task's factory, whose weights are then replaced by the trained
+    ones.
 
     Raises RunFolderError if there is no ended run, or its weights are not those of this model.
     """

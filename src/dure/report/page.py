@@ -46,6 +46,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
 
     folders: run folders, comparison folders, or folders with runs right below them.
     out: the file to write.
+    title: of the page; by default dure chooses.
     Raises ImportError if plotly is not installed, RunFolderError if a folder holds no run or the
     page cannot be written.
     """

@@ -104,7 +104,7 @@ def compare(
     seeds: how many seeds each system is trained under, counted from `seed` on.
     out: a new or empty folder that gets a run folder for each system and seed, comparison.json and
         report.html.
-    check: as in `dure.train`, for every system.
+    evaluate_every, check: as in `dure.train`, for every system.
     callbacks, track: as in `dure.train`; they hear of one run after another.
     on_progress: called with the label of the system at work and the event that `dure.train`
         reports. By default a notebook draws a bar for each.

@@ -43,7 +43,8 @@ def personalise(
     """Trains the newest global model on the task's data, and keeps it in the folder as one's own.
 
     state: the folder of a client (`dure.join(state=...)`). task: with the data that the client has
-    now.
+    now. epochs: passes over them. batch_size: examples of a step. seed: of their order, and of
+    dropout.
 
     Raises RunFolderError where no global model was fetched yet, and ValueError for another task,
     one without training data, and training that diverges.
@@ -63,6 +64,8 @@ def personalise(
 
 def personal_model(state: str | Path, task: Task) -> nn.Module:
     """The client's own model, to predict with; the newest global one where it has none.
+
+    state: the folder of a client (`dure.join(state=...)`). task: the one it takes part with.
 
     Raises RunFolderError where there is neither.
     """

@@ -39,7 +39,8 @@ def serve(
     model where there are test data. strategy: a federated one. out: the run folder, in which the
     journal lies too; `dure.resume(out)` goes on with it after a restart or a kill, with the same
     bits. network: fields of `dure.Network`, such as host, port, certificate, access, start_with,
-    deadline. The rest is as in `dure.train`. on_progress hears besides {"serving": url} once
+    deadline. seed, evaluate_every, checkpoint_every, label, callbacks, track: as in `dure.train`.
+    on_progress hears besides {"serving": url} once
     clients may come, and {"waiting": text} until enough are there.
 
     Raises what `dure.train` raises, and ValueError where the address is taken.

@@ -103,6 +103,7 @@ def train(
         round.
     checkpoint_every: steps or rounds between checkpoints; by default at an evaluation every ten
         seconds or more.
+    label: what the report calls the run; by default what the strategy says of itself.
     check: try, before the first step and on one micro-batch, what a strategy believes about the
         model: that a traced program, or layers that a plan divides, compute what the model
         computes. False trusts them.
@@ -194,7 +195,7 @@ def resume(
     """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
 
     The result has the same bits as if the run had never been interrupted. stop: new limits, to
-    train an ended run further. check, callbacks, track: as in `train`.
+    train an ended run further. check, callbacks, track, on_progress: as in `train`.
 
     A folder is data. Where the run's task, strategy, world or rules are a user's own, config.json
     says in which file or module they are. Those are imported only if the run was begun on this
@@ -210,7 +211,8 @@ def resume(
     A strategy that is given may say that the work is done elsewhere (`Strategy.moves`), such as on
     another mesh: the path is then the same but for rounding.
 
-    Raises RunFolderError if the folder holds no run, somebody is training in it, it names code that
+    Raises ValueError for names that are no `path/to/file.py:Name`, and limits that do not fit;
+    RunFolderError if the folder holds no run, somebody is training in it, it names code that
     must not be run, its task, strategy or world cannot be found again, its checkpoint or history is
     damaged or not of this run, or a dure that this one does not know wrote its checkpoint.
     """

@@ -33,6 +33,8 @@ from dure.split.cutting import cut_at
 def head_of(run: Run | str | Path, task: Task) -> Part:
     """The head of a run, or of the run in a folder: maps examples to smashed data.
 
+    run: what `dure.train` returned, or the folder of a run. task: the one it was trained with.
+
     With personal heads it is their mean, as in the run's model. Raises ValueError for a run of
     another system, RunFolderError for a folder without an ended run.
     """
@@ -40,14 +42,14 @@ def head_of(run: Run | str | Path, task: Task) -> Part:
 
 
 def tail_of(run: Run | str | Path, task: Task) -> Part:
-    """The server's part; as `head_of`."""
+    """The server's part. run, task, and what is raised: as in `head_of`."""
     return Part(_cut(run, task), 1)
 
 
 def end_of(run: Run | str | Path, task: Task) -> Part:
-    """The end of the model, which stays with clients in the U-shape; as `head_of`.
+    """The end of the model, which stays with clients in the U-shape.
 
-    Raises ValueError for a model that was cut once.
+    run, task: as in `head_of`. Raises ValueError for a model that was cut once.
     """
     cut = _cut(run, task)
     if cut.stages < 3:

@@ -180,8 +180,8 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     it stays the parent's memory.
 
     size: the shape, as integers or as one sequence. dtype: None is torch's default. Raises
-    MemoryError when the pool, which is as large as the machine's memory (256 GiB at most), is used
-    up.
+    ValueError for a shape that no tensor has, and MemoryError when the pool, which is as large as
+    the machine's memory (256 GiB at most), is used up.
     """
     shape: list[int] = []
     for part in size:

@@ -35,6 +35,9 @@ class Coordinates(NamedTuple):
 class Mesh:
     """The degrees: how many ranks lie along each axis.
 
+    data: ranks that divide each batch. pipeline: ranks that hold stages of the model. tensor: ranks
+    that divide its layers.
+
     Raises ValueError for degrees below one.
     """
 
