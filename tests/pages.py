@@ -61,7 +61,9 @@ class Block:
     def lines(self) -> dict[int, str]:
         """What is run of it, by the number of the line on the page."""
         there = dict(enumerate(self.body.splitlines(), self.line))
-        told = {n: text for n, text in there.items() if not self.without or self.without not in text}
+        told = {
+            n: text for n, text in there.items() if not self.without or self.without not in text
+        }
         return {**self.first, **told}
 
 
