@@ -1,6 +1,6 @@
 """Every block of Python on every page runs, and prints what the page says that it prints.
 
-How a page says what its tests need: tests/pages.py."""
+How a page says what its tests need: tests/page_blocks.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 import dure
 from dure.contracts.strategy import Place
-from pages import PAGES, Program, programs, write_files
+from page_blocks import PAGES, Program, programs, write_files
 from scripts import run_here
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

@@ -1,7 +1,8 @@
 """Every shell line on every page runs, in the order of the page and in one folder for each page.
 
-Lines for several machines and the like say so beside them (tests/pages.py). Benchmarks are not run
-here: tests/test_docs.py reads their arguments, and benchmarks/results has what they measured."""
+Lines for several machines and the like say so beside them (tests/page_blocks.py). Benchmarks are
+not run here: tests/test_docs.py reads their arguments, and benchmarks/results has what they
+measured."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import pytest
 
 import dure
 from dure.cli.main import main
-from pages import PAGES, PYTHON, Block, blocks, shell, words, write_files
+from page_blocks import PAGES, PYTHON, Block, blocks, shell, words, write_files
 from stand_ins import images, patients, plays
 
 SOON = ("README.md", "getting-started.md")
