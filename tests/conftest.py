@@ -50,8 +50,9 @@ SLOW = {
     "pipeline",
     "tensor",
     "test_example_scripts.py",
-    "test_readme.py",
     "test_resume.py",
+    "test_snippets.py",
+    "test_snippets_shell.py",
 }
 """Files and folders that come first, so that at the end no worker waits long for another."""
 

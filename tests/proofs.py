@@ -103,6 +103,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_schedule_validation_and_early_stopping[downpour-ranks",
     ),
     "test_example_scripts.py": ("test_an_example_is_short_and_runs[lora]",),
+    "test_snippets_shell.py": ("test_the_shell_lines_of_a_page_run[",),
     "worlds/network/test_bad_links.py": (
         "test_a_run_over_bad_links_has_the_bits_of_one_over_good_ones[plain]",
     ),

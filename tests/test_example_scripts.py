@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dure.cli.main import main
-from dure.data.heart import FILES
 from scripts import run_here
+from stand_ins import patients
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEAST_ACCURACY = {
@@ -39,20 +39,6 @@ WITH_AN_ALGORITHM = 84
 """Lines of an example that writes down an algorithm of a paper, its rule first."""
 
 
-def made_up_patients(folder: Path) -> Path:
-    """Files as of the four hospitals: the ill are older, and their hearts beat more slowly."""
-    folder.mkdir()
-    for file in FILES:
-        patients = [
-            f"{40 + 20 * ill + i % 9},1,{1 + 3 * ill},{120 + i % 30},{200 + i},0,0,"
-            f"{170 - 40 * ill + i % 7},{ill},{2 * ill},2,{ill},{3 + 4 * ill},{ill}"
-            for i in range(40)
-            for ill in (i % 2,)
-        ]
-        (folder / file).write_text("\n".join(patients))
-    return folder
-
-
 def longest(text: str) -> int:
     """The lines that an example may have."""
     if "dure.federated" in text:
@@ -69,7 +55,7 @@ def test_an_example_is_short_and_runs(script, tmp_path, monkeypatch):
     assert text.startswith('"""')
     arguments = []
     if script.stem == "four_hospitals":
-        arguments = [str(made_up_patients(tmp_path / "heart"))]
+        arguments = [str(patients(tmp_path / "heart"))]
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     said = run_here(script, *arguments)
