@@ -7,7 +7,6 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -138,7 +137,9 @@ def test_clients_with_trouble_come_first_and_what_they_say_is_text(tmp_path) -> 
     }
     now = States([run], lambda: told).newest().sections[1]
     assert now.index("&lt;script&gt;") < now.index("calm")
-    assert "<script>" not in now and "<img" not in now and "<svg onload" not in now
+    assert "<script>" not in now
+    assert "<img" not in now
+    assert "<svg onload" not in now
 
 
 # Who may see it.
@@ -163,7 +164,8 @@ def asked(listener, path="/", method="GET", body=None, **headers):
 def test_without_the_token_there_is_a_form_and_nothing_else(listening) -> None:
     status, headers, body = asked(listening)
     assert status == 401
-    assert b"<form" in body and b"run" not in body.split(b"<main>")[1]
+    assert b"<form" in body
+    assert b"run" not in body.split(b"<main>")[1]
     assert "'none'" in headers["content-security-policy"]
     for path in ("/events", "/plotly.js", "/here"):
         assert asked(listening, path)[0] == 401
@@ -184,13 +186,16 @@ def test_the_token_is_given_for_a_cookie_that_scripts_and_other_sites_cannot_use
     assert status == 200
     assert CODE.encode() not in body
     policy = headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "script-src 'nonce-" in policy
+    assert "default-src 'none'" in policy
+    assert "script-src 'nonce-" in policy
     assert "unsafe-inline" not in policy.split("style-src")[0]
-    assert headers["referrer-policy"] == "no-referrer" and headers["cache-control"] == "no-store"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-store"
     assert asked(listening, "/here", Authorization=f"Bearer {CODE}")[0] == 204
     # That of another token opens nothing.
     other = Door("another", secure=True).enter(b"token=another")
-    assert other is not None and "; Secure" in other.headers["set-cookie"]
+    assert other is not None
+    assert "; Secure" in other.headers["set-cookie"]
     assert asked(listening, "/here", Cookie=other.headers["set-cookie"])[0] == 401
 
 
@@ -207,7 +212,8 @@ def test_a_reader_gets_the_whole_then_changes_then_the_end(tmp_path) -> None:
     page = LivePage([tmp_path], CODE, "It is there.")
     headers = {"authorization": f"Bearer {CODE}"}
     stream = page.answer("GET", "/events", headers, b"").stream
-    assert stream is not None and page.readers == 1
+    assert stream is not None
+    assert page.readers == 1
     first = stream.due().decode()
     assert first.startswith("event: whole\nid: ")
     version = first.split("\n")[1].removeprefix("id: ")
@@ -220,7 +226,8 @@ def test_a_reader_gets_the_whole_then_changes_then_the_end(tmp_path) -> None:
     for reader in (stream, late):
         last = reader.due().decode()
         assert last.startswith("event: patch") or reader is late
-        assert "event: bye" in last and reader.over
+        assert "event: bye" in last
+        assert reader.over
         reader.close()
         reader.close()
     assert page.readers == 0

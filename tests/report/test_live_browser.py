@@ -1,4 +1,4 @@
-"""The live page in a real browser: it opens by its token, grows, keeps what was chosen, and ends."""
+"""The live page in a real browser: opened by its token, it grows, keeps a choice, and ends."""
 
 from __future__ import annotations
 

@@ -127,11 +127,13 @@ def test_health_needs_no_token_and_the_rest_needs_its_own(seen) -> None:
 def test_the_page_is_at_the_same_listener_by_the_same_token(seen) -> None:
     code, page = seen[1]["page"]
     assert code == 200
-    assert "Who is there" in page and "c2" in page
+    assert "Who is there" in page
+    assert "c2" in page
     assert "is training" in page
     code, form = seen[1]["form"]
     assert code == 401
-    assert "<form" in form and "c2" not in form
+    assert "<form" in form
+    assert "c2" not in form
     events = seen[1]["events"]
     assert events[0].startswith("event: whole")
     # The server ended while somebody read: who did was told how.
