@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from itertools import pairwise
+from urllib.parse import unquote
 
 import pytest
 from browser import PROGRAM, Page, chromium
