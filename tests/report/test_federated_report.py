@@ -432,5 +432,5 @@ def test_a_federation_says_what_it_cost_next_to_its_data(tmp_path: Path) -> None
     task = load_task("digits")
     run = dure.train(task, strategy, world, dure.Stop(rounds=1), out=tmp_path / "run")
     joules = run.summary["facts"][0]["cost"]["joules"]
-    page = text_of(report(tmp_path / "run"))
+    page = text_of(write_report([tmp_path / "run"], tmp_path / "report.html").read_text())
     assert f"and spent {joules:,.4g} J; uploading the raw data would take" in page
