@@ -166,7 +166,7 @@ HEADINGS = ["system", "task", "world", "limits", "run", "output"]
 @pytest.mark.parametrize(
     ("system", "absent", "there"),
     [
-        ("fed-avg", ["--steps", "--server-mbit", "--workers"], ["--rounds", "--attack"]),
+        ("fed-avg", ["--steps", "--workers"], ["--rounds", "--attack", "--server-mbit"]),
         ("data-parallel", ["--rounds"], ["--steps", "--workers", "--devices", "--no-check"]),
         ("zero", ["--rounds", "--world", "--devices"], ["--deadline", "--backend"]),
         ("parameter-server", ["--steps"], ["--rounds", "--deadline", "--world"]),

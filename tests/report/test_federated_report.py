@@ -424,3 +424,13 @@ def test_a_browser_draws_every_figure_and_a_phone_does_not_scroll_sideways(
             traces = {name: len(one["series"]) for name, one in drawn(ditto, fed_async).items()}
             traces["personal-accuracy"] += 1  # the diagonal
             assert dict(zip(names, page.ask(marks), strict=True)) == traces
+
+
+def test_a_federation_says_what_it_cost_next_to_its_data(tmp_path: Path) -> None:
+    world = dure.Simulated(energy="joules:1e-9:2e-6:9e-6", server_mbit=1)
+    strategy = dure.FedAvg(clients=3, batch_size=100)
+    task = load_task("digits")
+    run = dure.train(task, strategy, world, dure.Stop(rounds=1), out=tmp_path / "run")
+    joules = run.summary["facts"][0]["cost"]["joules"]
+    page = text_of(write_report([tmp_path / "run"], tmp_path / "report.html").read_text())
+    assert f"and spent {joules:,.4g} J; uploading the raw data would take" in page

@@ -11,6 +11,7 @@ from typing import Any
 from dure.report.runs import (
     Assignment,
     Busy,
+    Cost,
     Divided,
     Doing,
     Federation,
@@ -100,6 +101,24 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
         differs=_texts(facts.get("differs")),
         refused=_by_number(facts.get("refused_clients")),
         exposure=rows(facts.get("exposure"), _exposure),
+        cost=_cost(mapping(facts.get("cost"))),
+    )
+
+
+def _cost(told: Mapping[str, Any]) -> Cost | None:
+    raw = mapping(told.get("raw_data"))
+    nbytes = number(told.get("bytes"))
+    raw_bytes = number(raw.get("bytes"))
+    raw_seconds = number(raw.get("seconds"))
+    if nbytes is None or raw_bytes is None or raw_seconds is None:
+        return None
+    return Cost(
+        nbytes=nbytes,
+        joules=number(told.get("joules")),
+        raw_bytes=raw_bytes,
+        raw_seconds=raw_seconds,
+        raw_joules=number(raw.get("joules")),
+        break_even=number(told.get("break_even")),
     )
 
 

@@ -34,7 +34,7 @@ from dure.report.federated_figures import (
     quantile,
 )
 from dure.report.parts import figure_of, grid, swatch, table
-from dure.report.runs import Federation, Member, Run, clock_of, time_of
+from dure.report.runs import Cost, Federation, Member, Run, clock_of, time_of
 from dure.report.words import (
     UNKNOWN,
     count,
@@ -45,6 +45,7 @@ from dure.report.words import (
     metric_name,
     metric_value,
     plural,
+    size,
 )
 
 
@@ -196,6 +197,8 @@ def _facts(run: Run, federation: Federation) -> str:
             f"{plural(len(federation.out), 'client')} had used up their transfers: "
             f"{_some(run, federation.out)}"
         )
+    if federation.cost is not None:
+        said.append(_cost(federation.cost))
     # Not str.capitalize, which would make all the rest small.
     whole = "; ".join(filter(None, said)) + "."
     return whole[0].upper() + whole[1:]
@@ -209,6 +212,21 @@ def _everybody(run: Run, gave: int, clients: int | None, least: int) -> str | No
     return (
         f"all {count(gave)} clients took part in every one of the {plural(rounds, 'round')}, and "
         f"their updates counted: nobody was left out"
+    )
+
+
+def _cost(cost: Cost) -> str:
+    """What was sent and spent, against uploading the data."""
+    spent = "" if cost.joules is None else f" and spent {cost.joules:,.4g} J"
+    raw = "" if cost.raw_joules is None else f" and {cost.raw_joules:,.4g} J"
+    passed = (
+        "more than the federation has sent"
+        if cost.break_even is None
+        else f"which it passed in round {count(cost.break_even)}"
+    )
+    return (
+        f"clients and server have sent {size(cost.nbytes)}{spent}; uploading the raw data would "
+        f"take {size(cost.raw_bytes)}, {duration(cost.raw_seconds)}{raw}, {passed}"
     )
 
 

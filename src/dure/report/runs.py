@@ -182,6 +182,23 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Of a simulated federation, next to its data.
+
+    nbytes: both ways. joules: of its clients. raw_bytes, raw_seconds, raw_joules: of uploading the
+    data. break_even: the round after which more was sent than the data are. Joules are None where
+    they are not counted.
+    """
+
+    nbytes: float
+    joules: float | None
+    raw_bytes: float
+    raw_seconds: float
+    raw_joules: float | None
+    break_even: float | None
+
+
+@dataclass(frozen=True)
 class Federation:
     """What a federation told of itself.
 
@@ -194,6 +211,7 @@ class Federation:
     Of clients on a network: there: who was there when. cohort: who they are. bits: "same" or
         "close" to those of a simulation, and differs: by what close. refused: client -> its updates
         that the server left out. exposure: who could learn what, in words.
+    cost: what clients have spent, and what uploading their data would cost; None where nobody says.
     """
 
     engine: str | None
@@ -213,6 +231,7 @@ class Federation:
     bits: str | None = None
     differs: Sequence[str] = ()
     refused: Mapping[int, int] = field(default_factory=dict)
+    cost: Cost | None = None
     exposure: Sequence[tuple[str, str]] = ()
 
     def name_of(self, client: int) -> str | None:
