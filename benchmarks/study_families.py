@@ -460,23 +460,24 @@ def privacy_table(rows: Sequence[ROW]) -> str:
 
 
 def describe(found: Mapping[str, list[ROW]], page: Path) -> None:
-    """The tables of the page."""
+    """The tables of the page, of the parts that there are."""
     refused: dict[str, str] = {}
-    blocks = {
-        "families": families_table(found["families"]),
-        "skew": skew_table(found["skew"]),
-        "clients": clients_table(found["clients"]),
-        "reliability": crossed(
-            found["reliability"],
-            "condition",
-            lambda row: f"{share(row['accuracy'])}, {virtual(row)}",
-            refused,
-        ),
-        "liars": crossed(found["liars"], "attack", lambda row: share(row["accuracy"]), refused),
-        "privacy": privacy_table(found["privacy"]),
+
+    def reached(row: ROW) -> str:
+        return f"{share(row['accuracy'])}, {virtual(row)}"
+
+    tables: dict[str, Callable[[list[ROW]], str]] = {
+        "families": families_table,
+        "skew": skew_table,
+        "clients": clients_table,
+        "reliability": lambda rows: crossed(rows, "condition", reached, refused),
+        "liars": lambda rows: crossed(rows, "attack", lambda row: share(row["accuracy"]), refused),
+        "privacy": privacy_table,
     }
-    said = [[f"`{words}`", system] for words, system in refused.items()]
-    blocks["refused"] = table(["what is said", "first by"], said)
+    blocks = {name: tables[name](rows) for name, rows in found.items()}
+    if refused:
+        said = [[f"`{words}`", system] for words, system in refused.items()]
+        blocks["refused"] = table(["what is said", "first by"], said)
     fill(page, blocks)
 
 
@@ -539,8 +540,8 @@ def main() -> None:
             name: rows for name, rows in json.loads(path.read_text()).items() if name in PARTS
         }
     found |= {name: PARTS[name](bench) for name in asked.parts if name not in found}
-    if (asked.page or asked.figures) and set(found) != set(PARTS):
-        parser.error("--page and --figures need all parts: leave --parts out, or give --from")
+    if asked.figures and set(found) != set(PARTS):
+        parser.error("--figures needs all parts: leave --parts out, or give --from")
     if asked.figures is not None:
         draw(found, asked.figures)
     if asked.page is not None:
