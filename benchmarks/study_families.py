@@ -24,6 +24,7 @@ as JSON to standard output.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -459,23 +460,24 @@ def privacy_table(rows: Sequence[ROW]) -> str:
 
 
 def describe(found: Mapping[str, list[ROW]], page: Path) -> None:
-    """The tables of the page."""
+    """The tables of the page, of the parts that there are."""
     refused: dict[str, str] = {}
-    blocks = {
-        "families": families_table(found["families"]),
-        "skew": skew_table(found["skew"]),
-        "clients": clients_table(found["clients"]),
-        "reliability": crossed(
-            found["reliability"],
-            "condition",
-            lambda row: f"{share(row['accuracy'])}, {virtual(row)}",
-            refused,
-        ),
-        "liars": crossed(found["liars"], "attack", lambda row: share(row["accuracy"]), refused),
-        "privacy": privacy_table(found["privacy"]),
+
+    def reached(row: ROW) -> str:
+        return f"{share(row['accuracy'])}, {virtual(row)}"
+
+    tables: dict[str, Callable[[list[ROW]], str]] = {
+        "families": families_table,
+        "skew": skew_table,
+        "clients": clients_table,
+        "reliability": lambda rows: crossed(rows, "condition", reached, refused),
+        "liars": lambda rows: crossed(rows, "attack", lambda row: share(row["accuracy"]), refused),
+        "privacy": privacy_table,
     }
-    said = [[f"`{words}`", system] for words, system in refused.items()]
-    blocks["refused"] = table(["what is said", "first by"], said)
+    blocks = {name: tables[name](rows) for name, rows in found.items()}
+    if refused:
+        said = [[f"`{words}`", system] for words, system in refused.items()]
+        blocks["refused"] = table(["what is said", "first by"], said)
     fill(page, blocks)
 
 
@@ -521,12 +523,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="that accuracies are a mean of")
     parser.add_argument("--figures", type=Path, default=None, help="folder for the figure")
     parser.add_argument("--page", type=Path, default=None, help="the page whose tables to fill")
+    parser.add_argument(
+        "--from",
+        dest="known",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="results whose parts are taken as they are, instead of measured",
+    )
     takes_result(parser)
     asked = parser.parse_args()
-    if (asked.page or asked.figures) and set(asked.parts) != set(PARTS):
-        parser.error("--page and --figures need all parts: leave --parts out")
     bench = Bench(asked.seeds)
-    found = {name: PARTS[name](bench) for name in asked.parts}
+    found: dict[str, list[ROW]] = {}
+    for path in asked.known:
+        found |= {
+            name: rows for name, rows in json.loads(path.read_text()).items() if name in PARTS
+        }
+    found |= {name: PARTS[name](bench) for name in asked.parts if name not in found}
+    if asked.figures and set(found) != set(PARTS):
+        parser.error("--figures needs all parts: leave --parts out, or give --from")
     if asked.figures is not None:
         draw(found, asked.figures)
     if asked.page is not None:
