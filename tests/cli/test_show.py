@@ -248,7 +248,4 @@ def test_a_table_never_cuts_a_number_and_says_what_it_leaves_out(width, label):
 
 def test_the_conditions_of_clients_are_told_once():
     world = "simulated clients, devices stragglers:0.2"
-    assert (
-        cells(summary("FedAvg iid, devices stragglers:0.2", world=world))[1][1]
-        == "simulated"
-    )
+    assert cells(summary("FedAvg iid, devices stragglers:0.2", world=world))[1][1] == "simulated"

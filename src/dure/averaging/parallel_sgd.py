@@ -163,8 +163,7 @@ class ParallelSGD(Strategy):
         """The shards of all ranks, where these do not have data of their own."""
         if task.train.lies is not None or workers is None:
             return ()
-        labels = task.train.labels()
-        return self.partition.divide(workers, len(task.train), labels, task.train.keys, seed=seed)
+        return self.partition.divide(workers, task.train, seed)
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "ema" and self.combine_every is None:
