@@ -103,7 +103,15 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_schedule_validation_and_early_stopping[downpour-ranks",
     ),
     "test_example_scripts.py": ("test_an_example_is_short_and_runs[lora]",),
-    "test_snippets_shell.py": ("test_the_shell_lines_of_a_page_run[",),
+    "test_docs.py": ("test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere",),
+    "test_snippets.py": (
+        "test_the_python_of_a_page_runs[collectives.md]",
+        "test_the_python_of_a_page_runs[shared-memory.md]",
+    ),
+    "test_snippets_shell.py": (
+        "test_the_shell_lines_of_a_page_run[",
+        "test_the_shell_lines_of_the_first_pages_run[README.md]",
+    ),
     "worlds/network/test_bad_links.py": (
         "test_a_run_over_bad_links_has_the_bits_of_one_over_good_ones[plain]",
     ),

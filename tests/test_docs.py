@@ -40,6 +40,7 @@ LOADED_FROM_ELSEWHERE = re.compile(
 )
 
 OPERANDS = {
+    "watch": 1,
     "serve": 2,
     "join": 2,
     "verify": 1,

@@ -114,7 +114,7 @@ def test_a_step_written_again_after_a_resume_stands_once(tmp_path: Path) -> None
     folder.mkdir()
     losses = [(1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0), (3, 5.0)]
     lines = [json.dumps({"kind": "step", "step": step, "loss": loss}) for step, loss in losses]
-    (folder / "history.jsonl").write_text("\n".join(lines))
+    (folder / "history.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert [(line.step, line.loss) for line in read_run(folder).steps] == [
         (1, 9.0),
         (2, 6.0),
