@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -54,6 +55,19 @@ def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: 
     assert facts[0::3] == [0, 1]
     assert all(threads == max(1, len(os.sched_getaffinity(0)) // 2) for threads in facts[1::3])
     assert all(inode == os.stat(".").st_ino for inode in facts[2::3])
+
+
+def test_a_rank_collects_no_garbage_among_what_was_imported_before_it() -> None:
+    """Else it would write into every object, and have the pages for itself."""
+
+    def program(place: Place) -> list[float]:
+        # All of torch is frozen; what the rank has made itself is not.
+        kinds = (type(one) for one in gc.get_objects() if isinstance(one, type(torch)))
+        return [float(gc.get_freeze_count()), float(sum(1 for _ in kinds))]
+
+    frozen, modules = run(2, program)
+    assert frozen > 100_000
+    assert modules < 100
 
 
 def test_nobody_can_reach_the_ranks_over_the_network() -> None:
