@@ -10,6 +10,7 @@ The task is the built-in digits with the MLP of 55,210 parameters, at one rate f
     reliability     drop-outs, stragglers and absence: who waits, and how long
     liars           attackers against the mean and against robust rules
     privacy         what protection costs, and what is seen by whom
+    latency         a prediction on the device against one on the server, over links of three kinds
 
 Systems that work under a virtual clock have the same devices and links: 100 examples a second, 6
 Mbit/s down and 2 up. What a system refuses is part of the result, in its own words.
@@ -31,12 +32,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 from figures import NEUTRAL, Axis, Curve, lines, save
 from outcome import give, takes_result
 from pages import fill, table
+from torch import nn
 
 import dure
 from dure.contracts.strategy import Strategy, World
+from dure.fleet.latency import latency
+from dure.run.latency import measured
 
 ROW = dict[str, Any]
 TEAM = 4
@@ -60,6 +65,14 @@ SKEWS = {
     "inputs that look alike": "feature-skew:1",
     "blocks in order": "blocks:1",
 }
+LINKS = {
+    "2 Mbit/s up, 6 down, 40 ms": (2.0, 6.0, 0.04),
+    "20 Mbit/s up, 60 down, 15 ms": (20.0, 60.0, 0.015),
+    "1 Gbit/s, 1 ms": (1000.0, 1000.0, 0.001),
+}
+"""(Mbit/s up, Mbit/s down, seconds of delay one way)."""
+SLOWER = 10.0
+"""How many times longer a device takes for a prediction than this machine."""
 SIZES = (4, 10, 30, 100, 300, 1000)
 ALONE = 100
 """Clients that still have enough examples to hold some out."""
@@ -325,6 +338,48 @@ def privacy(bench: Bench) -> list[ROW]:
     ]
 
 
+def latencies(bench: Bench) -> list[ROW]:
+    """A model on the device against the same on the server, which computes as this machine does."""
+    models = {
+        "MLP": (bench.task, bench.task.model()),
+        "VGG on 224 x 224 pixels": (pictures(), vgg()),
+    }
+    found = []
+    for name, (task, model) in models.items():
+        here = measured(task, model)
+        for link, (up, down, delay) in LINKS.items():
+            both = latency(
+                here.call,
+                device_seconds=SLOWER * here.seconds,
+                server_seconds=here.seconds,
+                up_mbit=up,
+                down_mbit=down,
+                delay=delay,
+            )
+            found.append({"model": name, "link": link, "example": here.call[0], **both._asdict()})
+    show("latency: done")
+    return found
+
+
+def pictures() -> dure.Task:
+    """Of random pixels: how long a forward pass takes does not depend on them."""
+    inputs = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    return dure.Task(model=vgg, loss=nn.CrossEntropyLoss(), train=(inputs, torch.tensor([0, 1])))
+
+
+def vgg() -> nn.Module:
+    """The layers of VGG-11 (Simonyan and Zisserman 2015, table 1, A) without the dense ones."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None):
+        if width is None:
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()]
+            before = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
+
+
 PARTS: dict[str, Callable[[Bench], list[ROW]]] = {
     "families": side_by_side,
     "skew": skew,
@@ -332,6 +387,7 @@ PARTS: dict[str, Callable[[Bench], list[ROW]]] = {
     "reliability": reliability,
     "liars": liars,
     "privacy": privacy,
+    "latency": latencies,
 }
 
 
@@ -340,6 +396,8 @@ def share(value: float | None) -> str:
 
 
 def size(value: float) -> str:
+    if value < 1e3:
+        return f"{value:,.0f} B"
     return f"{value / 1e3:,.0f} kB" if value < 1e6 else f"{value / 1e6:,.2f} MB"
 
 
@@ -459,6 +517,17 @@ def privacy_table(rows: Sequence[ROW]) -> str:
     return table(head, body)
 
 
+def latency_table(rows: Sequence[ROW]) -> str:
+    head = ["model", "an example", "link", "on the device", "on the server", "sooner"]
+    body = []
+    for row in rows:
+        local, remote = row["local"], row["remote"]
+        times = [f"{1e3 * seconds:,.3g} ms" for seconds in (local, remote)]
+        sooner = "device" if local <= remote else "server"
+        body.append([row["model"], size(row["example"]), row["link"], *times, sooner])
+    return table(head, body)
+
+
 def describe(found: Mapping[str, list[ROW]], page: Path) -> None:
     """The tables of the page, of the parts that there are."""
     refused: dict[str, str] = {}
@@ -473,6 +542,7 @@ def describe(found: Mapping[str, list[ROW]], page: Path) -> None:
         "reliability": lambda rows: crossed(rows, "condition", reached, refused),
         "liars": lambda rows: crossed(rows, "attack", lambda row: share(row["accuracy"]), refused),
         "privacy": privacy_table,
+        "latency": latency_table,
     }
     blocks = {name: tables[name](rows) for name, rows in found.items()}
     if refused:
