@@ -52,6 +52,19 @@ def test_without_plotly_the_error_says_what_to_install(
         write_report([comparison], tmp_path / "report.html")
 
 
+def test_when_a_run_was_to_stop_is_said_in_words(tmp_path: Path) -> None:
+    """A least difference belongs to a patience; without one it is no limit."""
+    plain = {"epochs": 2, "min_delta": 0.0}
+    patient = {**plain, "patience": 3, "monitor": "validation_loss", "min_delta": 0.01}
+    for stop, words in (
+        (plain, "2 epochs"),
+        (patient, "2 epochs or 3 evaluations without a better validation_loss by more than 0.01"),
+    ):
+        folder = write_run(tmp_path / str(len(stop)), "run", config={"stop": stop})
+        page = write_report([folder], tmp_path / "report.html").read_text()
+        assert f"<dt>stop</dt><dd>{words}</dd>" in page
+
+
 def test_the_page_refers_to_nothing_outside_itself(comparison: Path, report: Report) -> None:
     page = report(comparison)
     assert not re.search(

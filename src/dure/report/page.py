@@ -188,11 +188,17 @@ def _stop(run: Run) -> str | None:
     stop = {
         key: value for key, value in mapping(run.config.get("stop")).items() if value is not None
     }
+    # What an evaluation is measured by belongs to the patience, and says nothing without it.
+    measure, least = stop.pop("monitor", None), stop.pop("min_delta", None)
     said = {key: f"{plain(value)} {key}" for key, value in stop.items()}
     if "target" in stop:
         said["target"] = f"target {plain(stop['target'])}"
     if "bytes" in stop:
         said["bytes"] = size(number(stop["bytes"]))
+    if "patience" in stop:
+        by = "" if measure is None else f" {plain(measure)}"
+        more = f" by more than {plain(least)}" if least else ""
+        said["patience"] = f"{plain(stop['patience'])} evaluations without a better{by}{more}"
     return " or ".join(said.values())
 
 
