@@ -522,7 +522,7 @@ def latency_table(rows: Sequence[ROW]) -> str:
     body = []
     for row in rows:
         local, remote = row["local"], row["remote"]
-        times = [f"{1e3 * seconds:,.3g} ms" for seconds in (local, remote)]
+        times = [f"{1e3 * one:,.3g} ms" if one < 1 else f"{one:.3g} s" for one in (local, remote)]
         sooner = "device" if local <= remote else "server"
         body.append([row["model"], size(row["example"]), row["link"], *times, sooner])
     return table(head, body)

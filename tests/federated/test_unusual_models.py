@@ -165,7 +165,7 @@ def test_targets_that_are_no_classes_have_no_histograms() -> None:
         assert description is not None
         assert description.label_histograms is None
         assert "4 clients" in str(description)
-    assert IID().divide(4, 40, torch.tensor([-1, 1] * 20), None, 0)
+        assert IID().divide(4, task.train, 0)
 
 
 # Buffers

@@ -41,7 +41,7 @@ def test_the_mean_of_its_clients_is_that_of_single_workers_and_nothing_travels(
     engine: Literal["loop", "batched"],
 ) -> None:
     run = dure.train(task(), ALONE, dure.Simulated(engine=engine), stop=dure.Stop(rounds=3))
-    parts = dure.IID().divide(3, 36, seed=0)
+    parts = dure.IID().divide(3, task().train, seed=0)
     models = [
         dure.train(
             dure.Task(
