@@ -10,9 +10,24 @@ plotly.js and all data lie in the file itself: the page opens without a network 
 Nothing here imports torch.
 """
 
-from dure.report.page import write_report
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from dure.worlds.processes.fork_server import server
+
+if TYPE_CHECKING:
+    from dure.report.page import write_report as write_report
 
 __all__ = ["write_report"]
 
 server.keeps_here(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    # Terminals need the words of this room alone: all of it would be half of what --help takes.
+    if name != "write_report":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dure.report.page import write_report
+
+    return write_report
