@@ -42,7 +42,8 @@ from dure.settings import listed, read, write
 _SPEED = 100.0
 _DOWN = 6.0
 _UP = 2.0
-_BYTES_PER_MBIT = 1e6 / 8
+BYTES_PER_MBIT = 125_000.0
+"""Of a megabit, 10^6 bits."""
 
 
 class Device(NamedTuple):
@@ -223,7 +224,7 @@ def parse_devices(text: str) -> Devices:
 
 
 def _device(examples_per_second: float, down_mbit: float, up_mbit: float) -> Device:
-    return Device(examples_per_second, down_mbit * _BYTES_PER_MBIT, up_mbit * _BYTES_PER_MBIT)
+    return Device(examples_per_second, down_mbit * BYTES_PER_MBIT, up_mbit * BYTES_PER_MBIT)
 
 
 def _check_factor(name: str, factor: float) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-_BYTES_PER_MBIT = 125_000.0
+from dure.fleet.devices import BYTES_PER_MBIT
 
 
 class Call(NamedTuple):
@@ -48,6 +48,6 @@ def latency(
         raise ValueError("seconds and bytes of a prediction are numbers of at least 0")
     if not (up_mbit > 0 and down_mbit > 0):
         raise ValueError(f"a link has a speed above 0, not {up_mbit} up and {down_mbit} down")
-    sent = call.example_bytes / (up_mbit * _BYTES_PER_MBIT)
-    told = call.answer_bytes / (down_mbit * _BYTES_PER_MBIT)
+    sent = call.example_bytes / (up_mbit * BYTES_PER_MBIT)
+    told = call.answer_bytes / (down_mbit * BYTES_PER_MBIT)
     return Latency(device_seconds, 2 * delay + sent + server_seconds + told)

@@ -14,14 +14,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_BYTES_PER_MBIT = 125_000.0
+from dure.fleet.devices import BYTES_PER_MBIT
 
 
 class ServerLink:
     """The link, and until when each way of it is taken. mbit: its speed each way."""
 
     def __init__(self, mbit: float) -> None:
-        self.speed = mbit * _BYTES_PER_MBIT
+        self.speed = mbit * BYTES_PER_MBIT
         self.out_free = 0.0
         self.in_free = 0.0
         self.busy = 0.0

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dure.fleet.conditions import Conditions
+from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual import Link, VirtualNetwork, Watch, unwatched
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import Manager
@@ -22,8 +23,6 @@ from dure.parameter_server.server import Server
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.record.meter import Meter
-
-_BYTES_PER_MBIT = 125_000.0
 
 
 class VirtualServers:
@@ -42,7 +41,7 @@ class VirtualServers:
         now: float,
         watch: Watch = unwatched,
     ) -> None:
-        speed = conditions.server_mbit * _BYTES_PER_MBIT
+        speed = conditions.server_mbit * BYTES_PER_MBIT
         # Nobody dies here: nobody has to say that it lives.
         self.manager = Manager(
             layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas

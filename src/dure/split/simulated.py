@@ -24,6 +24,7 @@ from dure.contracts.strategy import Learner, Place, Progress
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
+from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork, nbytes
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
@@ -51,8 +52,6 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
-
-_BYTES_PER_MBIT = 125_000.0
 
 
 class SimulatedLearner(Learner):
@@ -131,7 +130,7 @@ class SimulatedLearner(Learner):
         self.server.busy.watch = partial(self.account.did, SERVER)
         for one in self.clients:
             one.busy.watch = partial(self.account.did, one.name)
-        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
+        speed = self.conditions.server_mbit * BYTES_PER_MBIT
         seen: Node = self.server
         if self.leaks is not None:
             seen = Metered(self.server, self.leaks, self._held)

@@ -12,7 +12,8 @@ so that systems are measured on the same data as ever.
 The component is that of at most 4,096 examples, evenly taken, and the scores are exact sums of
 whole numbers (`_whole`): whoever computes them, with any number of threads, has the same bits, and
 so the same clients. Nothing is standardised: where features have scales of their own, the score is
-mostly that of the largest. Cost: one pass over the inputs.
+mostly that of the largest. Cost: one pass over the inputs each time that clients are told what is
+theirs, three times at the start of a run; 0.8 s for 60,000 examples of 784 values on one core.
 
 Source: dure's own. P. Kairouz et al., "Advances and Open Problems in Federated Learning", 2021,
 section 3.1, call it covariate shift. Q. Li et al., "Federated Learning on Non-IID Data Silos: An

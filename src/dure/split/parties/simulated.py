@@ -25,6 +25,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.fleet.conditions import Conditions
+from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual import Link, Node, VirtualNetwork
 from dure.randomness.seeds import generator
 from dure.record.meter import Meter
@@ -56,8 +57,6 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
-
-_BYTES_PER_MBIT = 125_000.0
 
 
 class PartiesLearner(Learner):
@@ -173,7 +172,7 @@ class PartiesLearner(Learner):
 
     def _add(self, name: str, number: int | None, node: Node) -> None:
         """Someone begins to live; number: of the party, None for the server."""
-        speed = self.conditions.server_mbit * _BYTES_PER_MBIT
+        speed = self.conditions.server_mbit * BYTES_PER_MBIT
         link = Link(out=speed, into=speed)
         if number is not None:
             device = self.conditions.devices.of(number, self.seed)
