@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -13,7 +14,8 @@ import dure
 from dure.contracts.stop import Stop
 from dure.errors import RunFolderError
 from dure.report.read import read_runs
-from dure.report.seeds import groups
+from dure.report.seeds import groups, over_seeds
+from dure.report.words import metric_value
 from small import same_bits, small_task
 
 STOP = Stop(epochs=3)
@@ -34,6 +36,16 @@ def test_each_seed_has_a_run_of_its_own_and_its_bits(tmp_path):
     assert same_bits(done.runs[1], alone)
     assert not same_bits(*done.runs)
     assert "Over seeds" in (tmp_path / "report.html").read_text()
+
+
+def test_without_test_data_seeds_are_told_apart_by_the_loss_of_training(tmp_path):
+    task = small_task(test=None, metrics={})
+    done = dure.compare(task, SYSTEMS[:1], stop=STOP, seeds=2, out=tmp_path)
+    section = over_seeds(read_runs([tmp_path]).runs)
+    mean = sum(run.summary["train_loss"] for run in done.runs) / 2
+    heads = re.findall(r'<th scope="col">([^<]*)</th>', section)
+    assert heads[:3] == ["system", "seeds", "train loss"]
+    assert metric_value("loss", mean) in section
 
 
 def test_a_system_may_have_a_task_of_its_own_and_is_called_by_what_differs():
