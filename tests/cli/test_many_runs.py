@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from dure import catalog
 from dure.cli.main import main
+from dure.cli.show import Display
 from dure.record.lock import Lock
 from dure.run.registry import strategy_class
 
@@ -108,6 +110,24 @@ def test_a_sweep_tells_which_trial_was_the_best(said):
     assert config["task"]["options"] == {"model": "logistic", "lr": 0.2}
     again = json.loads(said("sweep --resume swept --json")[1])
     assert again["best"] == "lr 0.2"
+
+
+def test_an_interrupted_sweep_says_how_it_goes_on_and_by_which_metric_it_judges(said, monkeypatch):
+    class Interrupts(Display):
+        def __call__(self, *event):
+            super().__call__(*event)
+            signal.raise_signal(signal.SIGINT)
+
+    line = "sweep digits single-worker --grid lr=0.2,0.001 --model logistic --epochs 1 --out swept"
+    with monkeypatch.context() as patched:
+        patched.setattr("dure.cli.show.Display", Interrupts)
+        status, _, errors = said(f"{line} --metric test_loss")
+    assert status == 130
+    hint = "interrupted; go on with: dure sweep --metric test_loss --resume swept"
+    assert hint in errors
+    told = json.loads(said(f"{hint.partition('with: dure ')[2]} --json")[1])
+    assert told["best"] == "lr 0.2"
+    assert "test_loss" in told
 
 
 def test_runs_are_listed_with_their_states(said, compared, tmp_path):

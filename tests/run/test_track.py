@@ -80,8 +80,12 @@ def test_tensorboard_reads_back_what_it_was_told(tmp_path: Path) -> None:
     assert [one.step for one in events.Scalars("loss")] == [1, 2]
 
 
-def test_mlflow_has_the_run_its_settings_and_its_files(tmp_path: Path) -> None:
+def test_mlflow_has_the_run_its_settings_and_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
+    # Beside a database it keeps files where the program runs.
+    monkeypatch.chdir(tmp_path)
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -7,6 +7,7 @@ A setting is the system's, its world's, or an option of the task, as behind a sy
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,8 @@ def main(given: list[str]) -> int:
     names, flags = names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         metric = value_of("--metric", flags)
-        return resumed(without("--metric", flags), "dure sweep", partial(_judged, metric=metric))
+        judges = partial(_judged, metric=metric)
+        return resumed(without("--metric", flags), _going_on(metric), judges)
     parts: dict[str, Any] = {
         "sweep": SweepOptions,
         "limits": Limits,
@@ -111,9 +113,14 @@ def main(given: list[str]) -> int:
             stop,
             out,
             as_json=how.json,
-            command="dure sweep",
+            command=_going_on(what.metric),
             judges=partial(_judged, metric=what.metric),
         )
+
+
+def _going_on(metric: str | None) -> str:
+    """The command that goes on, judged by the same metric."""
+    return "dure sweep" if metric is None else f"dure sweep --metric {shlex.quote(metric)}"
 
 
 def _entry(
