@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,7 @@ from dure.parameter_server.manager import first_layout
 from dure.parameter_server.messages import Pull, Push, Values
 from dure.parameter_server.optimizer import Recipe
 from dure.parameter_server.processes.frames import Place
-from dure.parameter_server.processes.greeting import NONCE, call
+from dure.parameter_server.processes.greeting import NONCE, Caller, call
 from dure.parameter_server.processes.memory import Memory, own_card
 from dure.parameter_server.processes.port import Gone, Port
 from dure.parameter_server.processes.said import Over
@@ -283,3 +284,30 @@ def test_a_server_calls_the_one_again_whose_copies_it_has() -> None:
     life.join()
     copy.close()
     owner.close()
+
+
+def name_of(caller: Caller) -> str:
+    while (name := caller.hear(TOKEN, "server 0")) is None:
+        time.sleep(0.001)
+    return name
+
+
+def test_a_caller_who_gave_up_before_it_had_its_answer_has_not_called() -> None:
+    """The listener was slow: else it would take the end of this connection for the caller's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+        with ThreadPoolExecutor(1) as pool:
+            calling = pool.submit(call, address, "worker 0", "server 0", TOKEN, 0.3)
+            there, _ = listener.accept()
+            slow = Caller(there, time.monotonic() + 60)
+            with pytest.raises(OSError, match="timed out"):
+                calling.result()
+            # All that it has said is there, and the answer is sent to nobody.
+            with there, pytest.raises(ConnectionError):
+                name_of(slow)
+            calling = pool.submit(call, address, "worker 0", "server 0", TOKEN, 30)
+            again, _ = listener.accept()
+            caller = Caller(again, time.monotonic() + 60)
+            assert name_of(caller) == "worker 0"
+            with again, calling.result():
+                pass

@@ -3,9 +3,12 @@
     listener -> caller    16 random bytes a
     caller -> listener    its name, 16 random bytes b, HMAC(token, "caller", a, name)
     listener -> caller    HMAC(token, "listener", b, the listener's name)
+    caller -> listener    one byte: it has that
 
 The token never travels. The listener waits for nobody: what a caller has said so far it keeps, and
-reads the rest when it comes. So strangers who say nothing, or anything else, hold up no one.
+reads the rest when it comes. So strangers who say nothing, or anything else, hold up no one. A
+caller who waits no longer closes the connection and calls again: without the last byte the listener
+would take the connection that was given up for the caller's own, and its end for the caller's.
 
 Source: Krawczyk et al. 1997, RFC 2104 (HMAC).
 """
@@ -20,6 +23,7 @@ import time
 
 NONCE = 16
 PROOF = 32
+_HEARD = b"\x01"
 _HELLO = struct.Struct("<H")
 _MOST_NAME = 64
 
@@ -39,6 +43,7 @@ def call(
         there.sendall(_said(name, own, nonce, token))
         if not hmac.compare_digest(_exactly(there, PROOF, until), _answer(token, own, other)):
             raise ConnectionError("it does not know the job's token")
+        there.sendall(_HEARD)
         return there
     except BaseException:
         there.close()
@@ -53,35 +58,48 @@ class Caller:
         self.until = until
         self._nonce = os.urandom(NONCE)
         self._said = b""
+        self._name: str | None = None
+        """What it is called, once it has proved it and was answered."""
         there.setblocking(False)
         there.send(self._nonce)  # a new connection has room for it
 
     def hear(self, token: bytes, name: str) -> str | None:
-        """The caller's name, once it has proved that it knows the token; it has its answer then.
+        """The caller's name, once both have proved that they know the token, and know it.
 
         None: not yet. Raises OSError for one that will not. name: the listener's.
         """
-        while (missing := self._missing()) > 0:
-            try:
-                more = self.socket.recv(missing)
-            except BlockingIOError:
+        while self._name is None:
+            missing = self._missing()
+            if not missing:
+                self._name = self._proved(token)
+                self.socket.send(_answer(token, self._said[-PROOF - NONCE : -PROOF], name))
+            elif not self._read(missing):
                 return None
-            if not more:
-                raise ConnectionError("it closed the connection")
-            self._said += more
+        return self._name if self._read(len(_HEARD)) else None
+
+    def _read(self, count: int) -> bool:
+        """Reads so many bytes at most; whether there were any."""
+        try:
+            more = self.socket.recv(count)
+        except BlockingIOError:
+            return False
+        if not more:
+            raise ConnectionError("it closed the connection")
+        self._said += more
+        return True
+
+    def _proved(self, token: bytes) -> str:
+        """Its name. Raises ConnectionError if it does not know the token."""
         (length,) = _HELLO.unpack_from(self._said)
         other = self._said[_HELLO.size : _HELLO.size + length]
-        own = self._said[_HELLO.size + length : -PROOF]
         if not hmac.compare_digest(
             self._said[-PROOF:], _proof(token, b"caller", self._nonce, other)
         ):
             raise ConnectionError("it does not know the job's token")
         try:
-            found = other.decode()
+            return other.decode()
         except UnicodeDecodeError as error:
             raise ConnectionError("its name is no text") from error
-        self.socket.send(_answer(token, own, name))
-        return found
 
     def _missing(self) -> int:
         """How many bytes it is still to say, as far as is known. Never more: frames may follow."""
