@@ -276,7 +276,8 @@ class Federated(Strategy):
                 f"user-level, or dp-sgd"
             )
 
-    def check(self, task: Task, workers: int | None) -> None:
+    def check_settings(self) -> None:
+        """Raises ValueError for a field that makes no sense, whatever the task is."""
         check_batch_size(self.batch_size)
         if not 0 < self.fraction <= 1:
             raise ValueError(
@@ -298,17 +299,20 @@ class Federated(Strategy):
             )
         if self.fine_tune < 0:
             raise ValueError(f"fine_tune is {self.fine_tune}, but it counts epochs: 0 or more")
-        if self.fine_tune and self._measured_on(task) is None:
-            raise ValueError(
-                "fine_tune measures clients' own models, which needs data that are held_out: give "
-                "0.2"
-            )
         if self.held_out_order not in get_args(HeldOutOrder):
             raise ValueError(
                 f"held_out_order is {self.held_out_order!r}, but it is random or newest"
             )
         if self.freeze_at is not None and self.freeze_at < 0:
             raise ValueError(f"freeze_at is {self.freeze_at}, but it is a round: 0 or more")
+
+    def check(self, task: Task, workers: int | None) -> None:
+        self.check_settings()
+        if self.fine_tune and self._measured_on(task) is None:
+            raise ValueError(
+                "fine_tune measures clients' own models, which needs data that are held_out: give "
+                "0.2"
+            )
         examples = len(task.train)
         # A server that has none cannot know.
         if self.clients is not None and 0 < examples < self.clients:

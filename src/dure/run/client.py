@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from dure.errors import PolicyError
 from dure.run.site import Reach, opened, path_of, privacy_of
+from dure.wire.layout import is_extra
 from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
@@ -86,7 +87,7 @@ class Client:
     def _look(self) -> Welcome:
         """What is served; nobody is there yet."""
         said = CheckIn(version=VERSION, name=self._name, examples=0, wants=self._part, looks=True)
-        return self.session.check_in(said)
+        return self._site.look(said)
 
     def _check_in(self) -> Welcome:
         said = CheckIn(version=VERSION, name=self._name, examples=self.examples, wants=self._part)
@@ -178,7 +179,7 @@ class Work:
         self.wanted = wanted
         self.sent = False
         self.round = train.round
-        self.tensors = {n: t for n, t in tensors.items() if not n.startswith("extra:")}
+        self.tensors = {n: t for n, t in tensors.items() if not is_extra(n)}
 
     @property
     def arrays(self) -> dict[str, numpy.ndarray[Any, Any]]:

@@ -23,6 +23,7 @@ from dure.run.training import Training
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
+from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
 
@@ -79,11 +80,12 @@ def join(
         training.share_errors = policy.share_errors
         policy.hold()
         # First a look: whoever declines takes nobody's place.
-        site.agree(session.check_in(training.look()), approve)
+        site.agree(site.look(training.look()), approve)
         welcome = session.check_in(training.enter())
         training.identities = site.enter(welcome)
         training.key = session.key
-        training.smallest_cohort = policy.smallest_cohort
+        training.policy = policy
+        training.evaluations = Evaluations(policy, kept, welcome.run)
         training.refuses = lambda reason: on_progress("left", {"why": reason})
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
@@ -105,6 +107,7 @@ def join(
                 event=on_progress,
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
+        session.expects = training.forms()
         training.take_frozen(session, welcome)
         frozen = frozen_of(training.model)
         if frozen and not kept.temporary:
@@ -128,13 +131,13 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     training = Training(task, reach.name, reach.part)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event(), audits=False) as site:
-        session, kept = site.session, site.kept
-        welcome = session.check_in(training.look())
+        kept = site.kept
+        welcome = site.look(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"
         who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
         yield f"identity: {who}, of {welcome.clients}"
-        reasons = site.reasons(welcome)
+        reasons = site.reasons(welcome) or site.not_kept(welcome)
         yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
         if not reasons and (trust := site.trust(welcome)):
             yield f"trust: {trust}"

@@ -24,6 +24,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tensors.finite import all_finite
 from dure.tensors.flat import trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
+from dure.wire.layout import is_extra
 from dure.worlds.network.client.state import ClientState
 
 
@@ -93,7 +94,7 @@ def _newest(kept: ClientState, task: Task) -> tuple[int, nn.Module]:
             f"with --state {kept.folder}"
         )
     load_frozen(model, frozen)
-    _load(model, {name: one for name, one in found[1].items() if not name.startswith("extra:")})
+    _load(model, {name: one for name, one in found[1].items() if not is_extra(name)})
     return found[0], model
 
 

@@ -3,6 +3,8 @@
 `dure.join` and `dure.Client` both begin here: the folder is locked, the policy read, the session
 opened, and the token of an invitation handed in where the site is new. What is served is compared
 with what the site allows, and with the roster of the federation's owner where the site knows one.
+What the site then agrees to is written down, and every later message is compared with it
+(`dure.worlds.network.client.agreement`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from dure.federated.privacy.secure_aggregation.trust import semi_honest
 from dure.wire import owners_roster
 from dure.wire.members import RosterError, is_said, key_said
 from dure.wire.owners_roster import OwnersRoster, Pinned
-from dure.wire.requests import Welcome
+from dure.wire.requests import CheckIn, Welcome
 from dure.wire.roster import read_identities
 from dure.wire.signatures import Key
+from dure.worlds.network.client.agreement import Agreed, AgreedOrders
 from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
@@ -85,21 +88,51 @@ class Site(NamedTuple):
     reach: Reach
     owner: str
     """Whose signature the roster has to have; empty where the site does not know."""
+    audit: Audit | None = None
+    """What notes messages that leave."""
+
+    def look(self, said: CheckIn) -> Welcome:
+        """Hears what is served, and takes no place. said: a check-in that only looks."""
+        self.session.orders.smallest_cohort = self.policy.smallest_cohort
+        return self.session.check_in(said)
 
     def agree(self, welcome: Welcome, approve: bool) -> None:
-        """Raises PolicyError where the site does not take part in what is served.
+        """Takes part in what is served: this run, and no other, is agreed to, on the disk.
 
-        approve: its user agrees to this run.
+        approve: its user agrees to this run, as it is served now. Raises PolicyError where the site
+        does not take part in it, or has agreed to the run as it was served before.
         """
         if approve:
             self.kept.approve(welcome.run)
-        reasons = self.reasons(welcome)
+        reasons = self.reasons(welcome) or self.not_kept(welcome)
         if self.policy.asks and not self.kept.approved(welcome.run):
             system = welcome.strategy.get("name")
             reasons.append(
                 f"run {welcome.run} ({system}, {welcome.clients} clients) is not approved: look "
                 f"at it, and join once with --approve"
             )
+        if reasons:
+            raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
+        orders = self._orders(Agreed.of(welcome))
+        before = self.kept.agreed(welcome.run)
+        if before is not None and not approve:
+            self._orders(before).welcome(welcome)
+        self.kept.agree(orders.agreed)
+        self.session.orders = orders
+        self.kept.quota.limit = self.policy.quota(welcome.trains)
+        if self.audit is not None:
+            self.audit.quota = self.kept.quota
+
+    def _orders(self, agreed: Agreed) -> AgreedOrders:
+        return AgreedOrders(agreed, self.policy.smallest_cohort, self._allows, self._number)
+
+    def _number(self) -> int | None:
+        about = self.kept.about
+        return None if about is None else about.client
+
+    def _allows(self, welcome: Welcome) -> None:
+        """Raises PolicyError for a welcome that is not allowed."""
+        reasons = self.reasons(welcome) or self.not_kept(welcome)
         if reasons:
             raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
 
@@ -118,6 +151,17 @@ class Site(NamedTuple):
                 "ask the owner, and not the server, for its public key, and give it as --owner"
             )
         return reasons
+
+    def not_kept(self, welcome: Welcome) -> list[str]:
+        """Why the server would not keep to what the site asks of it; empty where it says it does."""
+        least = self.policy.smallest_cohort
+        if least == 1 or welcome.smallest_cohort >= least:
+            return []
+        return [
+            f"policy.toml asks for at least {least} clients in a new model, and the server keeps "
+            f"to {welcome.smallest_cohort or 'no number'}: its run cannot have so many, or its "
+            f"dure is an older one"
+        ]
 
     def enter(self, welcome: Welcome) -> Mapping[int, str] | None:
         """The site is a client of the run from now on. The public keys of all clients, by number,
@@ -217,7 +261,7 @@ def opened(
         ending.callback(session.close)
         if reach.token and kept.about is None:
             session.enrol(reach.token, reach.name, reach.part)
-        yield Site(session, kept, policy, reach, owner)
+        yield Site(session, kept, policy, reach, owner, audit)
 
 
 def _owner(reach: Reach, policy: Policy) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
+from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.halves import layout, one_client
 from dure.federated.protecting import Site
+from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import home_of, to_cpu, to_device
@@ -35,10 +37,12 @@ from dure.protocol.messages import (
 )
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
+from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Layout
 from dure.wire.requests import (
+    MOST_THREADS,
     VERSION,
     CheckIn,
     Machine,
@@ -51,8 +55,10 @@ from dure.wire.requests import (
     Welcome,
 )
 from dure.wire.signatures import Key
-from dure.wire.tensors import digest_of, forms_of, size_of
+from dure.wire.tensors import Form, digest_of, forms_of, size_of
+from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.loop import Answered
+from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import NotWantedError, Session
 
 ENGINE: EngineName = "loop"
@@ -65,8 +71,8 @@ class Training:
 
     part: the simulated client whose examples it takes; None: all of the task's are its own. key:
     the client's identity. identities: public keys of all clients, by number, where their owner has
-    signed them. smallest_cohort: the fewest clients of a secure sum, as the site has it. refuses:
-    hears why the client takes no part in a sum.
+    signed them. policy: what the site allows. evaluations: the models that it measures, where these
+    are bounded. refuses: hears why the client takes no part in a sum.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -82,7 +88,8 @@ class Training:
     holds: bool = False
     key: Key | None = None
     identities: Mapping[int, str] | None = None
-    smallest_cohort: int = 1
+    policy: Policy = field(default_factory=Policy)
+    evaluations: Evaluations | None = None
     refuses: Callable[[str], None] = lambda reason: None
     _began: dict[int, float] = field(default_factory=dict)
 
@@ -117,12 +124,14 @@ class Training:
         strategy = decode_strategy(welcome.strategy)
         if not isinstance(strategy, Federated):
             raise ValueError(f"{strategy.name} is no federated system")
+        strategy.check_settings()
         if self.part is not None and not 0 <= self.part < welcome.clients:
             last = welcome.clients - 1
             raise ValueError(f"part is {self.part}, but clients have the numbers 0 to {last}")
         # Who only looks has no number yet.
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
-        self.threads = welcome.machine.threads
+        # The user's bound before the server's wish: the server hears how many there are.
+        self.threads = min(welcome.machine.threads, self.policy.cores or MOST_THREADS)
         # Also where the server does not say so of its run: it is what its strategy promises.
         self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
@@ -141,14 +150,48 @@ class Training:
                 self.refuses,
                 self.key,
                 self.identities,
-                self.smallest_cohort,
+                self.policy.smallest_cohort,
             ),
         )
         self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
+        self._check_policy(strategy.pacing(welcome.clients))
+        if self.policy.evaluation(self.held_out, 0):
+            # Nobody is asked who holds nothing out.
+            self.held_out = 0
         self.remember(memory)
+
+    def _check_policy(self, pacing: Pacing) -> None:
+        """Raises PolicyError for more work than the site allows, of the examples that it has, and
+        for models of fewer updates than it asks for."""
+        reasons = [*self._beyond()]
+        least = self.policy.smallest_cohort
+        if not pacing.synchronous and pacing.minimum < least:
+            reasons.append(
+                f"policy.toml asks for at least {least} clients; the run makes a model of every "
+                f"{pacing.minimum} updates"
+            )
+        if reasons:
+            raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
+
+    def _beyond(self) -> Iterator[str]:
+        """In what the local work is more than the site allows."""
+        local = self.clients.local
+        asked = {
+            "local_epochs": local.epochs,
+            "local_steps": local.steps,
+            "batch_size": local.batch_size,
+            "fine_tune": self.clients.personal.fine_tune,
+        }
+        return self.policy.work(asked, self.examples)
+
+    def forms(self) -> dict[str, Form]:
+        """What the tensors of an assignment are like, by name."""
+        algorithm = self.clients.algorithm
+        weights = algorithm.shared(FlatParameters(self.model).copy())
+        return self.layout.forms(weights, Buffers(self.model).of(self.model), algorithm.down())
 
     def take_frozen(self, session: Session, welcome: Welcome) -> None:
         """The server's frozen weights in place of one's own, where these differ.
@@ -187,6 +230,10 @@ class Training:
     def train(
         self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
     ) -> Answered:
+        reasons = [*self._beyond()]
+        if reasons:
+            raise PolicyError(f"round {train.round + 1} is not trained here: {'; '.join(reasons)}")
+
         def look() -> None:
             if not wanted():
                 raise NotWantedError
@@ -257,6 +304,12 @@ class Training:
         return self.clients.answer(say)
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+        refusal = ""
+        if self.evaluations is not None:
+            has = self.clients.personal.count(self.client)
+            refusal = self.evaluations.refusal(measure.round, measure.tensors, has)
+        if refusal:
+            return MeasuredThis(measure.round, failure=refusal)
         weights, buffers, _ = self.layout.apart(to_device(dict(tensors), self.device))
         with torch.no_grad():
             measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))

@@ -18,6 +18,14 @@ from torch import Tensor
 from dure.wire.requests import Trains
 from dure.wire.tensors import Form, forms_of
 
+EXTRA = "extra:"
+"""What the name of a tensor begins with that an algorithm sends besides the model."""
+
+
+def is_extra(name: str) -> bool:
+    """Whether a tensor of this name is no part of the model."""
+    return name.startswith(EXTRA)
+
 
 class Layout(NamedTuple):
     """weights: for each flat tensor the names and shapes of what lies in it. buffers: names."""
@@ -38,7 +46,7 @@ class Layout(NamedTuple):
             for (name, shape), piece in zip(parts, pieces, strict=True):
                 named[name] = piece.view(shape)
         named |= zip(self.buffers, buffers, strict=True)
-        named |= {f"extra:{index}": one for index, one in enumerate(extra)}
+        named |= {f"{EXTRA}{index}": one for index, one in enumerate(extra)}
         return named
 
     def apart(
@@ -47,7 +55,7 @@ class Layout(NamedTuple):
         """The inverse of `named`: (weights, buffers, extra). Raises KeyError if one is missing."""
         weights = [in_a_row([tensors[name] for name, _ in parts]) for parts in self.weights]
         buffers = [tensors[name] for name in self.buffers]
-        extra = [one for name, one in tensors.items() if name.startswith("extra:")]
+        extra = [one for name, one in tensors.items() if is_extra(name)]
         return weights, buffers, extra
 
     def forms(

@@ -17,12 +17,19 @@ is neither reserved nor sent. What `Word.say` asks is answered by `AnswerTo`; te
 an answer are sent before, as an update is elsewhere.
 
 Clients ask and the server answers; whatever the server has to say waits for a `next`. Every request
-may be sent again: the answer is the same, and nothing happens twice. Nothing here is code, and
-every field is checked for its type before anything is done with it.
+may be sent again: the answer is the same, and nothing happens twice.
+
+Nothing here is code. Every number is an order to whoever gets it, so the type of each field says
+its range, and a body with a value beyond it is refused before anything is done (`from_json`). What
+a value has to be beside others (the number of a client below the number of clients) is checked with
+it. What only the receiver can know (whether a ticket is its own, how long an update is, what its
+site allows) the receiver checks: `worlds.network.client.agreement`, `worlds.network.server`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -38,13 +45,55 @@ MOST_SAID = 700 << 10
 """Bytes of what is said in a step of a protocol, at most: in base64 it fits into a body."""
 
 
+MOST_CLIENTS = 1 << 20
+"""Clients of a run over a network, at most: a site makes a list of them."""
+
+MOST_THREADS = 1024
+"""Threads with which a client may be told to compute, at most."""
+
+MOST_HEARTBEAT = 3600.0
+"""Seconds of a heartbeat, at most."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """Of examples, bytes and the like: every number of them is exact as a float, and fits into SQLite.
 """
 
+ClientNumber = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CLIENTS)]
+AnyClient = Annotated[int, msgspec.Meta(ge=-1, lt=MOST_CLIENTS)]
+"""The number of a client; -1 for one that only looks."""
+
+Clients = Annotated[int, msgspec.Meta(ge=1, le=MOST_CLIENTS)]
+Cohort = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Loss = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+"""SHA-256, in hexadecimal digits."""
+
+RunId = Annotated[str, msgspec.Meta(pattern=r"\A\w[\w.-]{0,99}\Z")]
+"""The id of a run, which becomes part of the names of files."""
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Line = Annotated[str, msgspec.Meta(max_length=16_384)]
+Stage = Annotated[int, msgspec.Meta(ge=0, le=255)]
+"""Of a protocol."""
+
+Asking = Annotated[str, msgspec.Meta(max_length=64)]
+"""The name of a question."""
+
+Spoken = Annotated[bytes, msgspec.Meta(max_length=MOST_SAID)]
+"""A protocol's own message."""
+
+Dtype = Annotated[str, msgspec.Meta(max_length=32)]
+Shape = Annotated[list[Count], msgspec.Meta(max_length=64)]
+
 
 class RequestError(ValueError):
     """A body is not what it has to be."""
+
+
+class RangeError(RequestError):
+    """A body is of the right kind, and a value in it is beyond its range, or of another type."""
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
@@ -57,10 +106,10 @@ class Machine(Said, frozen=True):
     capability: of the processor, as torch names it. engine: of local training.
     """
 
-    torch: str
-    capability: str
-    engine: str
-    threads: int
+    torch: Name
+    capability: Name
+    engine: Name
+    threads: Annotated[int, msgspec.Meta(ge=1, le=MOST_THREADS)]
 
 
 class Trains(Said, frozen=True):
@@ -72,15 +121,18 @@ class Trains(Said, frozen=True):
     asks: what the task asks of training besides, such as {"clip_norm": "1.0"}, by name.
     """
 
-    forms: dict[str, tuple[str, list[int]]]
-    frozen: str | None = None
-    frozen_bytes: int = 0
+    forms: dict[str, tuple[Dtype, Shape]]
+    frozen: Digest | None = None
+    frozen_bytes: Count = 0
     loss: str = ""
     optimizer: str = ""
     buffers: list[str] = []
     metrics: list[str] = []
     features: list[str] = []
     asks: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        _check_elements(self.forms.values())
 
 
 class CheckIn(Said, frozen=True):
@@ -89,17 +141,19 @@ class CheckIn(Said, frozen=True):
     name: how it calls itself. examples: how many it trains on. held_out: how many it measures with.
     wants: the number that it would have among the clients, where it cares. trains: None for a
     client with a training loop of its own.
-    looks: it only wants to know what is served, and takes no place.
+    looks: it only wants to know what is served, and takes no place. smallest_cohort: the fewest
+    clients of which a new model may be made where an update of this one is in it.
     """
 
-    version: int
-    name: str
+    version: Count
+    name: Name
     examples: Count
     held_out: Count = 0
-    wants: int | None = None
+    wants: ClientNumber | None = None
     trains: Trains | None = None
     machine: Machine | None = None
     looks: bool = False
+    smallest_cohort: Cohort = 1
 
 
 class Welcome(Said, frozen=True):
@@ -110,43 +164,47 @@ class Welcome(Said, frozen=True):
     in what the client's machine computes differently, in words. roster: of the clients, as its
     owner has signed it (`wire.owners_roster`), in JSON; empty where there is none. holds: updates
     stay with their clients, which then say of themselves neither how many examples they have nor
-    anything else.
+    anything else. smallest_cohort: the server combines no fewer updates than so many clients'; 0 of
+    a server that does not know of it.
     """
 
-    version: int
-    run: str
-    client: int
-    clients: int
+    version: Count
+    run: RunId
+    client: AnyClient
+    clients: Clients
     strategy: dict[str, Any]
-    seed: int
+    seed: Seed
     trains: Trains
     machine: Machine
-    heartbeat: float
-    patience: float
-    differs: list[str] = []
+    heartbeat: Annotated[float, msgspec.Meta(ge=0.001, le=MOST_HEARTBEAT)]
+    patience: Annotated[float, msgspec.Meta(ge=0.001, le=10 * MOST_HEARTBEAT)]
+    differs: list[Line] = []
     holds: bool = False
     roster: str = ""
+    smallest_cohort: Count = 0
 
 
 class Outcome(Said, frozen=True):
     """What became of an update: whether it counts, and if not, why."""
 
-    ticket: int
+    ticket: Count
     kept: bool
-    reason: str = ""
+    reason: Line = ""
 
 
 class Train(Said, frozen=True):
     """An assignment. tensors: the digest of weights, buffers and extras. left: seconds until the
-    deadline; None without. holds: the update stays with the client."""
+    deadline; None without. holds: the update stays with the client. smallest_cohort: the update is
+    combined with those of so many clients in all, or not at all."""
 
-    ticket: int
-    round: int
-    turn: int
-    tensors: str
-    bytes: int
-    left: float | None = None
+    ticket: Count
+    round: Count
+    turn: Count
+    tensors: Digest
+    bytes: Count
+    left: Seconds | None = None
     holds: bool = False
+    smallest_cohort: Cohort = 1
 
 
 class SayThis(Said, frozen=True):
@@ -156,19 +214,22 @@ class SayThis(Said, frozen=True):
     anew. body: the protocol's own message. wants: (dtype, shape) of the tensors of the answer.
     """
 
-    ticket: int
-    stage: int
-    asking: str
-    body: bytes
-    wants: list[tuple[str, list[int]]] = []
+    ticket: Count
+    stage: Stage
+    asking: Asking
+    body: Spoken
+    wants: Annotated[list[tuple[Dtype, Shape]], msgspec.Meta(max_length=64)] = []
+
+    def __post_init__(self) -> None:
+        _check_elements(self.wants)
 
 
 class MeasureThis(Said, frozen=True):
     """A model: to be measured on what the client holds out, or to be kept."""
 
-    round: int
-    tensors: str
-    bytes: int
+    round: Count
+    tensors: Digest
+    bytes: Count
 
 
 class Word(Said, frozen=True):
@@ -182,7 +243,7 @@ class Word(Said, frozen=True):
     train: Train | None = None
     measure: MeasureThis | None = None
     say: SayThis | None = None
-    over: str | None = None
+    over: Line | None = None
     final: MeasureThis | None = None
 
 
@@ -200,8 +261,8 @@ class Watched(Said, frozen=True):
     """wanted: whether the update would still count. over: the run has ended, for this reason."""
 
     wanted: bool
-    reason: str = ""
-    over: str | None = None
+    reason: Line = ""
+    over: Line | None = None
 
 
 class Reserve(Said, frozen=True):
@@ -214,15 +275,15 @@ class Reserve(Said, frozen=True):
 
     ticket: Count
     bytes: Count
-    digest: str
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
     examples: Count
     samples: Count
-    loss: float
-    counted: float | None = None
+    loss: Loss
+    counted: Loss | None = None
     failure: str | None = None
-    seconds: float = 0.0
+    seconds: Loss = 0.0
     metrics: dict[str, float] = {}
-    asking: str = ""
+    asking: Asking = ""
     steps: Count = 0
 
 
@@ -230,7 +291,8 @@ class Reserved(Said, frozen=True):
     """upload: its number. offset: how many bytes lie there. part: the most that are taken at once.
     complete: all are there, and the update is written down."""
 
-    upload: str
+    upload: Name
+    # Whoever sends the update compares them with its size.
     offset: int
     part: int
     complete: bool = False
@@ -240,8 +302,8 @@ class Failed(Said, frozen=True):
     """The client's own code raised. message: only where the site shares it."""
 
     ticket: Count
-    kind: str
-    file: str = ""
+    kind: Line
+    file: Line = ""
     line: Count = 0
     message: str = ""
 
@@ -275,10 +337,10 @@ class AnswerTo(Said, frozen=True):
     """
 
     ticket: Count
-    stage: Count
-    asking: str
-    body: bytes | None = None
-    failure: str = ""
+    stage: Stage
+    asking: Asking
+    body: Spoken | None = None
+    failure: Line = ""
 
 
 class Refusal(Said, frozen=True):
@@ -295,19 +357,19 @@ class Enrol(Said, frozen=True):
     have, where it cares.
     """
 
-    token: str
-    key: str
-    proof: str
-    name: str = ""
-    wants: int | None = None
+    token: Name
+    key: Name
+    proof: Name
+    name: Name = ""
+    wants: ClientNumber | None = None
 
 
 class Enrolled(Said, frozen=True):
     """client: its number, below `clients`. name: as the server has it."""
 
-    client: int
-    clients: int
-    name: str
+    client: ClientNumber
+    clients: Clients
+    name: Name
 
 
 Body = TypeVar("Body", bound=Said)
@@ -319,10 +381,39 @@ def to_json(said: Said) -> bytes:
 
 
 def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
-    """The inverse of `to_json`. Raises RequestError for anything else."""
+    """The inverse of `to_json`. Raises RequestError for anything else: RangeError where all fields
+    that have to be there are, and one of them has a value that it cannot have."""
     if len(body) > MOST_BODY:
         raise RequestError(f"the body has {len(body)} bytes, and may have {MOST_BODY}")
     try:
         return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        refused = RangeError if _is_of(body, kind) else RequestError
+        raise refused(f"the body is no {kind.__name__}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is no {kind.__name__}: {error}") from error
+
+
+def _is_of(body: bytes | bytearray, kind: type[Said]) -> bool:
+    """Whether an object has all the fields that a body of this kind has to have."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    required = [one.encode_name for one in msgspec.structs.fields(kind) if one.required]
+    return isinstance(found, dict) and all(name in found for name in required)
+
+
+def check_number(said: Welcome | Enrolled) -> None:
+    """Raises RangeError for a number that no client of the run has."""
+    if said.client >= said.clients:
+        raise RangeError(
+            f"the body is no {type(said).__name__}: client {said.client} is none of "
+            f"{said.clients} clients, whose numbers begin at 0"
+        )
+
+
+def _check_elements(forms: Iterable[tuple[str, list[int]]]) -> None:
+    """Raises ValueError for tensors of more elements than can be counted."""
+    if sum(math.prod(shape) for _, shape in forms) > 1 << 53:
+        raise ValueError("the tensors have more than 2^53 elements")

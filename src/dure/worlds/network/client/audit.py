@@ -32,6 +32,7 @@ import msgspec
 from dure.errors import AuditError
 from dure.record.disk import sync_folder, told
 from dure.worlds.network.client.lock import lock, unlock
+from dure.worlds.network.client.quota import Quota
 
 Kind = Literal["check-in", "update", "metrics", "failure", "enrol", "ready", "answer"]
 
@@ -65,6 +66,8 @@ class Audit:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.quota: Quota | None = None
+        """What its run may store, once that is known."""
         self._turn = threading.Lock()
         with told(path):
             try:
@@ -97,7 +100,8 @@ class Audit:
     ) -> None:
         """This is about to leave: it may as soon as this returns.
 
-        Raises RunFolderWriteError if the line cannot be written; then it must not leave.
+        Raises RunFolderWriteError if the line cannot be written, and PolicyError where the site
+        stores no more; then it must not leave.
         """
         self.record_digest(kind, len(content), hashlib.sha256(content).hexdigest(), ticket, round)
 
@@ -134,6 +138,8 @@ class Audit:
         line = msgspec.json.encode(
             _Line(now, kind, size, digest, self._chain.digest, ticket, round)
         )
+        if self.quota is not None:
+            self.quota.check(len(line) + 1, "a line of the log")
         with told(self.path):
             self._put(line + b"\n")
         self._end += len(line) + 1

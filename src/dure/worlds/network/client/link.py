@@ -12,6 +12,7 @@ two; the others end a client:
     NotTrustedError    one of the two does not trust the other; `MOST_SILENT` connections in a row
                        closed after TLS was agreed on, without a word                            *
     RefusedError       4xx in the words of a server of dure
+    UnfitMessageError  an answer of a server of dure with a value that it cannot have
                        3xx, 4xx without them, a page: what answers there is no server of dure    *
 
     *  until a server of dure has answered once. It has been the right one then, and what stands in
@@ -38,7 +39,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from dure.errors import DureError
-from dure.wire.requests import MOST_BODY, Body, Refusal, RequestError, Said, from_json, to_json
+from dure.wire.requests import (
+    MOST_BODY,
+    Body,
+    RangeError,
+    Refusal,
+    RequestError,
+    Said,
+    from_json,
+    to_json,
+)
 from dure.worlds.network.client.connection import (
     ASKS_FOR_ONE,
     NOT_NOW,
@@ -67,6 +77,7 @@ __all__ = [
     "Signs",
     "StoppedError",
     "Streamed",
+    "UnfitMessageError",
     "WrongAddressError",
     "patiently",
 ]
@@ -101,6 +112,11 @@ class RefusedError(DureError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+class UnfitMessageError(DureError):
+    """A server of dure says what cannot be: a number beyond its range, say. Nothing is done of it,
+    and it is not asked again."""
 
 
 class BusyError(OSError):
@@ -232,9 +248,14 @@ class Link:
 
     def understood(self, answer: Answer, kind: type[Body]) -> Body:
         """What an answer says. Raises RefusedError where it says something else: who signs on to a
-        foreign network is often answered by a page of its own."""
+        foreign network is often answered by a page of its own. Raises UnfitMessageError for a value
+        beyond its range."""
         try:
             said = from_json(answer.body, kind)
+        except RangeError as error:
+            raise UnfitMessageError(
+                _one_line(f"an answer of {self.place} is refused: {error}")
+            ) from error
         except RequestError as error:
             raise self._foreign(answer.status, str(error), answer.body) from error
         self.known = True

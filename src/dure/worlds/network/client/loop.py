@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 from torch import Tensor
 
-from dure.errors import described
+from dure.errors import PolicyError, described
 from dure.protocol.messages import Answer, Form, Say
 from dure.wire.requests import (
     VERSION,
@@ -193,7 +193,7 @@ class Loop:
         if final is not None and not self.state.temporary:
             self.event("fetching", {"round": final.round, "bytes": final.bytes})
             try:
-                self._fetched(final.round, final.tensors, final.bytes, LAST)
+                self._fetched(final, LAST)
             # A server whose run is over does not wait long for those whose links break.
             except GaveUpError as error:
                 why = f"{error.__cause__}; the last model is left there"
@@ -257,7 +257,7 @@ class Loop:
         if self.holds:
             self.session.measured(MeasuredThis(measure.round, failure="measurements stay here"))
             return
-        tensors = self._fetched(measure.round, measure.tensors, measure.bytes)
+        tensors = self._fetched(measure)
         if tensors is None:
             return
         self.event("measuring", {"round": measure.round})
@@ -309,7 +309,7 @@ class Loop:
         self, train: Train, reserve: Reserve, update: Mapping[str, Tensor]
     ) -> tuple[Reserve, Mapping[str, Tensor]] | None:
         """The same, once the site has it; None where its model is gone."""
-        tensors = self._fetched(train.round, train.tensors, train.bytes)
+        tensors = self._fetched(train)
         if tensors is None:
             return None
         self.site.hold(train, tensors, reserve, update)
@@ -377,7 +377,7 @@ class Loop:
     def _answered(self, train: Train, wanted: Watching) -> Answered | None:
         """What the site makes of it, written down; None where its own code raised, or where nobody
         waits for it any more."""
-        tensors = self._fetched(train.round, train.tensors, train.bytes)
+        tensors = self._fetched(train)
         if tensors is None:
             return None
         self.event("training", {"round": train.round})
@@ -390,6 +390,9 @@ class Loop:
                 raise StoppedError from None
             self._not_wanted(train, wanted)
             return None
+        except PolicyError:
+            self.session.failed(Failed(train.ticket, PolicyError.__name__))
+            raise
         except Exception as error:
             self._fails(train, error)
             return None
@@ -402,11 +405,14 @@ class Loop:
         return answered
 
     def _fetched(
-        self, round: int, digest: str, size: int, limit: float | None = None
+        self, model: Train | MeasureThis, limit: float | None = None
     ) -> dict[str, Tensor] | None:
         """A model; None where the server has a newer one by now. limit: as `Session.fetch`'s."""
+        extras = isinstance(model, Train)
         try:
-            return self.session.fetch(round, digest, size, limit=limit)
+            return self.session.fetch(
+                model.round, model.tensors, model.bytes, limit=limit, extras=extras
+            )
         except RefusedError as refused:
             if refused.status != 410:
                 raise

@@ -3,27 +3,39 @@
     systems = ["fed-avg", "scaffold"]       # those that it takes part in; else all of dure's
     local_epochs = 5                        # the most of a round
     local_steps = 500                       # the most of a round
-    smallest_cohort = 10                    # the fewest clients of a run, of a round, of a sum
+    smallest_cohort = 10                    # the fewest clients of which a new model is made
+    evaluations_per_round = 1               # the most models of a round that it measures
+    smallest_test_set = 50                  # the fewest examples with which it measures
     owner = "1f3a 90bc 5512 7de0 …"         # who signs the roster of clients: key or fingerprint
     hours = "22:00-06:00"                   # local time; or several: ["12:00-13:00", "20:00-06:00"]
     cores = 2                               # the most at work
     memory = "4 GB"                         # the most that the client takes
     bandwidth = "2 MB"                      # the most that travels in a second, either way
+    storage = "2 GB"                        # the most that a run may have it store
     approve = "ask"                         # the user has to approve each run; else "always"
     share_errors = true                     # messages and lines of the site's own errors travel too
 
-Every key may be left out; then nothing is bounded, and no message of an error travels. What the run
-asks is compared with it before anything is trained (`check`). What cannot be known to be within a
-bound is beyond it.
+Every key may be left out; then nothing is bounded but what is stored (`Quota`), and no message of
+an error travels. What the run asks is compared with it before anything is trained (`check`), again
+with each later welcome, and where the site trains (`work`) or measures (`evaluation`), with the
+numbers that it then has. What cannot be known to be within a bound is beyond it.
 
 `cores` and `memory` are also limits that the system holds the process to (`hold`). The least that a
 model needs is compared with `memory` at once: weights as they came, as they are trained, gradients
 and the change that is sent. What activations and an optimizer need depends on the code of the site,
 and shows when the system refuses more: the client then fails in that round, and says so.
 
-`smallest_cohort` is about how many take part. Servers of fed-async and fed-buff use updates one by
-one, or a few at a time, however many clients are at work. Under secure aggregation it is also the
-fewest clients of a sum that the server may see.
+`smallest_cohort` is about how many clients' updates make a new model. A site says it when it checks
+in; a run's is the largest that its clients ask, and its server combines no fewer at any time, or
+waits. Each assignment names the number, and a site trains for no smaller one. A site does not take
+part where the run cannot have so many: fewer clients, smaller rounds, fed-async, fed-buff with a
+smaller buffer. Under secure aggregation it is also the fewest clients of a sum that the server may
+see. A server that lies can enrol clients of its own: only those of an owner's roster count against
+it, and without a roster the number protects from mistakes.
+
+`evaluations_per_round` counts the models that the site has measured, by the number of the round
+that the server names. Evaluations are a membership oracle: whoever may ask for many of them, on few
+examples, learns which examples are there.
 
 `owner` is the same as `dure join --owner`: the site takes part only where this owner has signed a
 roster with the site on it (`dure.wire.owners_roster`). `dure.run.site` sees to it.
@@ -50,6 +62,8 @@ from dure.machine.threads import set_own_threads
 from dure.references import is_reference
 from dure.wire.members import key_said
 from dure.wire.requests import Trains, Welcome
+from dure.worlds.network.client.agreement import model_bytes
+from dure.worlds.network.client.quota import by_default
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -77,7 +91,7 @@ Hours = tuple[int, int]
 
 @dataclass(frozen=True)
 class Policy:
-    """What a site allows. None: no bound. memory in bytes, bandwidth in bytes a second.
+    """What a site allows. None: no bound. memory and storage in bytes, bandwidth in bytes a second.
 
     hours: empty for all day. asks: whether the user has to approve a run. owner: empty for none; a
     public key or a fingerprint, digits alone.
@@ -87,11 +101,14 @@ class Policy:
     local_epochs: int | None = None
     local_steps: int | None = None
     smallest_cohort: int = 1
+    evaluations_per_round: int | None = None
+    smallest_test_set: int = 0
     owner: str = ""
     hours: tuple[Hours, ...] = ()
     cores: int | None = None
     memory: int | None = None
     bandwidth: int | None = None
+    storage: int | None = None
     approve: str = "always"
     share_errors: bool = False
 
@@ -137,7 +154,7 @@ class Policy:
         """
         return [
             *self._system(welcome.strategy),
-            *self._work(welcome.strategy, examples),
+            *self.work(welcome.strategy, examples),
             *self._cohort(welcome),
             *self._sums(sums),
             *self._memory(welcome.trains),
@@ -154,7 +171,11 @@ class Policy:
         shown = f"{name!r} of its own" if "from" in strategy else repr(name)
         yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"
 
-    def _work(self, strategy: Mapping[str, Any], examples: int | None) -> Iterator[str]:
+    def work(self, strategy: Mapping[str, Any], examples: int | None = None) -> Iterator[str]:
+        """Why the site does not train so much in a round, in words; nothing where it does.
+
+        strategy: its local_epochs, local_steps, batch_size and fine_tune. examples: as `check`.
+        """
         if self.local_epochs is None and self.local_steps is None:
             return
         epochs = strategy.get("local_epochs")
@@ -202,15 +223,22 @@ class Policy:
 
     def _cohort(self, welcome: Welcome) -> Iterator[str]:
         allowed = f"{FILE} asks for at least {_many(self.smallest_cohort, 'client')}"
+        if self.smallest_cohort == 1:
+            return
         if welcome.clients < self.smallest_cohort:
             yield f"{allowed}; the run has {welcome.clients}"
+            return
+        together = updates_together(welcome.strategy)
+        if together is not None:
+            if together < self.smallest_cohort:
+                yield f"{allowed}; the run makes a model of every {_many(together, 'update')}"
             return
         fraction = welcome.strategy.get("fraction", 1.0)
         if isinstance(fraction, (int, float)) and 0 < fraction <= 1:
             asked = max(round(fraction * welcome.clients), 1)
             if asked < self.smallest_cohort:
                 yield f"{allowed}; a round of the run has {asked}"
-        elif self.smallest_cohort > 1:
+        else:
             yield f"{allowed}, and the run does not say how many a round has"
 
     def _sums(self, fewest: int | None) -> Iterator[str]:
@@ -223,12 +251,35 @@ class Policy:
     def _memory(self, trains: Trains) -> Iterator[str]:
         if self.memory is None:
             return
-        model = sum(_bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
-        if COPIES * model > self.memory:
+        model = model_bytes(trains)
+        least = COPIES * model + trains.frozen_bytes
+        if least > self.memory:
             yield (
                 f"{FILE} allows {_size(self.memory)} of memory; to train a model of {_size(model)} "
-                f"takes {_size(COPIES * model)} at least"
+                f"takes {_size(least)} at least"
             )
+
+    def quota(self, trains: Trains) -> int:
+        """Bytes that the run may have the site store."""
+        if self.storage is not None:
+            return self.storage
+        return by_default(model_bytes(trains) + trains.frozen_bytes)
+
+    def evaluation(self, examples: int, earlier: int) -> str:
+        """Why the site does not measure a model, in words; empty where it does.
+
+        examples: with how many it would. earlier: the models of the same round that it has measured
+        already. Of every system: whoever keeps no list of them (`Evaluations`) counts them itself.
+        """
+        most = self.evaluations_per_round
+        if examples < self.smallest_test_set:
+            return (
+                f"{FILE} allows evaluations on at least {_many(self.smallest_test_set, 'example')}"
+                f", and here are {examples}"
+            )
+        if most is not None and earlier >= most:
+            return f"{FILE} allows {_many(most, 'evaluation')} a round"
+        return ""
 
     # When
 
@@ -320,10 +371,12 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _bytes_of(dtype: str, shape: list[int]) -> int:
-    """Of a tensor: "F32" and "float32" have 32 bits an element, "BOOL" has 8."""
-    bits = re.search(r"\d+", dtype)
-    return max(0, math.prod(shape)) * (int(bits[0]) if bits else 8) // 8
+def updates_together(strategy: Mapping[str, Any]) -> int | None:
+    """How many updates make a new model, in systems without rounds; None in the others."""
+    if strategy.get("name") == "fed-async":
+        return 1
+    buffer = strategy.get("buffer")
+    return buffer if _is_count(buffer, 1) else None
 
 
 def _many(count: int, what: str) -> str:
@@ -344,6 +397,12 @@ def _size(count: int) -> str:
 def _whole(value: object) -> int:
     if not _is_count(value, 1):
         raise ValueError("a whole number from 1 on")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _read_times(value: object) -> int:
+    if not _is_count(value, 0):
+        raise ValueError("a whole number from 0 on; 0 measures nothing")
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
@@ -418,11 +477,14 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "local_epochs": _whole,
     "local_steps": _whole,
     "smallest_cohort": _whole,
+    "evaluations_per_round": _read_times,
+    "smallest_test_set": _whole,
     "owner": _read_owner,
     "hours": _read_hours,
     "cores": _whole,
     "memory": _read_size,
     "bandwidth": _read_size,
+    "storage": _read_size,
     "approve": _read_approve,
     "share_errors": _read_bool,
 }

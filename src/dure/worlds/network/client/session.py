@@ -12,13 +12,15 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
-from dure.errors import DureError
+from dure.errors import DureError, PolicyError
+from dure.wire.layout import is_extra
 from dure.wire.requests import (
     AnswerTo,
     CheckIn,
@@ -27,17 +29,21 @@ from dure.wire.requests import (
     Failed,
     Holds,
     MeasuredThis,
+    RangeError,
     Ready,
     Reserve,
     Said,
+    Train,
     Watch,
     Watched,
     Welcome,
     Word,
+    check_number,
     to_json,
 )
 from dure.wire.signatures import NONCE, Key, Signer, prove
-from dure.wire.tensors import Form, receive
+from dure.wire.tensors import Form, TensorsError, check, forms_of, receive
+from dure.worlds.network.client.agreement import Orders
 from dure.worlds.network.client.audit import Audit, Kind
 from dure.worlds.network.client.channel import Channel
 from dure.worlds.network.client.link import (
@@ -46,10 +52,11 @@ from dure.worlds.network.client.link import (
     Link,
     LinkLostError,
     StoppedError,
+    UnfitMessageError,
     patiently,
 )
 from dure.worlds.network.client.state import About, ClientState
-from dure.worlds.network.client.transfer import download, upload
+from dure.worlds.network.client.transfer import TransferError, download, upload
 
 QUICK = 0.5
 """Seconds of work after which a client begins to ask whether it is still wanted."""
@@ -149,6 +156,11 @@ class Session:
         self.heartbeat = 10.0
         self.holds = False
         """Whether updates stay here, by what the server says of its run."""
+        self.orders = Orders()
+        """Checks of what the server says, by what the site has agreed to."""
+        self.expects: dict[str, Form] | None = None
+        """What the tensors of a model are like, with what assignments have besides; None where
+        the site does not know. Some of them are left out where a model is only measured."""
 
     def _made(self) -> Link:
         about = self.state.about
@@ -186,11 +198,16 @@ class Session:
         proof = prove(self._key, token, name, wants)
         body = Enrol(token=token, key=self._key.public, proof=proof, name=name, wants=wants)
         enrolled: Enrolled = self._ask("/v1/enrol", body, Enrolled, "enrol")
+        _check_number(enrolled)
         return enrolled
 
     def check_in(self, said: CheckIn) -> Welcome:
-        """Says who it is and what it would train; without examples it only looks."""
+        """Says who it is, what it would train, and how many clients it asks for; without examples
+        it only looks. Raises PolicyError for a run that is not the one that was agreed to."""
+        said = replace(said, smallest_cohort=self.orders.smallest_cohort)
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
+        _check_number(welcome)
+        self.orders.welcome(welcome)
         self.patience = welcome.patience
         self.heartbeat = welcome.heartbeat
         self.holds = welcome.holds
@@ -204,7 +221,9 @@ class Session:
 
     def next(self, confirmed: Sequence[int]) -> Word:
         """What there is to do; waits until there is something, or the server says that there is
-        not. The end of the run too: its server may be gone by now, if that was heard before."""
+        not. The end of the run too: its server may be gone by now, if that was heard before.
+
+        Raises PolicyError for an order that the site does not follow; the server hears of it."""
         ready = Ready(confirmed=list(confirmed))
         over = self.over
         try:
@@ -215,7 +234,18 @@ class Session:
             if over is None:
                 raise
             return Word(over=over)
+        try:
+            self.orders.word(word)
+        except PolicyError:
+            if word.train is not None:
+                self._declines(word.train)
+            raise
         return word
+
+    def _declines(self, train: Train) -> None:
+        """The server need not wait for an update that there will not be."""
+        with suppress(OSError, DureError):
+            self.failed(Failed(train.ticket, PolicyError.__name__))
 
     def fetch(
         self,
@@ -224,21 +254,32 @@ class Session:
         size: int,
         expected: Mapping[str, Form] | None = None,
         limit: float | None = None,
+        extras: bool = True,
     ) -> dict[str, Tensor]:
         """The tensors of a model; kept as the newest one where the client keeps anything.
 
-        limit: seconds after which a link that broke is given up, as by `give_up`.
+        expected: what they are like; by default as `expects` has them, without those that only
+        assignments have where `extras` is false. limit: seconds after which a link that broke is
+        given up, as by `give_up`. Raises TransferError where they are something else.
         """
+        if expected is None:
+            expected = self._expected(extras)
         kept = self.state.model_file()
         if kept is not None and kept[1] == digest:
             found = self.state.model()
             assert found is not None
+            _check_forms(found[1], expected)
             return found[1]
-        into = None if self.state.temporary else self.state.download(digest)
+        into = None if self.state.temporary else self.state.download(digest, size)
         tensors = self._down(digest, size, expected, into, limit)
         if into is not None:
             self.state.keep_download(round, digest)
         return tensors
+
+    def _expected(self, extras: bool) -> dict[str, Form] | None:
+        if self.expects is None:
+            return None
+        return {name: form for name, form in self.expects.items() if extras or not is_extra(name)}
 
     def fetch_frozen(
         self, digest: str, size: int, expected: Mapping[str, Form]
@@ -319,6 +360,8 @@ class Session:
             yield watched
         finally:
             watched.end()
+        if watched.unfit is not None:
+            raise watched.unfit
 
     # How it says it
 
@@ -401,6 +444,8 @@ class Watching:
         self._wanted = True
         self.reason = ""
         """Why the work is not wanted any more."""
+        self.unfit: UnfitMessageError | None = None
+        """What the server has answered that cannot be; the work ends."""
         self._done = threading.Event()
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._watch, name="dure watches", daemon=True)
@@ -431,11 +476,34 @@ class Watching:
                     self._wanted = watched.wanted
                 except StoppedError:
                     return
+                except UnfitMessageError as error:
+                    self.unfit = error
+                    self.reason = str(error)
+                    self._wanted = False
                 # What is wrong with the link is told where the work is sent.
                 except (OSError, DureError):
                     self._done.wait(QUICK)
                 if not self._wanted:
                     return
+
+
+def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, Form] | None) -> None:
+    """Raises TransferError where a model is another thing now than when it was fetched."""
+    if expected is None:
+        return
+    try:
+        check(forms_of(tensors), expected)
+    except TensorsError as error:
+        raise TransferError(f"what is to be trained or measured is no such model: {error}") from (
+            error
+        )
+
+
+def _check_number(said: Welcome | Enrolled) -> None:
+    try:
+        check_number(said)
+    except RangeError as error:
+        raise UnfitMessageError(f"an answer of the server is refused: {error}") from error
 
 
 def _long(seconds: float) -> str:

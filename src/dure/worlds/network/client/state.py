@@ -9,6 +9,8 @@
     update-TICKET-DIGEST.safetensors    an update on its way to the server
     download-DIGEST                 a model on its way from the server, as far as it has come
     approved-RUN                    the user has agreed to take part in that run
+    agreed-RUN.json                 the run as its server described it when the site agreed to it
+    evaluations-RUN                 the models of that run that were measured here: ROUND DIGEST
     owners-roster-RUN.json          the clients of that run, as its owner has signed them
     key.pem                         the client's private key
 
@@ -44,8 +46,10 @@ from dure.errors import StateError
 from dure.record.disk import sync_folder, told, write_atomically
 from dure.record.seal import checksum
 from dure.wire.requests import Reserve, from_json, to_json
-from dure.wire.tensors import TensorsError, digest_of, pieces, receive
+from dure.wire.tensors import TensorsError, digest_of, forms_of, pieces, receive, size_of
+from dure.worlds.network.client.agreement import Agreed
 from dure.worlds.network.client.lock import lock, unlock
+from dure.worlds.network.client.quota import Quota
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENSORS = re.compile(r"(?:model|frozen|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
@@ -122,6 +126,8 @@ class ClientState:
     def __init__(self, folder: Path | None = None) -> None:
         self._temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="dure-")) if folder is None else folder
+        self.quota = Quota(self.folder)
+        """What the run may store here; without bound until its site has agreed to it."""
         # Messages come on several threads: one waits for work, another watches it.
         self._turn = threading.RLock()
         self._lock = _locked(self.folder)
@@ -179,14 +185,18 @@ class ClientState:
         with self._turn:
             self._change(replace(self._kept, model=self._written("model", round, tensors)))
 
-    def download(self, digest: str) -> Path:
+    def download(self, digest: str, size: int = 0) -> Path:
         """The file in which tensors of this digest arrive. What is there of it came before a break.
 
-        Raises ValueError if this is no digest.
+        size: bytes that it will have. Raises ValueError if this is no digest, and PolicyError for
+        more bytes than the site stores.
         """
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{digest[:80]!r} is no SHA-256")
-        return self.folder / f"download-{digest}"
+        path = self.folder / f"download-{digest}"
+        there = path.stat().st_size if path.exists() else 0
+        self.quota.check(max(0, size - there), "a model on its way")
+        return path
 
     def keep_download(self, round: int, digest: str) -> None:
         """What was downloaded whole is the newest model. Other downloads are given up.
@@ -367,12 +377,54 @@ class ClientState:
         """Whether the user has agreed to take part in the run."""
         return self.approval(run).is_file()
 
+    def agree(self, agreed: Agreed) -> None:
+        """The site takes part in the run as it is described here."""
+        _write(self._agreed(agreed.run), agreed)
+
+    def agreed(self, run: str) -> Agreed | None:
+        """The run as the site has agreed to it; None where it has not. Raises StateError if it is
+        damaged."""
+        return _read(self._agreed(run), Agreed)
+
+    def _agreed(self, run: str) -> Path:
+        self.approval(run)
+        return self.folder / f"agreed-{run}.json"
+
+    # What was measured
+
+    def measured(self, run: str) -> list[tuple[int, str]]:
+        """(round, digest) of each model that was measured, in order."""
+        path = self._measured(run)
+        if not path.exists():
+            return []
+        # A kill may leave a part of a line, of a measurement that has not begun.
+        lines = path.read_bytes().rpartition(b"\n")[0].decode("ascii", "replace").splitlines()
+        try:
+            return [(int(round), digest) for round, digest in map(str.split, lines)]
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
+
+    def note_measured(self, run: str, round: int, digest: str) -> None:
+        """This model is about to be measured; that is on the disk when this returns."""
+        path = self._measured(run)
+        line = f"{round} {digest}\n"
+        self.quota.check(len(line), "the list of evaluations")
+        with told(path), open(path, "ab") as file:
+            file.write(line.encode("ascii"))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _measured(self, run: str) -> Path:
+        self.approval(run)
+        return self.folder / f"evaluations-{run}"
+
     def forget(self) -> None:
         """Removes all that the run has left here. The key stays, which is the machine's."""
         with self._turn:
             # The index first: nothing counts then, and a kill in between leaves nothing half.
             self._change(_Kept())
-            for left in ("download-*", "approved-*", "owners-roster-*"):
+            left_behind = ("download-*", "approved-*", "agreed-*", "evaluations-*")
+            for left in (*left_behind, "owners-roster-*"):
                 for path in self.folder.glob(left):
                     path.unlink()
             sync_folder(self.folder)
@@ -411,6 +463,7 @@ class ClientState:
 
     def _written(self, kind: str, number: int, tensors: Mapping[str, Tensor]) -> _File:
         """A file of these tensors, on the disk but in no index yet."""
+        self.quota.check(size_of(forms_of(tensors)), f"the file of {kind} {number}")
         beside = self.folder / f".tensors.{os.getpid()}"
         digest = hashlib.sha256()
         with told(beside):

@@ -1,0 +1,187 @@
+"""The run that a site has agreed to, and the checks of every later message against it.
+
+    a welcome       is the run that was agreed to, to the field; and the policy still allows it
+    an assignment   names as many clients as the policy asks for, and a model that can be this one
+    a measurement   is of a model that can be this one
+    a step          of a protocol, only in a run whose updates stay with their clients
+
+What a site has agreed to is written down (`ClientState.agree`) before it takes a place in the run.
+A server may say something else to a client that looks, to one that trains, and to one that comes
+back; so each message is compared, and not the first one alone. The tensors of a model are compared
+with those that the site's own model has where they are fetched (`Session.fetch`), and local work
+with the policy where it is done (`dure.run.training`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from dure.errors import PolicyError
+from dure.wire.requests import MeasureThis, Train, Trains, Welcome, Word
+
+MOST_EXTRAS = 8
+"""Times the model that an assignment may come to, with all that an algorithm sends besides."""
+
+HEADER = 1 << 20
+"""Bytes of the names and shapes of a model's tensors, at most, beside what follows its elements."""
+
+MOST_SHOWN = 80
+"""Characters of a value that differs."""
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """What a run is, as its server has described it. The fields are those of `Welcome`.
+
+    A server that is moved to another machine computes with another torch there, and may ask for
+    another heartbeat; threads and engine are orders to the client.
+    """
+
+    run: str
+    clients: int
+    strategy: dict[str, Any]
+    seed: int
+    trains: Trains
+    engine: str
+    threads: int
+    holds: bool
+
+    @classmethod
+    def of(cls, welcome: Welcome) -> Agreed:
+        """The run that a welcome describes."""
+        return cls(
+            run=welcome.run,
+            clients=welcome.clients,
+            strategy=welcome.strategy,
+            seed=welcome.seed,
+            trains=welcome.trains,
+            engine=welcome.machine.engine,
+            threads=welcome.machine.threads,
+            holds=welcome.holds,
+        )
+
+    def differences(self, other: Agreed) -> list[str]:
+        """In what another description differs, field by field, in words."""
+        mine = _flat(msgspec.to_builtins(self))
+        theirs = _flat(msgspec.to_builtins(other))
+        return [
+            f"{name} was {_shown(mine, name)} and is {_shown(theirs, name)}"
+            for name in sorted(mine.keys() | theirs.keys())
+            if name not in mine or name not in theirs or mine[name] != theirs[name]
+        ]
+
+
+def model_bytes(trains: Trains) -> int:
+    """Bytes of the elements of all tensors that travel."""
+    return sum(bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
+
+
+def bytes_of(dtype: str, shape: Iterable[int]) -> int:
+    """Of a tensor: "F32" and "float32" have 32 bits an element, "BOOL" has 8."""
+    bits = re.search(r"\d+", dtype)
+    return max(0, math.prod(shape)) * (int(bits[0]) if bits else 8) // 8
+
+
+class Orders:
+    """Checks of what a server says; this one takes everything, of a client without a policy.
+
+    smallest_cohort: the fewest clients that the site asks for.
+    """
+
+    smallest_cohort = 1
+
+    def welcome(self, welcome: Welcome) -> None:
+        """Raises PolicyError for a welcome that is not of the run that was agreed to."""
+
+    def word(self, word: Word) -> None:
+        """Raises PolicyError for an order that the site does not follow."""
+
+
+class AgreedOrders(Orders):
+    """Checks by what a site has agreed to.
+
+    allows: raises PolicyError for a welcome that the policy does not allow, by all that it says.
+    number: of this client, once it has one.
+    """
+
+    def __init__(
+        self,
+        agreed: Agreed,
+        smallest_cohort: int,
+        allows: Callable[[Welcome], None],
+        number: Callable[[], int | None],
+    ) -> None:
+        self.agreed = agreed
+        self.smallest_cohort = smallest_cohort
+        self._allows = allows
+        self._number = number
+        self._most_bytes = MOST_EXTRAS * model_bytes(agreed.trains) + HEADER
+
+    def welcome(self, welcome: Welcome) -> None:
+        different = self.agreed.differences(Agreed.of(welcome))
+        if different:
+            raise PolicyError(
+                f"this site does not take part: the server says of the run another thing than "
+                f"when this site agreed to it: {'; '.join(different[:5])}; look at it, and join "
+                f"once with --approve where that is right"
+            )
+        number = self._number()
+        if number is not None and welcome.client not in (-1, number):
+            raise PolicyError(
+                f"this site does not take part: it is client {number} of run {welcome.run}, and "
+                f"the server calls it client {welcome.client}"
+            )
+        self._allows(welcome)
+
+    def word(self, word: Word) -> None:
+        if word.train is not None:
+            self._train(word.train)
+        for measure in (word.measure, word.final):
+            if measure is not None:
+                self._model(measure, "a model")
+        if word.say is not None and not self._holds:
+            raise PolicyError(
+                f"this site does not follow a step of a protocol on ticket {word.say.ticket}: the "
+                f"updates of run {self.agreed.run} are sent, and no step was agreed to"
+            )
+
+    @property
+    def _holds(self) -> bool:
+        return self.agreed.holds or "secure" in str(self.agreed.strategy.get("privacy", ""))
+
+    def _train(self, train: Train) -> None:
+        least = self.smallest_cohort
+        if train.smallest_cohort < least:
+            raise PolicyError(
+                f"this site does not train for round {train.round + 1} (ticket {train.ticket}): "
+                f"policy.toml asks for at least {least} clients in a new model, and the server "
+                f"keeps to {train.smallest_cohort}: ask its operator for a newer dure"
+            )
+        self._model(train, f"the model of ticket {train.ticket}")
+
+    def _model(self, said: Train | MeasureThis, what: str) -> None:
+        if said.bytes > self._most_bytes and self.agreed.trains.forms:
+            raise PolicyError(
+                f"this site does not fetch {what}: it has {said.bytes:,} bytes, and the model "
+                f"that was agreed to comes to {self._most_bytes:,} at most"
+            )
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
+
+
+def _shown(found: Mapping[str, Any], name: str) -> str:
+    text = repr(found[name]) if name in found else "nothing"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
