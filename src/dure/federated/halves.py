@@ -42,6 +42,7 @@ from dure.federated.server.cost import Cost
 from dure.federated.server.pacing import Pacing
 from dure.federated.server.server import Server
 from dure.federated.server.server_optimizer import ServerOptimizer
+from dure.federated.server.smallest_cohort import why_not
 from dure.federated.server.tossing import tossing
 from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
@@ -195,6 +196,7 @@ def _serving(
         samples=strategy.work().most_samples,
         holds=strategy.privacy.secure is not None,
         steps=strategy.work().steps_of,
+        why_not=partial(_why_not, strategy, clients),
     )
     carrier = network(federation)
     server = server_half(strategy, task, model, place, carrier, seed)
@@ -202,6 +204,13 @@ def _serving(
         server.examples = max(1, sum(carrier.join().sizes))
     place.ending.callback(server.close)
     return server
+
+
+def _why_not(strategy: Says, clients: int, asked: int) -> str | None:
+    """Why the run cannot keep to so many clients in each new model; None where it can."""
+    secure = strategy.privacy.secure
+    sums = None if secure is None else secure.minimum
+    return why_not(asked, clients, strategy.pacing(clients), strategy.rule(), sums)
 
 
 def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:

@@ -63,6 +63,9 @@ class Coordinator(Protocol):
     def check_in(self, client: int, now: float, examples: int | None = None) -> list[Action]:
         """A client is there, of so many examples."""
 
+    def keep_to(self, fewest: int) -> None:
+        """No model is made of updates of fewer clients from now on."""
+
     def leave(self, client: int) -> None:
         """A client without a ticket has gone again."""
 

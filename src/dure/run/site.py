@@ -153,7 +153,7 @@ class Site(NamedTuple):
         return reasons
 
     def not_kept(self, welcome: Welcome) -> list[str]:
-        """Why the server would not keep to what the site asks of it; empty where it says it does."""
+        """Why the server would not keep to what the site asks; empty where it says it does."""
         least = self.policy.smallest_cohort
         if least == 1 or welcome.smallest_cohort >= least:
             return []

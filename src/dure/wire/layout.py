@@ -73,13 +73,18 @@ def _one(examples: int) -> int:
     return 1
 
 
+def _any(cohort: int) -> str | None:
+    return None
+
+
 class Federation(NamedTuple):
     """What a network has to know of a federation to speak with its clients.
 
     clients: how many numbers there are. trains: what a site has to train. frozen: the weights that
     are not trained. threads: with how many a client is to compute. samples: how many a client with
     so many examples processes in a round, at the most. holds: updates stay with their clients.
-    steps: how many steps such a client makes in a round.
+    steps: how many steps such a client makes in a round. why_not: why the run cannot combine the
+    updates of so many clients at least, in words; None where it can.
     """
 
     clients: int
@@ -91,6 +96,7 @@ class Federation(NamedTuple):
     samples: Callable[[int], int] = _without_end
     holds: bool = False
     steps: Callable[[int], int] = _one
+    why_not: Callable[[int], str | None] = _any
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:

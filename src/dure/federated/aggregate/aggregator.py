@@ -70,6 +70,14 @@ class Aggregator(Told):
         # How large groups are does not depend on who is in them.
         return updates if parted is None else min(map(len, parted[0](updates, Turn(0, 0))))
 
+    def handed_on(self, updates: int) -> int:
+        """Of how many updates the result is a mixture, at least, where so many are combined.
+
+        Fewer than all where a rule chooses some clients' whole updates. One that compares all of
+        them coordinate by coordinate is a mixture of all.
+        """
+        return updates
+
     def __str__(self) -> str:
         """The text that `parse` reads: the name and the settings.
 

@@ -55,6 +55,12 @@ class Bucketing(Collects):
         order = torch.randperm(updates, generator=turn.generator("buckets"))
         return [bucket.tolist() for bucket in torch.split(order, self.s)]
 
+    def handed_on(self, updates: int) -> int:
+        # Those of the smallest bucket, and of as many others as the inner rule chooses.
+        buckets = -(-updates // self.s)
+        chosen = self.inner.handed_on(buckets)
+        return min(updates, updates - (buckets - 1) * self.s + (chosen - 1) * self.s)
+
     def of_groups(self) -> tuple[Groups, Aggregator]:
         return self.buckets, self.inner
 

@@ -91,6 +91,9 @@ class ClippedRows(Collects):
     def check(self, updates: int) -> None:
         self.inner.check(updates)
 
+    def handed_on(self, updates: int) -> int:
+        return self.inner.handed_on(updates)
+
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:

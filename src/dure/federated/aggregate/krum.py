@@ -51,6 +51,9 @@ class Krum(Collects):
                 f"{self} needs at least {least} updates a round (2f + 3 and f + m), not {updates}"
             )
 
+    def handed_on(self, updates: int) -> int:
+        return min(self.m, updates)
+
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:

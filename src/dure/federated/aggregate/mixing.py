@@ -51,6 +51,10 @@ class Mixing(Collects):
             )
         self.inner.check(updates)
 
+    def handed_on(self, updates: int) -> int:
+        # Each of what the inner rule gets is a mean of so many.
+        return updates - self.f
+
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:

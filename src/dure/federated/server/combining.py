@@ -92,7 +92,7 @@ class Combining:
 
     sizes: how many examples each client has at most. most_counted: what the loss counts in one of
     them at most. vain: models in a row that were made of nothing. tickets: those that are combined
-    now.
+    now. fewest: clients whose updates have to be taken for a new model.
     """
 
     model: GlobalModel
@@ -102,11 +102,14 @@ class Combining:
     most_counted: float = math.inf
     vain: int = 0
     tickets: list[int] = field(default_factory=list)
+    fewest: int = 1
     _awaited: dict[int, Assignment] = field(default_factory=dict)
     _clients: dict[int, int] = field(default_factory=dict)
     _folded: list[Folded] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
     _summed: list[Summed] = field(default_factory=list)
+    _taken: set[int] = field(default_factory=set)
+    """The clients whose updates are in the new model."""
     _kept: list[Update] = field(default_factory=list)
     """The updates that were folded, where the algorithm has a step of its own."""
 
@@ -118,6 +121,7 @@ class Combining:
         self._folded = []
         self._refused = {}
         self._summed = []
+        self._taken = set()
         self._kept = []
         self.model.forget()
 
@@ -143,6 +147,8 @@ class Combining:
         # does not say what was counted.
         learned = weight > 0 or self.model.private is not None
         taken = self.model.fold(update, scale, weight, start) if learned else None
+        if learned:
+            self._taken.add(update.client)
         if learned and self.algorithm.has_own_step:
             self._kept.append(update)
         told = (update.client, update.samples, update.count, update.loss)
@@ -155,6 +161,7 @@ class Combining:
             asked = self._awaited.pop(ticket)
             staleness = self.model.number - asked.round
             self._folded.append(Folded(asked.client, 0, 0.0, 0.0, staleness))
+            self._taken.add(asked.client)
         self._summed.append(summed)
         if summed.clipped is not None:
             self.model.fold_clipped(summed.clipped)
@@ -188,6 +195,7 @@ class Combining:
         """Makes the new model; `Coordinator.finish` says the rest."""
         extra: list[Tensor] = []
         try:
+            self._check_enough()
             extra = self.model.finish(self.seed, self._own_step())
         except TooFewUpdatesError as error:
             # The rule has refused all, also those that `fold` took. The number of the model rises
@@ -209,6 +217,19 @@ class Combining:
             self.vain += 1
         self.begin({})
         return result
+
+    def _check_enough(self) -> None:
+        """Raises TooFewUpdatesError where fewer clients' updates were taken than a client asks for.
+
+        A model of nobody is none of anybody's; in a sum that is too small, somebody is alone with
+        too few.
+        """
+        smallest = min([len(self._taken), *(len(one.tickets) for one in self._summed)])
+        if 0 < smallest < self.fewest:
+            raise TooFewUpdatesError(
+                f"{smallest} clients' updates could be combined, and a client of the run asks for "
+                f"at least {self.fewest}"
+            )
 
     def _own_step(self) -> OwnStep | None:
         if not self.algorithm.has_own_step:

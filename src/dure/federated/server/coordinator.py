@@ -29,6 +29,11 @@ Where each client has a coin of its own (`Selection.tosses`), the place of nobod
 another, and a round waits for all who were asked: so whether a client is in it depends on its coin,
 and on itself.
 
+No model is made of updates of fewer than `fewest` clients, which a driver raises as clients ask for
+it (`keep_to`): no round begins while fewer are there, one that has fewer at its deadline begins
+again, and what is left after refusals is counted once more before it is combined
+(`dure.federated.server.smallest_cohort`).
+
 Its pacing says when it asks whom and when it combines (`dure.federated.server.pacing`). `state` and
 `restore` at any point go on with the same bits.
 
@@ -104,7 +109,7 @@ class Coordinator:
     None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
     many were given out. open: those of which no model has been made. busy: the ticket of each
     client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
-    is under way.
+    is under way. fewest: clients of which a new model is made, at least.
 
     Raises ValueError where `lasts` is no time.
     """
@@ -127,6 +132,7 @@ class Coordinator:
     busy: dict[int, int] = field(default_factory=dict)
     deadline: float = math.inf
     began: bool = False
+    fewest: int = 1
     _attempt: int = 0
     """Times that the round began again, or that nobody was found."""
     _position: int = 0
@@ -151,6 +157,8 @@ class Coordinator:
 
     _resized: bool = False
     """Whether a client has said another size than it had in the beginning."""
+    _told_few: bool = False
+    """Whether it has told that too few clients are there for a round."""
 
     def __post_init__(self) -> None:
         if self.lasts is not None and not self.lasts > 0:
@@ -177,6 +185,12 @@ class Coordinator:
         clients = len(self.sizes)
         self.asks = self.pacing.asked(self.seed, self.round, clients)
         self.needs = self.pacing.needed(self.seed, self.round, clients)
+        self.minimum = max(self.pacing.minimum, self.fewest)
+        # A round for which nobody was drawn is one of nobody.
+        if self.needs:
+            self.needs = max(self.needs, self.fewest)
+        if self.synchronous:
+            self.asks = max(self.asks, self.needs)
 
     @property
     def round(self) -> int:
@@ -214,6 +228,11 @@ class Coordinator:
         self._probes = 0
         if self.synchronous:  # those who were not there before come in the round's order again
             self._position = 0
+
+    def keep_to(self, fewest: int) -> None:
+        """From now on no model is made of updates of fewer clients; also of those that wait."""
+        self.fewest = self.updates.fewest = fewest
+        self._count()
 
     def _resize(self, client: int, examples: int) -> None:
         """A client has so many examples now."""
@@ -363,12 +382,30 @@ class Coordinator:
             self.wake = self.deadline
             self._probes = 0
         if not self.began:
+            if self._waits_for_more(now):
+                return []
             # Nobody is there: coins would be tossed for nothing. Whoever comes is told of at once.
             if self.pacing.tosses and self.present is not None and not self.present:
                 self.wake = now + RETRY
                 return []
             self._begin(now)
         return [*self._fill(now), *self._combine(now)]
+
+    def _waits_for_more(self, now: float) -> bool:
+        """Whether fewer clients are there than a round is to have; whoever comes is told of."""
+        if self.fewest == 1 or self.present is None or not self.synchronous:
+            return False
+        if len(self.present) >= self.fewest:
+            self._told_few = False
+            return False
+        if not self._told_few:
+            self._told_few = True
+            self.tell(
+                f"round {self.round + 1} does not begin: {len(self.present)} clients are there, "
+                f"and a client of the run asks for at least {self.fewest} in a new model"
+            )
+        self.wake = now + RETRY
+        return True
 
     # The new model
 
@@ -510,9 +547,20 @@ class Coordinator:
             # Clients that still work for a round that is over are busy too: they would compute two
             # at once.
             free = client not in self.busy and client not in self._answered
+            free = free and (self.fewest == 1 or self._leaves_room(client))
             if free and (self.present is None or client in self.present):
                 return client
         return None
+
+    def _leaves_room(self, client: int) -> bool:
+        """Whether, without rounds, as many clients can still be in the next model as it is to have
+        if this one is asked: one may answer several times for it."""
+        if self.synchronous:
+            return True
+        there = {one.assignment.client for one in self.open.values()}
+        if client not in there:
+            return True
+        return self.needs - len(self.open) > max(0, self.fewest - len(there))
 
     def _drawn_order(self) -> Candidates:
         turn = self.seed, self.model.number, self._attempt
@@ -596,18 +644,33 @@ class Coordinator:
         # Every open ticket has reported, so nothing more comes unless somebody else is asked.
         idle = reported == len(self.open)
         if not self.synchronous:
-            return self._take(needed) if reported >= needed else self._wait(now, idle)
+            enough = self._enough(needed)
+            return self._take(enough) if enough else self._wait(now, idle)
         over = now >= self.deadline
         # Nobody is at work any more, and there was nobody else to be asked.
         stuck = idle and (self._asked < needed or needed == 0)
         if reported >= needed:
             return self._take(needed)
-        if (over or stuck) and reported >= self.pacing.minimum:
+        if (over or stuck) and reported >= self.minimum:
             return self._take(needed)
         # The deadline has passed with fewer than the minimum: what has come is refused.
         if over:
             return self._again(now)
         return self._wait(now, idle) if stuck else []
+
+    def _enough(self, needed: int) -> int:
+        """How many of the earliest updates make a model, of enough clients; 0 for none yet."""
+        if self._reports < needed:
+            return 0
+        if self.fewest == 1:
+            return needed
+        clients: set[int] = set()
+        reported = [one.assignment for one in self.open.values() if one.reported]
+        for count, one in enumerate(reported, start=1):
+            clients.add(one.client)
+            if count >= needed and len(clients) >= self.fewest:
+                return count
+        return 0
 
     def _combine_chosen(self, now: float) -> list[Action]:
         """`Combine` once all who were asked have answered or failed, or at the deadline."""
@@ -650,7 +713,7 @@ class Coordinator:
         # With nobody at work only time can help. The bound ends a run whose clients never return.
         answered = "no client"
         if self._reports:
-            answered = f"only {self._reports} of at least {self.pacing.minimum} clients"
+            answered = f"only {self._reports} of at least {self.minimum} clients"
         self._count_attempt(
             f"{answered} answered in {{}} attempts to go on with round {self.round + 1}: "
             "look at the availability of the clients, or ask for fewer"
@@ -665,10 +728,12 @@ class Coordinator:
         """At the deadline too few have answered: another attempt, with others."""
         self._count_attempt(
             f"round {self.round + 1} ended {{}} times with fewer than "
-            f"{self.pacing.minimum} updates at its deadline: "
+            f"{self.minimum} updates at its deadline: "
             "give it more time, ask more clients, or take a smaller minimum"
         )
         refused = self._close("the round was begun again")
+        if self._waits_for_more(now):
+            return refused
         self._begin(now)
         return [*refused, *self._fill(now)]
 
@@ -753,6 +818,7 @@ class Coordinator:
             "nobody_until": self._nobody_until,
             "sizes": list(self.sizes) if self._resized else None,
             "losses": dict(sorted(self.losses.told.items())),
+            "fewest": self.fewest,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -776,6 +842,7 @@ class Coordinator:
         self._asked = state["asked"]
         self._reports = state["reports"]
         # Checkpoints of dure up to 0.1 have none of these.
+        self.fewest = self.updates.fewest = state.get("fewest", 1)
         self._chosen = list(state.get("chosen", ()))
         self._nobody_until = state.get("nobody_until", -math.inf)
         self.losses.told = dict(state.get("losses", {}))

@@ -106,6 +106,10 @@ class Pacing:
         """Updates that usually make a new model."""
         raise NotImplementedError
 
+    def most(self, clients: int) -> int:
+        """The most clients whose updates make one new model."""
+        return self.updates(clients)
+
     def models_per_epoch(self, clients: int) -> int:
         """New models in which every client has answered once, about."""
         return max(1, round(clients / self.updates(clients)))
@@ -160,6 +164,9 @@ class Rounds(Pacing):
 
     def updates(self, clients: int) -> int:
         return clients_per_round(clients, self.fraction)
+
+    def most(self, clients: int) -> int:
+        return self.selection.most(clients, self.fraction)
 
     def models_per_epoch(self, clients: int) -> int:
         return 1  # a round is shown as one, whatever its share of the clients

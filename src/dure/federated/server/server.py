@@ -249,8 +249,9 @@ class Server(Learner):
 
     def _is_spent(self) -> bool:
         """Whether too few updates may come for another model, by what clients may transfer."""
-        pacing = self.coordinator.pacing
-        return self.carrier.answers_left(pacing.synchronous) < max(pacing.minimum, 1)
+        coordinator = self.coordinator
+        left = self.carrier.answers_left(coordinator.synchronous)
+        return left < max(coordinator.minimum, 1)
 
     def _fold(self, tickets: Sequence[int]) -> None:
         """Takes the updates of these tickets, one after another."""

@@ -349,6 +349,11 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
     return roster
 
 
+def _more_than(clients: int) -> Callable[[int], str | None]:
+    """Why a run that begins once all its clients are there cannot have so many."""
+    return lambda asked: f"the run has {clients} clients" if asked > clients else None
+
+
 class _Serves:
     """What lives while a server serves, whatever it serves. clients: how many it has."""
 
@@ -434,7 +439,7 @@ class _Connected(_Serves):
         if hosted.trains is None:
             told["compare"] = lambda theirs, ours: []
         self.channels = NetworkChannels(
-            Served(**told, samples=lambda examples: 0),
+            Served(**told, samples=lambda examples: 0, why_not=_more_than(hosted.clients)),
             self.access,
             self.watching,
             self.folder,
@@ -481,7 +486,12 @@ class _Server(_Serves):
             self.shelf.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
         app = App(
-            Served(**told, samples=federation.samples, holds=federation.holds),
+            Served(
+                **told,
+                samples=federation.samples,
+                holds=federation.holds,
+                why_not=federation.why_not,
+            ),
             self.desk,
             self.shelf,
             self.journal,

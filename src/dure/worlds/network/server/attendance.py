@@ -41,7 +41,8 @@ class Served:
 
     compare: in what a client's task differs, so that it cannot take part. samples: how many a
     client with so many examples processes in a round, at the most. holds: updates stay with their
-    clients. roster: as `Welcome` has it.
+    clients. roster: as `Welcome` has it. why_not: why the run cannot keep to so many clients in
+    each new model, in words; None where it can.
     """
 
     run: str
@@ -56,6 +57,7 @@ class Served:
     samples: Callable[[int], int]
     holds: bool = False
     roster: str = ""
+    why_not: Callable[[int], str | None] = lambda asked: None
 
     def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
         """Raises RequestError for a client of another version, Refused for one of another task."""
@@ -75,8 +77,26 @@ class Served:
                 why = f"the task is another: {'; '.join(different[:5])}"
                 access.refuse(admitted.client, 409, "another task", why)
 
-    def welcome(self, client: int, differs: list[str]) -> Welcome:
-        """What a client of this number is told. differs: in what it computes differently."""
+    def check_cohort(
+        self, said: CheckIn, admitted: Admitted, access: Access, under_way: str | None = None
+    ) -> None:
+        """Raises Refused for a client that asks for more clients in a new model than the run has.
+
+        under_way: why a run that has begun would have to wait for others, in words.
+        """
+        why = self.why_not(said.smallest_cohort) or under_way
+        if why is not None:
+            reason = (
+                f"this site asks for at least {said.smallest_cohort:,} clients in each new model, "
+                f"and {why}"
+            )
+            access.refuse(admitted.client, 409, "smallest cohort", reason)
+
+    def welcome(self, client: int, differs: list[str], smallest_cohort: int = 1) -> Welcome:
+        """What a client of this number is told. differs: in what it computes differently.
+
+        smallest_cohort: of the run, from now on.
+        """
         return Welcome(
             version=requests.VERSION,
             run=self.run,
@@ -91,7 +111,15 @@ class Served:
             differs=differs,
             holds=self.holds,
             roster=self.roster,
+            smallest_cohort=smallest_cohort,
         )
+
+
+def here_of(seat: Seat, smallest_cohort: int | None = None) -> Here:
+    """What a client that was there before has said of itself. smallest_cohort: in place of its
+    own."""
+    asks = seat.smallest_cohort if smallest_cohort is None else smallest_cohort
+    return Here(seat.name, seat.examples, seat.held_out, seat.machine, asks)
 
 
 @dataclass
@@ -111,6 +139,8 @@ class Attendance:
     async def check_in(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, CheckIn)
         self.served.check(said, admitted, self.access)
+        if not said.looks:
+            self.served.check_cohort(said, admitted, self.access, self._holds_up(said, admitted))
         # After it is known to fit: whoever is refused takes nobody's place.
         if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
@@ -125,9 +155,26 @@ class Attendance:
                 # Also of a client that says more: how many it has is nowhere written down.
                 examples, held_out = 1, 0
             with Call(self.desk, seat):
-                await self._arrives(seat, Here(seat.name, examples, held_out, said.machine))
+                here = Here(seat.name, examples, held_out, said.machine, said.smallest_cohort)
+                await self._arrives(seat, here)
         differs = differences(said.machine, self.served.machine)
-        return answer(self.served.welcome(admitted.client, differs))
+        cohort = self.desk.smallest_cohort
+        if self.served.why_not(said.smallest_cohort) is None:
+            cohort = max(cohort, said.smallest_cohort)
+        return answer(self.served.welcome(admitted.client, differs, cohort))
+
+    def _holds_up(self, said: CheckIn, admitted: Admitted) -> str | None:
+        """Why the run, which is under way, would have to wait if this client were taken."""
+        desk = self.desk
+        if not desk.begun or said.smallest_cohort <= desk.smallest_cohort:
+            return None
+        others = sum(1 for one in desk.everybody() if one.here and one.number != admitted.client)
+        if said.smallest_cohort <= others + 1:
+            return None
+        return (
+            f"the run is under way with {others} others, which would have to wait: come again when "
+            f"more are there"
+        )
 
     async def _arrives(self, seat: Seat, here: Here) -> None:
         """Logs that a client is there."""
@@ -135,6 +182,7 @@ class Attendance:
         seat.examples = here.examples
         seat.held_out = here.held_out
         seat.machine = here.machine
+        seat.smallest_cohort = here.smallest_cohort
         await logged(self.journal, "check_in", seat.number, body=to_json(here))
         self.watching.arrived(seat)
 
@@ -158,7 +206,7 @@ class Attendance:
             await logged(self.journal, "back", seat.number, seat.train.ticket)
             self.watching.back(seat)
         if not seat.here:
-            await self._arrives(seat, Here(seat.name, seat.examples, seat.held_out, seat.machine))
+            await self._arrives(seat, here_of(seat))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, Watch)
@@ -171,7 +219,11 @@ class Attendance:
         return answer(watched)
 
     async def look(self) -> None:
-        """Notices who has gone."""
+        """Notices who has gone, and what those who were revoked ask for no longer."""
+        for seat in self.desk.everybody():
+            if seat.smallest_cohort > 1 and not self.access.may(seat.number):
+                await logged(self.journal, "asks", seat.number, body=to_json(here_of(seat, 1)))
+                seat.smallest_cohort = 1
         for seat in self.desk.silent(time.monotonic()):
             seat.here = False
             seat.missing = seat.train is not None

@@ -162,6 +162,8 @@ class NetworkCarrier:
         )
         self.flown: list[Flight] = []
         self._begun = False
+        self._kept_to = 1
+        """Of how many clients the coordinator makes a model, at least."""
         self._follows = False
         """Whether any event says that time has passed; for earlier versions, ticks alone do."""
         self._again: list[int] = []
@@ -204,12 +206,16 @@ class NetworkCarrier:
                     here = from_json(event.body, Here)
                 present[event.client] = here.examples
                 self.cohort.met(event.client, here)
-                self.tell(f"{len(present)} of {self.start_with} clients are there")
+                self.tell(self._who_is_there(len(present)))
+            elif event.kind == "asks":
+                with self._row(event):
+                    self.cohort.asks(event.client, from_json(event.body, Here))
             elif event.kind == "leave":
                 present.pop(event.client, None)
             begun = event.kind == "begin"
             # Where it is gone through again, the journal says itself when that was.
-            if len(present) >= self.start_with and not begun and not self.journal.behind:
+            needed = max(self.start_with, self.cohort.smallest)
+            if len(present) >= needed and not begun and not self.journal.behind:
                 self.journal.write("begin", body=FOLLOWS)
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
         # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
@@ -217,6 +223,12 @@ class NetworkCarrier:
         # What making the model took.
         give_back()
         return Join(sizes)
+
+    def _who_is_there(self, present: int) -> str:
+        asked = self.cohort.smallest
+        if asked <= self.start_with:
+            return f"{present} of {self.start_with} clients are there"
+        return f"{present} of {asked} clients are there, for so many of which one of them asks"
 
     def carry(self, coordinator: Coordinator) -> Combine:
         """Applies events until the coordinator can make a new model. Raises Interrupted."""
@@ -395,9 +407,15 @@ class NetworkCarrier:
                 self.cohort.met(event.client, here)
                 self.cohort.presence.came(event.client, event.at)
                 coordinator.arrive(event.client, here.examples)
+                self._keep_to_cohort(coordinator)
                 return coordinator.tick(self.now) if self._begun else []
+            case "asks":
+                with self._row(event):
+                    self.cohort.asks(event.client, from_json(event.body, Here))
+                self._keep_to_cohort(coordinator)
+                return []
             case "begin":
-                self._begun = True
+                self._begun = self.desk.begun = True
                 self._follows = event.body == FOLLOWS
                 return coordinator.tick(self.now)
             case "leave":
@@ -421,6 +439,12 @@ class NetworkCarrier:
             # Of a measurement that was over before this came.
             case _:
                 return []
+
+    def _keep_to_cohort(self, coordinator: Coordinator) -> None:
+        """No model is made of fewer clients than any of them asks for."""
+        if self.cohort.smallest != self._kept_to:
+            self._kept_to = self.cohort.smallest
+            coordinator.keep_to(self._kept_to)
 
     def _arrive(self, coordinator: Coordinator, event: Event) -> list[Action]:
         """An update lies here."""
@@ -558,6 +582,7 @@ class NetworkCarrier:
             tensors=sent.digest,
             bytes=sent.size,
             holds=self.federation.holds,
+            smallest_cohort=self._kept_to,
         )
         self.desk.assign(asked.client, train, asked.deadline, sent.forms)
         self.desk.newest = sent.digest
@@ -591,6 +616,7 @@ class NetworkCarrier:
             **self.events.state(),
             **self.cohort.state(),
             "begun": self._begun,
+            "kept_to": self._kept_to,
             "follows": self._follows,
             "once": self.making.state(),
             # Of a round in which the server was interrupted; else there are none.
@@ -617,7 +643,9 @@ class NetworkCarrier:
             ticket: Arrived(client, round, msgspec.convert(said, Reserve))
             for ticket, (client, round, said) in state["arrived"].items()
         }
-        self._begun = state["begun"]
+        self._begun = self.desk.begun = state["begun"]
+        # The coordinator has it in its own state.
+        self._kept_to = state.get("kept_to", 1)
         # Of a journal that an earlier version has begun, ticks say it.
         self._follows = state.get("follows", False)
         self.budget.restore(state["budget"])

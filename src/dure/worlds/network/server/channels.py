@@ -192,11 +192,15 @@ class NetworkChannels:
         said = await body_of(request, admitted, CheckIn)
         served = self.served
         served.check(said, admitted, self.access)
+        if not said.looks:
+            served.check_cohort(said, admitted, self.access)
         if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
                 self.access.check_in, admitted, said.name, said.wants
             )
-        return answer(served.welcome(admitted.client, differences(said.machine, served.machine)))
+        differs = differences(said.machine, served.machine)
+        asked = said.smallest_cohort if served.why_not(said.smallest_cohort) is None else 1
+        return answer(served.welcome(admitted.client, differs, asked))
 
     async def _opened(self, socket: WebSocket) -> None:
         """A client's channel, from the first request to its end."""

@@ -25,6 +25,7 @@ class Here(Said, frozen=True):
     examples: int
     held_out: int
     machine: Machine | None = None
+    smallest_cohort: int = 1
 
 
 class Cohort:
@@ -41,6 +42,8 @@ class Cohort:
         self.presence = Presence()
         self.measures: set[int] = set()
         self._machines: dict[int, Machine | None] = {}
+        self._asked: dict[int, int] = {}
+        """The fewest clients in a new model, as each client asks for it."""
         self._reported: dict[int, dict[str, float]] = {}
         """What clients have said of their newest training, by client."""
 
@@ -56,6 +59,18 @@ class Cohort:
         seat.examples = here.examples
         seat.held_out = here.held_out
         seat.machine = here.machine
+        self.asks(client, here)
+
+    def asks(self, client: int, here: Here) -> None:
+        """It asks for so many clients in each new model, from now on."""
+        self._desk.seat(client).smallest_cohort = here.smallest_cohort
+        self._asked[client] = here.smallest_cohort
+        self._desk.smallest_cohort = self.smallest
+
+    @property
+    def smallest(self) -> int:
+        """The fewest clients of which a new model is made: the most that any of them asks for."""
+        return max(self._asked.values(), default=1)
 
     def reports(self, client: int, said: Reserve) -> None:
         """What it says of its newest training."""
@@ -76,6 +91,7 @@ class Cohort:
             "differs": others,
             "there": self.presence.spans(now),
             "cohort": [self._who(client) for client in sorted(self._machines)],
+            **({"smallest_cohort": self.smallest} if self.smallest > 1 else {}),
             **({"reported": sorted(self._reported.items())} if self._reported else {}),
         }
 
@@ -104,6 +120,7 @@ class Cohort:
                 for client, machine in self._machines.items()
             ],
             "presence": self.presence.state(),
+            "asked": dict(self._asked),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -119,6 +136,8 @@ class Cohort:
         for client, machine in state.get("machines", ()):
             self._machines[client] = msgspec.convert(machine, Machine | None)
             self._desk.seat(client).machine = self._machines[client]
+        for client, asked in state.get("asked", {}).items():
+            self.asks(client, Here("", 0, 0, smallest_cohort=asked))
         if "presence" in state:
             self.presence.restore(state["presence"])
 

@@ -64,7 +64,8 @@ class Newest(list[int]):
 class Seat:
     """What is known of a client, and what waits for it.
 
-    calls: how many are open. seen: when the last one was, by time.monotonic. missing: it was at
+    smallest_cohort: the fewest clients in a new model, as it asks for it. calls: how many are open.
+    seen: when the last one was, by time.monotonic. missing: it was at
     work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
     answered. sending: held while some of an update is taken. heard: that the run is over. bells: of
     the calls that wait.
@@ -78,6 +79,7 @@ class Seat:
     examples: int = 0
     held_out: int = 0
     machine: Machine | None = None
+    smallest_cohort: int = 1
     here: bool = False
     calls: int = 0
     seen: float = 0.0
@@ -114,6 +116,10 @@ class Desk:
         """Why the run has ended, once it has."""
         self.paused = False
         """Whether the server goes away for a while."""
+        self.begun = False
+        """Whether the first round has begun."""
+        self.smallest_cohort = 1
+        """The fewest clients in a new model, for all clients."""
         self.open = threading.Event()
         """Set once all that was logged before a restart has been gone through."""
         self.newest: str | None = None

@@ -6,6 +6,7 @@
     back        and is there again                          failed     its own code raised
     measured    what it says of a model                     all_measured   no other is waited for
     once        what was made once, and lies in a file
+    asks        for how many clients in a new model one asks that does not come itself to say so
 
 A tick is written only where nothing else happens when time has something to do.
 
