@@ -184,7 +184,8 @@ def test_a_client_finds_itself_on_it() -> None:
 
 def listed(count: int, length: int) -> list[Listed]:
     return [
-        Listed(number, f"{number}".ljust(length, "x"), f"{number:062x}02") for number in range(count)
+        Listed(number, f"{number}".ljust(length, "x"), f"{number:062x}02")
+        for number in range(count)
     ]
 
 
