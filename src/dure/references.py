@@ -10,9 +10,11 @@ made of the file's path and contents, so that what was found once is found again
 A fresh process cannot import that module. Therefore what it defines is pickled by value
 (`cloudpickle.register_pickle_by_value`), and so is what it imports from its own folder.
 
-To follow a reference runs the user's code. Only what the user starts may do so: a run folder that
-somebody sent is data, and is shown without any of this. Where references come out of a folder, they
-are followed under `followed_as`, which asks first.
+To follow a reference runs the code that it names, so only the user's own text is followed: an
+argument in Python, a word on a command line. A run folder and a message of a server are data.
+Whatever reads data does so under `followed_as`, which asks what may be followed; `refuse` follows
+nothing. While a module is imported, the folder that the user has named is on `sys.path`, and
+nothing else: a file, such as a ZIP archive, is no folder.
 """
 
 from __future__ import annotations
@@ -131,11 +133,22 @@ def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
     return getattr(module, name)
 
 
-_ASK: ContextVar[Callable[[str], str] | None] = ContextVar("_ASK", default=None)
+Ask = Callable[[str], str]
+"""Returns the reference that is followed in place of one in data; raises if none may be."""
+
+
+def refuse(reference: str) -> str:
+    """The `Ask` of data that may name nothing but what dure brings along. Raises ValueError."""
+    raise ValueError(
+        f"{reference!r} names code, and data from elsewhere may name only what dure brings along"
+    )
+
+
+_ASK: ContextVar[Ask | None] = ContextVar("_ASK", default=None)
 
 
 @contextlib.contextmanager
-def followed_as(ask: Callable[[str], str]) -> Iterator[None]:
+def followed_as(ask: Ask) -> Iterator[None]:
     """Within the block `find` follows what `ask` makes of a reference; it raises if it must not."""
     token = _ASK.set(ask)
     try:
@@ -351,7 +364,12 @@ def _importing_from(folder: Path) -> Iterator[None]:
     """Imports also look into `folder`, as they do for a script that is run there.
 
     What is found there only because of this is pickled by value: other processes do not look there.
+
+    Raises ValueError for what is no folder: Python would import from a ZIP archive as well, and
+    any file that somebody sent may end in one.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder to import from")
     with _by_their_stems(folder):
         if str(folder) in sys.path:
             yield

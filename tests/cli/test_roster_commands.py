@@ -81,9 +81,9 @@ def test_an_owners_key_is_secret_and_is_made_once(said) -> None:
 )
 def test_mistakes_are_told_in_one_line(said, line, message) -> None:
     Key.kept_in(Path("owner.pem"))
-    Path("clients.txt").write_text(f"0 ward {'0' * 64}\n")
-    Path("gap.txt").write_text(f"1 ward {'0' * 64}\n")
-    Path("twice.txt").write_text(f"0 ward {'0' * 64}\n1 other {'0' * 64}\n")
+    Path("clients.txt").write_text(f"0 ward {'2' * 64}\n")
+    Path("gap.txt").write_text(f"1 ward {'2' * 64}\n")
+    Path("twice.txt").write_text(f"0 ward {'2' * 64}\n1 other {'2' * 64}\n")
     status, out, error = said(line)
     assert (status, out) == (2, "")
     assert message in error

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.errors import RunFolderWriteError
+from dure.errors import RunFolderError, RunFolderWriteError
 from dure.run import backup as module
 from dure.worlds.network.server.register import FILE, Register
 from small import small_task
@@ -44,12 +44,12 @@ def test_nothing_is_left_of_a_copy_for_which_there_is_no_room(
     copied = shutil.copy2
     room = 2
 
-    def full(source: Path, target: Path) -> None:
+    def full(source: Path, target: Path, **options: bool) -> None:
         nonlocal room
         room -= 1
         if room < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        copied(source, target)
+        copied(source, target, **options)
 
     monkeypatch.setattr(module.shutil, "copy2", full)
     with pytest.raises(RunFolderWriteError, match=r"cannot write .*copy: No space left"):
@@ -57,3 +57,53 @@ def test_nothing_is_left_of_a_copy_for_which_there_is_no_room(
     assert not any((tmp_path / "copy").iterdir())
     monkeypatch.undo()
     dure.backup(run, tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "model.safetensors",
+        "notes.txt",
+        "journal.db",
+        FILE,
+        "checkpoint",
+        "checkpoint/00000001/state.json",
+        "updates",
+        "once/folder",
+    ],
+)
+def test_a_link_out_of_the_folder_is_not_followed(run: Path, tmp_path: Path, place: str) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "inner").write_text("nobody else's business")
+    link = run / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    link.symlink_to(secret if "." not in place else secret / "inner")
+    with pytest.raises(RunFolderError, match=f"{link.name} is a link or no file"):
+        dure.backup(run, tmp_path / "copy")
+    assert not any((tmp_path / "copy").iterdir())
+
+
+def test_a_pipe_in_the_folder_is_not_waited_for(run: Path, tmp_path: Path) -> None:
+    os.mkfifo(run / "pipe.json")
+    with pytest.raises(RunFolderError, match=r"pipe\.json is a link or no file"):
+        dure.backup(run, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("place", ["copy", "checkpoint/copy", "new/copy", "."])
+def test_a_folder_is_not_copied_into_itself(run: Path, place: str) -> None:
+    there = sorted(run.rglob("*"))
+    with pytest.raises(RunFolderError, match=r"lies in|is not empty"):
+        dure.backup(run, run / place)
+    assert sorted(run.rglob("*")) == there
+
+
+def test_a_folder_that_is_named_by_a_link_is_copied(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(run)
+    copy = dure.backup(tmp_path / "latest", tmp_path / "copy")
+    assert (copy / "config.json").read_bytes() == (run / "config.json").read_bytes()
+    with pytest.raises(RunFolderError, match="lies in"):
+        dure.backup(tmp_path / "latest", run / "copy")

@@ -184,7 +184,8 @@ def test_a_client_finds_itself_on_it() -> None:
 
 def listed(count: int, length: int) -> list[Listed]:
     return [
-        Listed(number, f"{number}".ljust(length, "x"), f"{number:064x}") for number in range(count)
+        Listed(number, f"{number}".ljust(length, "x"), f"{number:062x}02")
+        for number in range(count)
     ]
 
 
@@ -232,7 +233,7 @@ def test_a_list_has_a_client_a_line(tmp_path: Path) -> None:
         ("0 ward 0000", "a line is NUMBER NAME PUBLICKEY"),
         ("0 ward " + "0" * 32, "is a fingerprint: give the whole public key"),
         ("0 a\x1b[2J " + "0" * 64, "a line is NUMBER NAME PUBLICKEY"),
-        (f"0 a {'0' * 64}\n0 b {'1' * 64}", "client 0 is there twice"),
+        (f"0 a {'2' * 64}\n0 b {'3' * 64}", "client 0 is there twice"),
     ],
 )
 def test_a_line_of_another_form_is_named(tmp_path: Path, line: str, said: str) -> None:

@@ -192,8 +192,8 @@ def test_a_box_key_that_gives_no_secret_is_refused() -> None:
     box = BoxKey.make()
     box.public = "00" * 32
     to = box.member(IDENTITIES[1], 1, "ward 1", RUN)
-    assert to.is_true(RUN)
-    with pytest.raises(ValueError, match="nothing is secret with it"):
+    assert not to.is_true(RUN)
+    with pytest.raises(ValueError, match="has not signed the box key"):
         seal(b"head", to=to, identity=IDENTITIES[0], about=ABOUT)
 
 

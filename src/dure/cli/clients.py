@@ -92,7 +92,7 @@ def _invite(register: Register, names: list[str], how: InviteOptions) -> None:
     for _ in range(how.count):
         print(register.invite(how.name, how.number, how.days * DAY))
     print(
-        f"each is good once, for {how.days:g} days, and is not shown again: dure join --token",
+        f"each is good once, for {how.days:g} days, and is not shown again: dure join --token-file",
         file=sys.stderr,
     )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from dure.cli.flags import (
     Limits,
@@ -29,6 +30,7 @@ from dure.cli.flags import (
     value_of,
 )
 from dure.cli.running import Hears, check_names, file_name, resumed, run_folder, show_run
+from dure.wire.loopback import is_loopback
 
 if TYPE_CHECKING:
     from dure.contracts.task import Task
@@ -58,11 +60,14 @@ class JoinOptions:
     Args:
         check: try network, certificate, disk and one batch, say what would be sent, and end.
         approve: agree to take part in the run that the server serves, where policy.toml asks.
+        token_file: a file with the token of an invitation, or - for standard input; other users of
+            this machine can read what stands after --token.
         json: print what happens as JSON lines on standard output.
     """
 
     check: bool = False
     approve: bool = False
+    token_file: Path | None = None
     json: bool = False
 
 
@@ -178,12 +183,17 @@ class Invites:
         if "serving" not in event or self._quiet:
             return
         url = event["serving"].replace("//0.0.0.0:", f"//{os.uname().nodename}:")
-        tls = " --authority authority.pem" if url.startswith("https:") else ""
-        token = " --token TOKEN" if self._invited else ""
+        tls = " --authority authority.pem" if url.startswith("https:") else _without_tls(url)
+        token = " --token-file FILE" if self._invited else ""
         if self._invited:
             print(f"  invite a client: dure clients invite {self._folder}", file=sys.stderr)
         command = f"dure join {url} {self._task} --state DIR{tls}{token}"
         print(f"  a client joins:  {command}", file=sys.stderr, flush=True)
+
+
+def _without_tls(url: str) -> str:
+    """The flag with which a client takes part without TLS over a network; empty on loopback."""
+    return "" if is_loopback(urlsplit(url).hostname or "") else " --insecure"
 
 
 @contextlib.contextmanager
@@ -224,7 +234,7 @@ class Local:
         state = self._folder / "clients" / f"{client}"
         state.mkdir(parents=True, exist_ok=True)
         command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
-        command += ["--state", str(state)]
+        command += ["--state", str(state), *_without_tls(url).split()]
         with open(state / "output.txt", "ab") as output:
             # A group of its own: Ctrl-C goes to the server, and it ends its clients.
             return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
@@ -257,6 +267,7 @@ def join(given: list[str]) -> int:
         raise ValueError(f"{url} is no address of a server: https://HOST:PORT")
     check_names(reference, [])
     from dure.cli.joining import Joining
+    from dure.cli.tokens import token_of
     from dure.report.words import printable
     from dure.run import join as joins
     from dure.run.site import Reach
@@ -267,6 +278,7 @@ def join(given: list[str]) -> int:
     asked = parse_flags(f"dure join URL {reference}", parts, flags, about)
     reach: Reach = asked["reach"]
     how: JoinOptions = asked["how"]
+    reach = replace(reach, token=token_of(reach.token, how.token_file))
     task: Task = load_task(reference, **given_options(asked["task"]))
     stop = threading.Event()
     with Joining(how.json) as display, _stops(stop):

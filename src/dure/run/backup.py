@@ -1,10 +1,16 @@
-"""A copy of a run folder, also while a server writes it."""
+"""A copy of a run folder, also while a server writes it.
+
+A folder is data: a link in it may lead to any file of this machine, which a copy would give away.
+So links are not followed, and one in the place of a file or a folder of the run ends the copy.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sqlite3
+import stat
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -25,7 +31,8 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """Copies the run in `folder`, which may be served meanwhile, to a new folder.
 
     The copy can be resumed as the run itself could have been at this moment. Raises RunFolderError
-    if there is no run, or `to` is not empty, and RunFolderWriteError if it cannot be written: then
+    if there is no run, `to` is not empty or lies in the run's folder, or the folder has a link in
+    the place of a file, and RunFolderWriteError if it cannot be written: then
     nothing is left in it, which could be taken for a whole one.
     """
     source = Path(folder)
@@ -33,6 +40,8 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     RunFolder.open(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise RunFolderError(f"{target} lies in {source}, which is copied: choose another folder")
     with told(target):
         target.mkdir(parents=True, exist_ok=True)
     try:
@@ -60,20 +69,20 @@ def _copy(source: Path, target: Path) -> None:
     """The checkpoint first: the journal may go further than it, and never less far."""
     _copy_tree(source / "checkpoint", target / "checkpoint")
     for name in _DATABASES:
-        if (source / name).exists():
+        if os.path.lexists(source / name):
             _copy_database(source / name, target / name)
     for folder in ("updates", "once"):
         _copy_tree(source / folder, target / folder)
     for file in source.iterdir():
         if file.name.startswith(_DATABASES) or file.name in _LEFT:
             continue
-        if file.is_file() and not file.name.startswith("."):
-            with suppress(FileNotFoundError):
-                shutil.copy2(file, target / file.name)
+        if not file.is_dir() and not file.name.startswith("."):
+            _copy_file(file, target / file.name)
 
 
 def _copy_database(source: Path, target: Path) -> None:
     """Raises RunFolderError for one that cannot be read."""
+    _check_own(source)
     # Names of clients are nobody else's business in the copy either, from its first byte on.
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, source.stat().st_mode & 0o777))
     try:
@@ -86,15 +95,35 @@ def _copy_database(source: Path, target: Path) -> None:
 
 def _copy_tree(source: Path, target: Path) -> None:
     """Files that are there as a whole: half of one, and of what is just deleted, is left out."""
-    if not source.is_dir():
+    if not os.path.lexists(source):
         return
-    for directory, _, names in os.walk(source):
+    _check_own(source, stat.S_ISDIR)
+    for directory, folders, names in os.walk(source):
+        for name in folders:
+            with suppress(FileNotFoundError):
+                _check_own(Path(directory, name), stat.S_ISDIR)
         place = target / Path(directory).relative_to(source)
         place.mkdir(parents=True, exist_ok=True)
         for name in names:
             if not name.startswith(".") and not name.endswith((".part", ".parts")):
-                with suppress(FileNotFoundError):
-                    shutil.copy2(Path(directory, name), place / name)
+                _copy_file(Path(directory, name), place / name)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copies a file, unless it was deleted meanwhile. Raises RunFolderError for a link."""
+    with suppress(FileNotFoundError):
+        _check_own(source)
+        # One that has become a link since is copied as a link.
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _check_own(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
+    """Raises RunFolderError for a link, a pipe or a device, FileNotFoundError for nothing."""
+    if not is_kind(path.lstat().st_mode):
+        raise RunFolderError(
+            f"{path} is a link or no file: a backup copies what lies in the run's folder, and "
+            f"follows no links; put the file itself there, or remove it"
+        )
 
 
 def _newest(folder: Path) -> list[str]:

@@ -36,8 +36,8 @@ class Client:
     """One client of the federation at `url`: iterating over it gives what there is to train.
 
     examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
-    certificate, approve, give_up, owner: as in `dure.join`. What policy.toml in `state` says holds
-    here too, but for how long the loop trains, which is its own business.
+    certificate, approve, give_up, owner, insecure: as in `dure.join`. What policy.toml in `state`
+    says holds here too, but for how long the loop trains, which is its own business.
 
     Raises dure.errors.DureError for a server that does not take this client, or a run that the
     site does not take part in: one that asks clients to mask, clip or noise what they send too,
@@ -58,6 +58,7 @@ class Client:
         approve: bool = False,
         give_up: float | None = 24.0,
         owner: str = "",
+        insecure: bool = False,
     ) -> None:
         if examples < 1:
             raise ValueError(f"examples is {examples}, but a client trains on at least one")
@@ -68,7 +69,9 @@ class Client:
         self._stop = threading.Event()
         self._ending = ExitStack()
         files = path_of(authority), path_of(certificate)
-        reach = Reach(name, path_of(state), part, token, *files, give_up, owner=owner)
+        reach = Reach(
+            name, path_of(state), part, token, *files, give_up, owner=owner, insecure=insecure
+        )
         self._name = name
         try:
             self._site = self._ending.enter_context(opened(url, reach, self._stop))

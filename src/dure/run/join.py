@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,22 +51,35 @@ def join(
     give_up: float | None = 24.0,
     identities: str | Path | None = None,
     owner: str = "",
+    insecure: bool = False,
+    rules: Sequence[str] = (),
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
     """Takes part in the federation that the server at `url` serves, until its run is over.
 
     task: what is learned, with this site's own examples. name, state, part, token, authority,
-    certificate, give_up, identities, owner: as `dure.run.site.Reach` says. approve: agrees to the
-    run that is served, where policy.toml asks. stop: ends it when it is set. on_progress: hears of
-    what happens, such as ("training", {"round": 3}).
+    certificate, give_up, identities, owner, insecure, rules: as `dure.run.site.Reach` says.
+    approve: agrees to the run that is served, where policy.toml asks. stop: ends it when it is set.
+    on_progress: hears of what happens, such as ("training", {"round": 3}).
 
     Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
     client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
-    task that cannot be trained.
+    task that cannot be trained, or a URL without TLS.
     """
     files = path_of(authority), path_of(certificate)
-    reach = Reach(name, path_of(state), part, token, *files, give_up, path_of(identities), owner)
+    reach = Reach(
+        name,
+        path_of(state),
+        part,
+        token,
+        *files,
+        give_up,
+        path_of(identities),
+        owner,
+        insecure,
+        tuple(rules),
+    )
     # First of all: a task that will not do spends no token.
     training = Training(task, name, part)
     with opened(
@@ -78,6 +91,7 @@ def join(
     ) as site:
         session, kept, policy = site.session, site.kept, site.policy
         training.share_errors = policy.share_errors
+        training.ask = site.given(task)
         policy.hold()
         # First a look: whoever declines takes nobody's place.
         site.agree(site.look(training.look()), approve)
@@ -89,7 +103,7 @@ def join(
         training.refuses = lambda reason: on_progress("left", {"why": reason})
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
-        strategy = decode_strategy(welcome.strategy)
+        strategy = decode_strategy(welcome.strategy, training.ask)
         # Batches are drawn here, and not at the server.
         check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split | VerticalSplit):
@@ -132,16 +146,17 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event(), audits=False) as site:
         kept = site.kept
+        training.ask = site.given(task)
         welcome = site.look(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"
         who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
         yield f"identity: {who}, of {welcome.clients}"
+        strategy = decode_strategy(welcome.strategy, training.ask)
         reasons = site.reasons(welcome) or site.not_kept(welcome)
         yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
         if not reasons and (trust := site.trust(welcome)):
             yield f"trust: {trust}"
-        strategy = decode_strategy(welcome.strategy)
         check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split):
             yield from check_part(task, strategy, welcome, reach.part)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from dure.contracts.learning import Part, asked_of, check_unfrozen
+from dure.contracts.learning import PARTS, Part, asked_of, check_unfrozen
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.tasks.parts import parts_of
@@ -58,8 +58,8 @@ def with_learning(task: Task, asked: Mapping[str, Any]) -> Task:
     """The task as `learning_of` had it, where it was loaded anew. Raises ValueError for what is no
     setting.
     """
-    names = {field.name for field in dataclasses.fields(Task)}
-    unknown = sorted(set(asked) - names)
+    # No other field of a task: config.json is data, which must not say where weights are read from.
+    unknown = sorted(set(asked) - set(PARTS))
     if unknown:
-        raise ValueError(f"this dure knows no {unknown[0]!r} of a task")
+        raise ValueError(f"this dure knows no {unknown[0]!r} of a task's learning")
     return dataclasses.replace(task, **asked) if asked else task

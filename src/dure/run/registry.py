@@ -7,8 +7,12 @@ What is written is read again by the types of the dataclass's fields, so a run f
 what was asked.
 
 A strategy or a world of a user's own has one more entry, `from`: the reference by which its class
-is found (`dure.references`), or null where no other process could find it. To read one imports what
-it refers to. So only what the user starts does so: train, compare, resume; reports never do.
+is found (`dure.references`), or null where no other process could find it. Fields may hold
+references too, such as a partition.
+
+`parse_strategy` and `parse_world` read the user's own text, and import what it refers to.
+`decode_strategy` and `decode_world` read data, of a folder or of a server: they import nothing of
+a user's own, unless the caller says which references may be followed.
 """
 
 from __future__ import annotations
@@ -22,13 +26,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from dure import catalog, references
-from dure.arguments import check_fields
+from dure.arguments import check_fields, shown
 from dure.collectives import compression
 from dure.collectives.compression import Compression
 from dure.contracts.strategy import Strategy, World
 from dure.data import partition
 from dure.data.partition import Partition
-from dure.errors import suggestion
+from dure.errors import described, suggestion
 from dure.federated import aggregate
 from dure.federated.aggregate import Aggregator
 from dure.federated.privacy.choice import Privacy, parse_privacy
@@ -44,6 +48,7 @@ from dure.memory.recompute import Recompute, as_recompute
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
+from dure.references import Ask
 from dure.run.asked import not_an_object
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
@@ -176,16 +181,31 @@ def _plain(value: Any) -> Any:
         return _UNWRITTEN
 
 
-def decode_strategy(written: Mapping[str, Any]) -> Strategy:
-    """The inverse of `encode`. Raises ValueError for names, fields or values that do not fit."""
-    strategy: Strategy = _decode(strategy_class(_reference(written)), written)
+def decode_strategy(written: Mapping[str, Any], ask: Ask = references.refuse) -> Strategy:
+    """The inverse of `encode`, for data of any origin.
+
+    ask: says which references in the data may be followed, and as what; by default none.
+
+    Raises ValueError for names, fields or values that do not fit, and what `ask` raises.
+    """
+    strategy: Strategy = _decoded(strategy_class, written, ask)
     return strategy
 
 
-def decode_world(written: Mapping[str, Any]) -> World:
-    """The inverse of `encode`. Raises ValueError for names, fields or values that do not fit."""
-    world: World = _decode(world_class(_reference(written)), written)
+def decode_world(written: Mapping[str, Any], ask: Ask = references.refuse) -> World:
+    """The inverse of `encode`; arguments and errors as of `decode_strategy`."""
+    world: World = _decoded(world_class, written, ask)
     return world
+
+
+def _decoded(class_of: Callable[[str], type[Any]], written: Mapping[str, Any], ask: Ask) -> Any:
+    with references.followed_as(ask):
+        try:
+            return _decode(class_of(_reference(written)), written)
+        # Values of other types than a class computes with, and texts nested without end.
+        except (TypeError, OverflowError, RecursionError) as error:
+            name = shown(written.get("name"))
+            raise ValueError(f"the fields of {name} cannot be read: {described(error)}") from error
 
 
 def is_lost(written: Mapping[str, Any]) -> bool:
@@ -195,9 +215,18 @@ def is_lost(written: Mapping[str, Any]) -> bool:
 
 
 def _reference(written: Mapping[str, Any]) -> str:
+    name = written.get("name")
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a strategy or world is a text, and not {shown(name)}")
     if is_lost(written):
-        raise ValueError(f"{written['name']} was made in Python, where only its maker finds it")
-    return str(written.get("from", written["name"]))
+        raise ValueError(f"{name} was made in Python, where only its maker finds it")
+    if "from" not in written:
+        return name
+    reference = written["from"]
+    # A name of dure's own here would be another system than the one that `name` tells.
+    if not isinstance(reference, str) or not references.is_reference(reference):
+        raise ValueError(f"from is {shown(reference)}, but it is path/to/file.py:Name")
+    return reference
 
 
 def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:

@@ -50,7 +50,8 @@ def replay(
         raise RunFolderError(
             f"{path} was not recorded, so what it is made of is gone: serve with --record"
         )
-    task, strategy, _ = found_again(path, asked, Asks(path, config, []), task, strategy, None)
+    named = [strategy] if isinstance(strategy, str) else []
+    task, strategy, _ = found_again(path, asked, Asks(path, config, named), task, strategy, None)
     world = Replay(path, asked.run)
     job, _ = prepare(
         task,

@@ -18,10 +18,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from dure.contracts.task import Task
 from dure.errors import PolicyError
 from dure.federated.privacy.choice import Privacy, parse_privacy
 from dure.federated.privacy.secure_aggregation.trust import semi_honest
+from dure.references import is_reference
+from dure.run.given import Given
 from dure.wire import owners_roster
+from dure.wire.loopback import is_loopback
 from dure.wire.members import RosterError, is_said, key_said
 from dure.wire.owners_roster import OwnersRoster, Pinned
 from dure.wire.requests import CheckIn, Welcome
@@ -29,6 +33,7 @@ from dure.wire.roster import read_identities
 from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import Agreed, AgreedOrders
 from dure.worlds.network.client.audit import Audit
+from dure.worlds.network.client.connection import place_of
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import KEY, ClientState
@@ -44,7 +49,8 @@ class Reach:
             policy.toml in it says what this site allows, audit.jsonl what has left it.
         part: for demonstrations, takes the place of this simulated client: of the task's data only
             what the partition gives it.
-        token: of an invitation (dure clients invite), needed once.
+        token: of an invitation (dure clients invite), needed once; - reads it on standard input.
+            Every user of this machine can read an argument: rather use --token-file.
         authority: PEM file of who signed the server's certificate; the system's by default.
         certificate: PEM file of this client's certificate, where the server wants one.
         give_up: hours for which a server that is not reached is tried; None tries on without end.
@@ -52,6 +58,11 @@ class Reach:
             clients themselves: the head is handed to nobody else.
         owner: public key or fingerprint of the federation's owner, got from there: takes part only
             where that owner has signed a roster with this client on it (dure roster).
+        insecure: take part without TLS too where others on the network can read the token, and
+            change what is sent.
+        rules: code of your own that the run may use, as path/to/file.py:Name: a partition, an
+            aggregator or a selection. The server chooses by the file's and the class's name, and
+            can name nothing else.
     """
 
     name: str = ""
@@ -63,6 +74,8 @@ class Reach:
     give_up: float | None = 24.0
     identities: Path | None = None
     owner: str = ""
+    insecure: bool = False
+    rules: tuple[str, ...] = ()
 
     @property
     def give_up_seconds(self) -> float | None:
@@ -217,6 +230,14 @@ class Site(NamedTuple):
     def _pinned(self, welcome: Welcome) -> Pinned:
         return Pinned.of_client(self.kept.folder, welcome.run)
 
+    def given(self, task: Task | None = None) -> Given:
+        """Return what code of the site's own the server may name. task: the user's.
+
+        Raises PolicyError for references that cannot be followed.
+        """
+        systems = filter(is_reference, self.policy.systems)
+        return Given([*systems, *self.reach.rules], self.kept.folder, task)
+
     def closed(self) -> float:
         """Seconds until the site works again; 0 while it does."""
         return self.policy.seconds_until_open(datetime.now().astimezone())
@@ -239,6 +260,7 @@ def opened(
     """
     folder = reach.state
     _ = reach.give_up_seconds
+    _check_secure(url, reach.insecure)
     policy = Policy() if folder is None else Policy.beside(folder)
     owner = _owner(reach, policy)
     with ExitStack() as ending:
@@ -259,9 +281,22 @@ def opened(
             give_up=reach.give_up_seconds,
         )
         ending.callback(session.close)
+        site = Site(session, kept, policy, reach, owner, audit)
+        # Before the token is spent.
+        site.given()
         if reach.token and kept.about is None:
             session.enrol(reach.token, reach.name, reach.part)
-        yield Site(session, kept, policy, reach, owner, audit)
+        yield site
+
+
+def _check_secure(url: str, insecure: bool) -> None:
+    """Raises ValueError for a server without TLS whose traffic other machines can read."""
+    place = place_of(url)
+    if not (place.secure or insecure or is_loopback(place.host)):
+        raise ValueError(
+            f"{url} is without TLS: on the way to {place.host} others can read the token, and "
+            f"change what is sent: take https://, or say --insecure"
+        )
 
 
 def _owner(reach: Reach, policy: Policy) -> str:

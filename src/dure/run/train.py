@@ -31,7 +31,7 @@ from dure.record.history import is_spread
 from dure.record.now import failed
 from dure.record.now import forget as forget_now
 from dure.record.run import Run, RunFolder
-from dure.references import followed_as, is_reference
+from dure.references import is_reference
 from dure.run.answers import write_answers
 from dure.run.asked import check_asked, check_function
 from dure.run.begun import Asks, note
@@ -310,12 +310,12 @@ def found_again(
     if not isinstance(task, Task):
         task = task_again(folder, asked, task, ask)
     # A strategy may name rules of a user's own in any of its fields.
-    with followed_as(ask):
-        if not isinstance(strategy, Strategy):
-            written = _named(folder, "strategy", asked.strategy, strategy)
-            strategy = _again(folder, decode_strategy, written)
-        if not isinstance(world, World):
-            world = _again(folder, decode_world, _named(folder, "world", asked.world, world))
+    if not isinstance(strategy, Strategy):
+        written = _named(folder, "strategy", asked.strategy, strategy)
+        strategy = _again(folder, functools.partial(decode_strategy, ask=ask), written)
+    if not isinstance(world, World):
+        written = _named(folder, "world", asked.world, world)
+        world = _again(folder, functools.partial(decode_world, ask=ask), written)
     # A class of one's own is given again; whether it is the one meant, its name tells.
     if strategy.name != asked.strategy["name"]:
         raise RunFolderError(

@@ -35,6 +35,7 @@ from dure.protocol.messages import (
     Update,
     nbytes,
 )
+from dure.references import Ask, refuse
 from dure.run.registry import decode_strategy
 from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.buffers import Buffers
@@ -72,7 +73,8 @@ class Training:
     part: the simulated client whose examples it takes; None: all of the task's are its own. key:
     the client's identity. identities: public keys of all clients, by number, where their owner has
     signed them. policy: what the site allows. evaluations: the models that it measures, where these
-    are bounded. refuses: hears why the client takes no part in a sum.
+    are bounded. refuses: hears why the client takes no part in a sum. ask: which
+    code of the site's own the server may name; by default none.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -91,6 +93,7 @@ class Training:
     policy: Policy = field(default_factory=Policy)
     evaluations: Evaluations | None = None
     refuses: Callable[[str], None] = lambda reason: None
+    ask: Ask = refuse
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,7 +124,7 @@ class Training:
         return machine_of(ENGINE, self.threads)
 
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
-        strategy = decode_strategy(welcome.strategy)
+        strategy = decode_strategy(welcome.strategy, self.ask)
         if not isinstance(strategy, Federated):
             raise ValueError(f"{strategy.name} is no federated system")
         strategy.check_settings()

@@ -65,7 +65,10 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: Signature
 
     def is_true(self, run: str) -> bool:
-        """Whether the identity has signed that this is its box key, number and name in the run."""
+        """Whether the identity has signed that this is its box key, number and name in the run; a
+        box key with which nothing is secret is none."""
+        if not is_secret(self.box):
+            return False
         signed = _signed(run, self.number, self.name, self.box)
         return is_signed(self.identity, signed, bytes.fromhex(self.signature))
 
@@ -107,6 +110,24 @@ class BoxKey:
 
     def __repr__(self) -> str:
         return f"BoxKey({self.public})"
+
+
+_FIELD = 2**255 - 19
+_ORDER_8 = (
+    0x00B8495F16056286FDB1329CEB8D09DA6AC49FF1FAE35616AEB8413B7C7AEBE0,
+    0x57119FD0DD4E22D8868E1C58C45C44045BEF839C55B1D0B1248C50A3BC959C5F,
+)
+_SMALL = frozenset({0, 1, _FIELD - 1, *_ORDER_8})
+"""The u of the points of small order, on the curve and on its twist."""
+
+
+def is_secret(box: str) -> bool:
+    """Whether a secret can be had with this public key of X25519, written in the one spelling.
+
+    With a point of small order the secret is zero for everybody (RFC 7748, 6.1).
+    """
+    u = int.from_bytes(bytes.fromhex(box), "little")
+    return u < _FIELD and u not in _SMALL
 
 
 def _signed(run: str, number: int, name: str, box: str) -> bytes:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from dure.wire.boxes import check_name
+from dure.wire.signatures import check_public
 
 MOST_LIST = 1 << 20
 """Bytes of a list of clients that a person has written."""
@@ -62,13 +63,16 @@ def grouped(content: bytes, count: int) -> str:
 def key_said(text: str) -> str:
     """A public key or a fingerprint, as somebody wrote it, in one spelling: digits alone.
 
-    Spaces and colons do not count. Raises ValueError for anything else.
+    Spaces and colons do not count. Raises ValueError for anything else, and for a public key with
+    which anybody could sign.
     """
     plain = _plain(text)
     if _FORM.fullmatch(plain) is None:
         raise ValueError(
             f"{text[:80]!r} is no key: a public key has 64 hexadecimal digits, a fingerprint 32"
         )
+    if len(plain) == 64:
+        check_public(plain)
     return plain
 
 
@@ -139,8 +143,17 @@ def read_body(body: bytes | bytearray, kind: type[Body], most: int) -> Body:
         raise RosterError("no roster", f"what came is no roster: {said}") from error
 
 
+def check_key(whose: str, public: str) -> None:
+    """Raises RosterError for a key with which anybody could sign."""
+    try:
+        check_public(public)
+    except ValueError as error:
+        raise RosterError("weak key", f"the public key of {whose} is none: {error}") from error
+
+
 def check_apart(members: Sequence[Known], *fields: str) -> None:
-    """Raises RosterError unless the clients are in order and differ in each of the fields."""
+    """Raises RosterError unless the clients are in order, each with a key that is one, and differ
+    in each of the fields."""
     numbers = [member.number for member in members]
     if numbers != sorted(set(numbers)):
         raise RosterError("no roster", "the clients of the roster are not in order, each once")
@@ -150,6 +163,7 @@ def check_apart(members: Sequence[Known], *fields: str) -> None:
         except ValueError as error:
             reason = f"the name of client {member.number} is none: {error}"
             raise RosterError("no roster", reason) from error
+        check_key(f"client {member.number}", member.identity)
     for what in fields:
         owners: dict[str, Known] = {}
         for member in members:

@@ -49,6 +49,7 @@ from dure.wire.boxes import (
 from dure.wire.members import (
     RosterError,
     check_apart,
+    check_key,
     differences,
     fingerprint,
     is_said,
@@ -122,6 +123,7 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         RosterError.
         """
         roster = read_body(body, cls, MOST)
+        check_key("the roster's owner", roster.owner)
         text = _signed(roster.federation, roster.expires, roster.owner, roster.members)
         if not is_signed(roster.owner, text, bytes.fromhex(roster.signature)):
             raise RosterError("not signed", "the roster is not signed by its owner, or was changed")

@@ -38,6 +38,7 @@ from dure.wire.boxes import Member, PublicKey, Run, Signature, check_run
 from dure.wire.members import (
     RosterError,
     check_apart,
+    check_key,
     differences,
     fingerprint,
     grouped,
@@ -113,6 +114,7 @@ def check(roster: Roster, server_key: str) -> None:
             f"and this one is {fingerprint(server_key)}"
         )
         raise RosterError("other server", reason)
+    check_key("the server", server_key)
     signed = _signed(roster.run, roster.server, roster.members)
     if not is_signed(server_key, signed, bytes.fromhex(roster.signature)):
         raise RosterError("not signed", "the roster is not signed by its server, or was changed")

@@ -28,7 +28,12 @@ window of IPsec (RFC 4303, 3.4.3), and its memory is the same after any number o
 The same request can be written in one way only: digits are lower case, numbers have no leading
 zero. So a request with any byte changed is another request, for which there is no signature.
 
-Source: RFC 8032 for Ed25519.
+A public key is refused unless it is one of its kind (`check_public`): with a point of small order
+signatures can be made that hold for nearly every message without any private key, and a point that
+is written in two ways would be two clients.
+
+Source: RFC 8032 for Ed25519; Cremers and Jackson 2019, "Prime, Order Please!", for keys of small
+order.
 """
 
 from __future__ import annotations
@@ -131,16 +136,34 @@ class Key:
         return f"Key({self.public})"
 
 
+_FIELD = 2**255 - 19
+_ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
+_SMALL = frozenset({0, 1, _FIELD - 1, _ORDER_8, _FIELD - _ORDER_8})
+"""The y of the eight points whose order divides the curve's cofactor."""
+
+
+def check_public(text: str) -> None:
+    """Raises ValueError for what is no public key, or one that anybody could sign for.
+
+    Refused are points of small order, and y that are not below the field's prime.
+    """
+    if _FORMS[CLIENT].fullmatch(text) is None:
+        raise ValueError("a public key has 64 hexadecimal digits")
+    # Without the sign of x, for which the points of small order have either.
+    y = int.from_bytes(bytes.fromhex(text), "little") & (1 << 255) - 1
+    if y >= _FIELD or y in _SMALL:
+        raise ValueError(f"{text} is no safe public key: anybody could sign for it")
+
+
 @lru_cache(maxsize=8192)
 def _public(text: str) -> Ed25519PublicKey:
+    check_public(text)
     return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
 
 
 def is_signed(public: str, message: bytes, signature: bytes) -> bool:
-    """Whether the owner of a public key has signed the message. ValueError for a text that is no
-    key."""
-    if _FORMS[CLIENT].fullmatch(public) is None:
-        raise ValueError("a public key has 64 hexadecimal digits")
+    """Whether the owner of a public key has signed the message; ValueError for a text that is none
+    (`check_public`)."""
     try:
         _public(public).verify(signature, message)
     except InvalidSignature:
@@ -155,7 +178,11 @@ def prove(key: Key, token: str, name: str, wants: int | None) -> str:
 
 def is_proven(public: str, proof: str, token: str, name: str, wants: int | None) -> bool:
     """Whether `prove` made the proof with the key and these arguments."""
-    if _FORMS[CLIENT].fullmatch(public) is None or _FORMS[SIGNATURE].fullmatch(proof) is None:
+    if _FORMS[SIGNATURE].fullmatch(proof) is None:
+        return False
+    try:
+        check_public(public)
+    except ValueError:
         return False
     return is_signed(public, _enrolment(token, name, wants), bytes.fromhex(proof))
 
@@ -193,6 +220,10 @@ def claim_of(headers: Mapping[str, str]) -> Claim:
         if text is None or form.fullmatch(text) is None:
             raise SignatureError("not signed", f"the header {name} is not what it has to be")
     client, nonce, serial, digest, signature = (str(text) for text in texts.values())
+    try:
+        check_public(client)
+    except ValueError as error:
+        raise SignatureError("weak key", str(error)) from error
     return Claim(client, nonce, int(serial), digest, signature)
 
 

@@ -7,6 +7,7 @@ from the journal in the run folder. Where the run ends, clients are told so.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import ssl
 import tempfile
@@ -24,6 +25,7 @@ from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
 from dure.wire.layout import Federation
+from dure.wire.loopback import is_loopback
 from dure.wire.requests import Machine, Trains
 from dure.worlds.here import run_here
 from dure.worlds.launched import refuse_under_torchrun
@@ -40,9 +42,6 @@ Mode = Literal["invited", "open"]
 
 ENGINE: EngineName = "loop"
 """How clients on a network train: one client, step by step."""
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Addresses at which only this machine is reached."""
 
 RELOAD_SECONDS = 5.0
 """Seconds between two looks at the files of the certificate."""
@@ -134,7 +133,7 @@ class Network(World):
             value = getattr(self, name)
             if value is not None and value != "-":
                 object.__setattr__(self, name, str(Path(value).expanduser().resolve()))
-        unsafe = self.status_host not in LOOPBACK and self.certificate is None
+        unsafe = not is_loopback(self.status_host) and self.certificate is None
         if self.status_port is not None and unsafe and not self.insecure:
             raise ValueError(
                 f"{self.status_host} can be reached by other machines, and the token of /status "
@@ -226,7 +225,7 @@ class Network(World):
 
     def status_context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
         """The same for /status: by the same certificate, where other machines can reach it."""
-        if self.status_host in LOOPBACK or self.certificate is None:
+        if is_loopback(self.status_host) or self.certificate is None:
             return None, lambda: None
         return replace(self, client_ca=None).context()
 
@@ -243,7 +242,7 @@ class Network(World):
             client_ca = Path(self.client_ca) if self.client_ca else None
             context = server_context(certificate, key, client_ca)
             return context, _seldom(Reloading(context, certificate, key).look)
-        if not self.insecure and self.host not in LOOPBACK:
+        if not self.insecure and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
                 f"one with dure certificates, or say --insecure"
@@ -286,7 +285,12 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
-    """Looks every few seconds; warns of new certificates that will not do, and goes on."""
+    """Looks every few seconds; warns of new certificates that will not do, and goes on.
+
+    The log has a line for each new certificate, also for one that is refused.
+    """
+    from dure.worlds.network.server.watching import told
+
     next_time = time.monotonic() + RELOAD_SECONDS
 
     def moment() -> None:
@@ -295,9 +299,14 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
             return
         next_time = time.monotonic() + RELOAD_SECONDS
         try:
-            look()
+            renewed = look()
         except ValueError as error:
+            # Nobody may be looking at the terminal, and the old one expires.
+            told("certificate refused", logging.WARNING, reason=str(error))
             warn(f"the renewed certificate is not used: {error}")
+        else:
+            if renewed:
+                told("certificate renewed")
 
     return moment
 

@@ -13,7 +13,6 @@ import base64
 import errno
 import http.client
 import io
-import ipaddress
 import re
 import socket
 import ssl
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from dure.errors import DureError
+from dure.wire.loopback import is_loopback
 
 SENT_AT_ONCE = 1 << 16
 """Bytes that are handed to a socket at once.
@@ -103,7 +103,8 @@ class Proxy(NamedTuple):
 
 def proxy_for(place: Place) -> Proxy | None:
     """What the environment says. Raises ValueError for a proxy that is not spoken to over HTTP."""
-    if _here(place.host) or urllib.request.proxy_bypass(place.host):
+    # This machine, which a proxy could not reach.
+    if is_loopback(place.host) or urllib.request.proxy_bypass(place.host):
         return None
     url = urllib.request.getproxies().get("https" if place.secure else "http")
     if not url:
@@ -120,16 +121,6 @@ def proxy_for(place: Place) -> Proxy | None:
         word = base64.b64encode(f"{name}:{secret}".encode()).decode()
         headers["Proxy-Authorization"] = f"Basic {word}"
     return Proxy(said.hostname, said.port or 8080, headers)
-
-
-def _here(host: str) -> bool:
-    """Whether it is this machine, which a proxy could not reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass

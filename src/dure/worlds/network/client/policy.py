@@ -165,8 +165,10 @@ class Policy:
         reference = strategy.get("from")
         if "from" not in strategy and name in self.systems:
             return
-        # Found by a reference, which may lead to another folder here than there.
-        if isinstance(reference, str) and _place(reference) in map(_place, self.systems):
+        # Found by a reference, which may lead to another folder here than there. A name of dure's
+        # own is none, whatever systems are allowed.
+        own = {_place(one) for one in self.systems if is_reference(one)}
+        if isinstance(reference, str) and _place(reference) in own:
             return
         shown = f"{name!r} of its own" if "from" in strategy else repr(name)
         yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"

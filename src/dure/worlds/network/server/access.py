@@ -33,7 +33,15 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from dure.errors import RunFolderError
 from dure.wire.requests import Enrol, Enrolled
-from dure.wire.signatures import NONCE, Claim, Nonces, SignatureError, claim_of, is_proven
+from dure.wire.signatures import (
+    NONCE,
+    Claim,
+    Nonces,
+    SignatureError,
+    check_public,
+    claim_of,
+    is_proven,
+)
 from dure.worlds.network.server.conduct import Conducts, Limits
 from dure.worlds.network.server.register import Client, EnrolError, Register, check_same
 
@@ -157,6 +165,10 @@ class Access:
 
     def enrol(self, body: Enrol, address: str = "") -> Enrolled:
         """Enrols a client; the same key again gets the same answer. Raises Refused."""
+        try:
+            check_public(body.key)
+        except ValueError as error:
+            self._refuse_stranger(403, "weak key", str(error), address)
         if not is_proven(body.key, body.proof, body.token, body.name, body.wants):
             reason = "the enrolment is not signed with the key that it brings"
             self._refuse_stranger(403, "forged", reason, address)

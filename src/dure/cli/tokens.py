@@ -1,0 +1,57 @@
+"""Tokens that commands take: on standard input or from a file.
+
+Every user of a machine can read the arguments of its processes, so a token should not be among
+them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from pathlib import Path
+
+STANDARD_INPUT = "-"
+
+_MOST = 4096
+"""Bytes of a token and the end of its line; one of dure's has 32 digits."""
+
+
+def token_of(token: str, file: Path | None) -> str:
+    """Return the token that a command was given; empty if none was.
+
+    Args:
+        token: the argument of `--token`, a token or `-`.
+        file: the argument of `--token-file`: a file, a pipe, or `-`.
+
+    Raises:
+        ValueError: both are given, or there is no token.
+    """
+    if token and file is not None:
+        raise ValueError("the token is given twice: leave --token or --token-file out")
+    if STANDARD_INPUT in (token, str(file)):
+        return _checked(_typed(), "standard input")
+    return token if file is None else _checked(_read(file), str(file))
+
+
+def _typed() -> str:
+    # Without an echo, where a person types.
+    return getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.readline(_MOST + 1)
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_MOST + 1).decode("ascii")
+    except OSError as error:
+        raise ValueError(f"cannot read the token in {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} holds no token") from error
+
+
+def _checked(text: str, where: str) -> str:
+    # In one piece: what else is in a file is not sent to a server.
+    if len(text) > _MOST or len(text.split()) != 1:
+        raise ValueError(
+            f"{where} holds no token: it is one word, as dure clients invite prints it"
+        )
+    return text.strip()

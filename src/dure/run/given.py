@@ -1,0 +1,86 @@
+"""References that a site has given itself: the only code of its own that a server may choose.
+
+A server names code of a user's own by the place that it has on the server's disk, such as
+`/srv/fed/my_rules.py:Mine`. A client never follows that text. It looks for a reference of its own
+user with the same last part, `my_rules.py:Mine`, and follows the user's: from policy.toml, from
+`dure join --rules`, or a class in the file of the user's own task. Any other reference is refused,
+and nothing is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dure import references
+from dure.contracts.task import Task
+from dure.errors import PolicyError
+
+
+class Given:
+    """The `dure.references.Ask` of a client, for what a server sends.
+
+    Args:
+        given: references of the site's user.
+        apart: the client's own folder, into which it writes what a server sends: nothing is
+            imported from there.
+        task: the user's own task: classes that are defined in its file may be named too.
+
+    Raises PolicyError for a reference into `apart`, and for two references with the same last part.
+    """
+
+    def __init__(self, given: Iterable[str], apart: Path, task: Task | None = None) -> None:
+        self._given: dict[str, str] = {}
+        for reference in given:
+            own = _resolved(reference)
+            if _lies_in(own, apart):
+                raise PolicyError(
+                    f"{reference} lies in {apart}, into which a server's files are written: move "
+                    f"it to a folder of yours"
+                )
+            other = self._given.setdefault(last_part(own), own)
+            if other != own:
+                raise PolicyError(f"{other} and {own} have the same name: rename one of them")
+        found = None if task is None else task.reference
+        self._task = str((found or {}).get("name") or "")
+
+    def __call__(self, reference: str) -> str:
+        """Return the user's reference to follow. Raises PolicyError where there is none."""
+        own = self._given.get(last_part(reference)) or self._in_task(reference)
+        if own is None:
+            raise PolicyError(
+                f"this site does not take part: the run names code, {reference[:200]!r}, and a "
+                f"site runs only its own: if you have read that code and want it here, name your "
+                f"copy of it: --rules path/to/FILE.py:NAME"
+            )
+        return own
+
+    def _in_task(self, reference: str) -> str | None:
+        """The reference to a class that the file of the user's own task defines."""
+        place, colon, _ = self._task.rpartition(":")
+        named, _, name = last_part(reference).rpartition(":")
+        if not colon or last_part(place) != named:
+            return None
+        module = references.loaded(self._task)
+        # Not getattr: a module may import what it is asked for.
+        kind = None if module is None else vars(module).get(name)
+        is_its_own = isinstance(kind, type) and kind.__module__ == getattr(module, "__name__", "")
+        return f"{place}:{name}" if is_its_own else None
+
+
+def last_part(reference: str) -> str:
+    """What names a reference on every machine: "rules.py:Mine" of "/home/me/rules.py:Mine"."""
+    return reference.rpartition("/")[2]
+
+
+def _resolved(reference: str) -> str:
+    """The same reference, as it is followed from every folder. Raises PolicyError for none."""
+    if not references.is_reference(reference):
+        raise PolicyError(f"{reference!r} is no class of your own: it is path/to/file.py:Name")
+    place, _, name = reference.rpartition(":")
+    return f"{references.resolved(place)}:{name}"
+
+
+def _lies_in(reference: str, folder: Path) -> bool:
+    place = reference.rpartition(":")[0]
+    return references.is_file(place) and Path(place).is_relative_to(folder.resolve())
