@@ -11,12 +11,10 @@ be alone with others of its kind.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Groups
@@ -27,6 +25,7 @@ from dure.federated.privacy.secure_aggregation.clipped_contribution import (
 from dure.federated.privacy.secure_aggregation.cohort import Context, bounds
 from dure.federated.privacy.secure_aggregation.contribution import Contribution, Shape, Total
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
+from dure.federated.privacy.secure_aggregation.model_digest import digest_of as digest_of
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
 from dure.federated.privacy.secure_aggregation.server import Server
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
@@ -78,18 +77,6 @@ class Sums:
         if self.clipping is not None:
             return str(self.clipping.settings)
         return f"range {settings.range!r}, weights to {settings.most_examples}"
-
-
-def digest_of(asked: Assignment) -> str:
-    """The digest of the model that was sent: weights, buffers and extras, to the bit."""
-    digest = hashlib.sha256()
-    for tensors in (asked.weights, asked.buffers, asked.extra):
-        for tensor in tensors:
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
-        digest.update(b"|")
-    return digest.hexdigest()
 
 
 @dataclass
