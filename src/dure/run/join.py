@@ -25,6 +25,7 @@ from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
+from dure.worlds.network.client.spending import Spending
 
 CHECK_SECONDS = 10.0
 """For which a check tries a server that is not reached."""
@@ -83,6 +84,7 @@ def join(
         welcome = session.check_in(training.enter())
         training.identities = site.enter(welcome)
         training.key = session.key
+        training.spent = Spending(kept)
         training.smallest_cohort = policy.smallest_cohort
         training.refuses = lambda reason: on_progress("left", {"why": reason})
         if trust := site.trust(welcome):

@@ -97,6 +97,11 @@ class Holding:
             self._unmasked(held)
         self._held[update.ticket] = held
 
+    def sits_out(self, ticket: int) -> bool:
+        """Whether the update of this ticket will be in no sum, or is in one already."""
+        held = self._held.get(ticket)
+        return held is not None and held.update is None
+
     def let_go(self, tickets: Iterable[int]) -> None:
         """What became of these updates is known."""
         for ticket in tickets:

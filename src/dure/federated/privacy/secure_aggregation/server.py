@@ -34,7 +34,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -104,8 +106,8 @@ class Server:
     None where nobody signs. stage: that is asked for now; None after the last one. lost: who has
     not answered a stage or has answered it wrongly, and why; the vector of a client that was lost
     after its masked input is in the sum. guilty: who has not followed the protocol, provably, and
-    how. spent: who has helped to unmask a sum of this model before. asked_to_unmask: who was asked
-    to help with this one.
+    how. spent: who has helped to unmask a sum of this model before; helped: who has helped with
+    this one.
 
     Raises ValueError for a context that no sum can be made with.
     """
@@ -120,6 +122,7 @@ class Server:
         self.lost: dict[int, str] = {}
         self.guilty: dict[int, str] = {}
         self.spent: set[int] = set()
+        self.helped: set[int] = set()
         # Whom the present stage asks, and who has answered it.
         self._asked: tuple[int, ...] = context.members
         self._answered: set[int] = set()
@@ -146,6 +149,11 @@ class Server:
     def __repr__(self) -> str:
         at = "over" if self.stage is None else STAGES[self.stage]
         return f"Server({len(self._context.members)} members, {at})"
+
+    @property
+    def context(self) -> Context:
+        """All facts of the sum."""
+        return self._context
 
     @property
     def semi_honest(self) -> bool:
@@ -180,6 +188,8 @@ class Server:
         known = client in self._asked and client not in self._answered and client not in self.lost
         if not known or self.stage is None:
             return False
+        if self.stage == UNMASK:
+            self.helped.add(client)
         if self.stage == ADVERTISE and body == SPENT:
             self.spent.add(client)
             self.lost[client] = SITS_OUT
@@ -219,6 +229,56 @@ class Server:
         if self._result is None:
             self._result = (self._unmasked(), list(self._survivors))
         return self._result
+
+    # For a server that is started again
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to ask for shares, and to take the masks off, before anybody has given
+        one: a tree of tensors. Nothing in it is a secret of the clients'."""
+        assert self.stage == UNMASK
+        assert self._total is not None
+        saved = _Saved(
+            context=self._context,
+            signed=self._roster is not None,
+            lost=self.lost,
+            guilty=self.guilty,
+            spent=sorted(self.spent),
+            keys=self._keys,
+            present=self._cohort.present,
+            seed=self._seed,
+            commitments=self._commitments,
+            share_commitments=self._share_commitments,
+            unfit=self._unfit,
+            sharing=self._sharing,
+            survivors=self._survivors,
+            asked=self._asked,
+            signatures=self._signatures,
+        )
+        encoded = bytearray(msgspec.msgpack.encode(saved))
+        return {"saved": torch.frombuffer(encoded, dtype=torch.uint8), "total": self._total}
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any], roster: Mapping[int, str] | None) -> Server:
+        """The server that had this state."""
+        saved = msgspec.msgpack.decode(bytes(state["saved"].numpy()), type=_Saved)
+        server = cls(saved.context, roster if saved.signed else None)
+        server.stage = UNMASK
+        server._stages = []
+        server.lost = saved.lost
+        server.guilty = saved.guilty
+        server.spent = set(saved.spent)
+        server._keys = saved.keys
+        server._seed = saved.seed
+        server._cohort = Cohort(saved.context, saved.present, saved.seed)
+        server._commitments = saved.commitments
+        server._share_commitments.update(saved.share_commitments)
+        server._unfit = saved.unfit
+        server._sharing = saved.sharing
+        server._survivors = saved.survivors
+        server._asked = saved.asked
+        server._signatures = saved.signatures
+        server._total = state["total"].clone()
+        return server
 
     def _blame(self, client: int, reason: str) -> None:
         self.lost.setdefault(client, reason)
@@ -498,6 +558,26 @@ class Server:
                 f"another one"
             )
         return found.secret
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    """A server before "unmask", but for the sum of masked vectors; names as `Server` has them."""
+
+    context: Context
+    signed: bool
+    lost: dict[int, str]
+    guilty: dict[int, str]
+    spent: list[int]
+    keys: dict[int, Advertised]
+    present: tuple[int, ...]
+    seed: bytes
+    commitments: dict[int, bytes]
+    share_commitments: dict[int, dict[int, tuple[bytes, bytes]]]
+    unfit: dict[int, tuple[int, ...]]
+    sharing: tuple[int, ...]
+    survivors: tuple[int, ...]
+    asked: tuple[int, ...]
+    signatures: dict[int, bytes]
 
 
 def _listed(clients: Sequence[int]) -> str:
