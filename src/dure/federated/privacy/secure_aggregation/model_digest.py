@@ -95,7 +95,7 @@ def _narrow(wide: Tensor) -> Tensor:
     """The same numbers in float32, if it has all of them."""
     # Most models of float64 show it in their first numbers.
     for some in (wide[:1024], wide):
-        if not bool((some.float().double() == some).all()):
+        if not bool(((some.float().double() == some) | some.isnan()).all()):
             return wide
     return wide.float()
 
