@@ -260,8 +260,11 @@ class _Round:
         while self._running:
             self._keep()
             of = {client: server for context, server in self._running for client in context.members}
-            for answer in exchange(self._says()):
-                of[answer.client].take(answer.client, answer.body, answer.tensors)
+            # Shares that are missing in the end are asked for once more: there will be no other sum
+            # of this model with those who have given theirs.
+            for says in (self._says, self._says_again):
+                for answer in exchange(says()):
+                    of[answer.client].take(answer.client, answer.body, answer.tensors)
             self._running = [one for one in self._running if self._goes_on(*one, sums, extras)]
 
     def _says(self) -> list[Say]:
@@ -273,6 +276,15 @@ class _Round:
             wants = server.wants(stage)
             for client, body in server.ask().items():
                 said.append(Say(self._tickets[client], client, stage, body, wants))
+        return said
+
+    def _says_again(self) -> list[Say]:
+        """What is said again to those without whom sums cannot be unmasked."""
+        said = []
+        for _, server in self._running:
+            bodies = server.ask()
+            for client in server.lacks():
+                said.append(Say(self._tickets[client], client, UNMASK, bodies[client], waits=True))
         return said
 
     def _goes_on(

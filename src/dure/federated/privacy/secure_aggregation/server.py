@@ -202,6 +202,16 @@ class Server:
         self._answered.add(client)
         return True
 
+    def lacks(self) -> list[int]:
+        """Who has not given its shares, where those of others are too few to unmask the sum."""
+        if self.stage != UNMASK:
+            return []
+        try:
+            self._enough([client for client in self._asked if client in self._answered])
+        except TooFewError:
+            return [one for one in self._asked if one not in self._answered | self.lost.keys()]
+        return []
+
     def close_stage(self) -> None:
         """Goes on to the next stage with those who have answered this one.
 
