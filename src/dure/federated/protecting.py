@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
+    from dure.federated.privacy.secure_aggregation.spent_models import SpentModels
     from dure.federated.privacy.user_level.local import LocalNoise
     from dure.wire.signatures import Key
 
@@ -50,7 +51,8 @@ class Site(NamedTuple):
 
     run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
     identities: public keys of all clients, by number, where their owner has signed them.
-    smallest_cohort: the fewest clients of a sum in which it takes part.
+    smallest_cohort: the fewest clients of a sum in which it takes part. spent: models to whose sums
+    it contributes no more; None keeps them in memory.
     """
 
     run: str
@@ -58,6 +60,7 @@ class Site(NamedTuple):
     key: Key | None = None
     identities: Mapping[int, str] | None = None
     smallest_cohort: int = 1
+    spent: SpentModels | None = None
 
 
 class Protects(Protocol):
@@ -208,6 +211,7 @@ def holding(
         identity=site.key if site.identities is not None else None,
         roster=site.identities,
         minimum=site.smallest_cohort,
+        spent=site.spent,
         refuses=lambda client, reason: site.refuses(reason),
     )
 

@@ -172,6 +172,16 @@ class Clients(Protocol):
         """The inverse of `state`."""
 
 
+class Draft(Protocol):
+    """What `Carrier.once` has come to, for a server that is started again before it is made."""
+
+    def kept(self) -> dict[str, Any] | None:
+        """The tree that was kept last for what is being made; None where there is none."""
+
+    def keep(self, tree: dict[str, Any]) -> None:
+        """The tree is on the disk when this returns, until what is being made is there."""
+
+
 class Carrier(Protocol):
     """What takes messages between a server and its clients, as the server sees it.
 
@@ -221,6 +231,10 @@ class Carrier(Protocol):
         answered. It is on the disk before it is returned, and a server that goes on from an earlier
         state gets the same, and `make` is not called. what: names it.
         """
+
+    @property
+    def draft(self) -> Draft | None:
+        """Of what is being made; None where it is made again to the bit."""
 
     def settle(self, settled: Settled) -> None:
         """Tells clients what became of their updates."""

@@ -127,7 +127,8 @@ class Say(msgspec.Struct, frozen=True, tag=True):
 
     For clients whose updates lie with them, and not with the server (secure aggregation). ticket:
     of the update. stage: counts the steps of an attempt. body: the protocol's own message. wants:
-    the tensors that the answer is to have.
+    the tensors that the answer is to have. waits: also for a client that is away, as long as a step
+    may take: nobody else can answer.
     """
 
     ticket: int
@@ -135,6 +136,7 @@ class Say(msgspec.Struct, frozen=True, tag=True):
     stage: int
     body: bytes
     wants: Sequence[Form] = ()
+    waits: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

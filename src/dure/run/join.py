@@ -26,6 +26,7 @@ from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
+from dure.worlds.network.client.spending import Spending
 
 CHECK_SECONDS = 10.0
 """For which a check tries a server that is not reached."""
@@ -100,6 +101,7 @@ def join(
         training.key = session.key
         training.policy = policy
         training.evaluations = Evaluations(policy, kept, welcome.run)
+        training.spent = Spending(kept)
         training.refuses = lambda reason: on_progress("left", {"why": reason})
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})

@@ -21,6 +21,7 @@ from dure.contracts.task import Task
 from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.halves import layout, one_client
+from dure.federated.privacy.secure_aggregation.spent_models import SpentModels
 from dure.federated.protecting import Site
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
@@ -73,8 +74,8 @@ class Training:
     part: the simulated client whose examples it takes; None: all of the task's are its own. key:
     the client's identity. identities: public keys of all clients, by number, where their owner has
     signed them. policy: what the site allows. evaluations: the models that it measures, where these
-    are bounded. refuses: hears why the client takes no part in a sum. ask: which
-    code of the site's own the server may name; by default none.
+    are bounded. refuses: hears why the client takes no part in a sum. spent: models to whose sums
+    it contributes no more. ask: which code of the site's own the server may name; by default none.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -94,6 +95,7 @@ class Training:
     evaluations: Evaluations | None = None
     refuses: Callable[[str], None] = lambda reason: None
     ask: Ask = refuse
+    spent: SpentModels | None = None
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,9 +156,11 @@ class Training:
                 self.key,
                 self.identities,
                 self.policy.smallest_cohort,
+                self.spent,
             ),
         )
         self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
+        self._forms = self.layout.forms(self._shared(), list(self.model.buffers()))
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
         self.held_out = self.clients.personal.count(self.client) if measured else 0
@@ -212,10 +216,14 @@ class Training:
     def would_send(self) -> int:
         """Bytes of the tensors of an update."""
         algorithm = self.clients.algorithm
-        weights = algorithm.shared(FlatParameters(self.model).copy())
+        weights = self._shared()
         # Besides weights an algorithm sends as much as it is sent (`Algorithm.expects`).
         sent = [*weights, *self.model.buffers(), *algorithm.down()]
         return sum(one.nbytes for one in sent)
+
+    def _shared(self) -> Sequence[Tensor]:
+        """The weights that travel."""
+        return self.clients.algorithm.shared(FlatParameters(self.model).copy())
 
     def one_step(self) -> float:
         """Trains on one batch, and forgets it; how many seconds that took."""
@@ -264,10 +272,24 @@ class Training:
             seconds=seconds,
             steps=update.steps,
         )
-        return Answered(reserve, named, to_cpu(self.clients.keeps(train.ticket)))
+        memory = to_cpu(self.clients.keeps(train.ticket))
+        # What goes nowhere is not kept, and is what has been in a sum already.
+        keep = not self.clients.sits_out(train.ticket)
+        return Answered(reserve, named, memory, keep)
 
     def _assignment(self, train: Train, tensors: Mapping[str, Tensor]) -> Assignment:
-        """What came, as the message of a simulation."""
+        """What came, as the message of a simulation. Raises ValueError for another model."""
+        # Else weights of more digits than are trained would be another model by their digest, and
+        # the same one for training.
+        found = {name: form for name, form in forms_of(tensors).items() if _is_model(name)}
+        if found != self._forms:
+            differs = sorted(
+                name for name in {*found, *self._forms} if found.get(name) != self._forms.get(name)
+            )
+            raise ValueError(
+                f"the server's model is not this task's: {differs[0]!r} is missing, unknown, or of "
+                f"another dtype or shape"
+            )
         weights, buffers, extra = self.layout.apart(to_device(dict(tensors), self.device))
         return Assignment(
             ticket=train.ticket,
@@ -336,3 +358,8 @@ class Training:
     def remember(self, memory: Sequence[Tensor] | None) -> None:
         if memory is not None:
             self.clients.memories[self.client] = to_device(list(memory), self.device)
+
+
+def _is_model(name: str) -> bool:
+    """Whether a tensor is one of the model's, and not an algorithm's (`Layout.named`)."""
+    return not name.startswith("extra:")

@@ -269,6 +269,11 @@ class Simulation:
         """Made again after a resume: in a simulation that gives the same bits."""
         return make()
 
+    @property
+    def draft(self) -> None:
+        """None: as above."""
+        return None
+
     def settle(self, settled: Settled) -> None:
         self.clients.settle(settled)
 

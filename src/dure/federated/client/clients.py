@@ -300,6 +300,10 @@ class Clients:
         assert self.holding is not None
         self.holding.hold(update, asked)
 
+    def sits_out(self, ticket: int) -> bool:
+        """Whether an update that is held will be in no sum: its model is spent."""
+        return self.holding is not None and self.holding.sits_out(ticket)
+
     def answer(self, say: Say) -> Answer | None:
         """What a client answers to a step of a secure sum; None where it takes no part in it."""
         return None if self.holding is None else self.holding.answer(say)

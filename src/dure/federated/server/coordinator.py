@@ -44,10 +44,11 @@ McMahan et al. 2017.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dure.errors import TooFewClientsError
@@ -133,6 +134,10 @@ class Coordinator:
     deadline: float = math.inf
     began: bool = False
     fewest: int = 1
+    excluded: dict[int, str] = field(default_factory=dict)
+    """Clients that are asked no more, and why."""
+    sitting_out: set[int] = field(default_factory=set)
+    """Clients that are not asked until the model is another one (`sit_out`)."""
     _attempt: int = 0
     """Times that the round began again, or that nobody was found."""
     _position: int = 0
@@ -407,6 +412,22 @@ class Coordinator:
         self.wake = now + RETRY
         return True
 
+    def exclude(self, client: int, reason: str) -> None:
+        """The client is asked no more."""
+        self.excluded.setdefault(client, reason)
+
+    def sit_out(self, clients: Iterable[int]) -> None:
+        """These are not asked until the model is another one: they contribute to one sum of it."""
+        self.sitting_out.update(clients)
+
+    @property
+    def able(self) -> int:
+        """How many clients could be asked from this model."""
+        return len(self.sizes) - len(self.sitting_out.union(self.excluded))
+
+    def _is_out(self, client: int) -> bool:
+        return client in self.excluded or client in self.sitting_out
+
     # The new model
 
     @property
@@ -451,7 +472,10 @@ class Coordinator:
         Raises TooFewClientsError where all have been refused too many times in a row.
         """
         combined = self.updates.tickets
+        before = self.model.weights
         result = self.updates.finish()
+        if self.sitting_out and not all(map(torch.equal, before, self.model.weights)):
+            self.sitting_out.clear()
         for ticket in combined:
             del self.open[ticket]
         self._attempt = 0
@@ -525,7 +549,9 @@ class Coordinator:
         there = [
             client
             for client in chosen
-            if client not in self.busy and (self.present is None or client in self.present)
+            if client not in self.busy
+            and not self._is_out(client)
+            and (self.present is None or client in self.present)
         ]
         sent = self._newest() if there else None
         return [Assign(self._assign(client, sent, now)) for client in there if sent is not None]
@@ -548,6 +574,7 @@ class Coordinator:
             # at once.
             free = client not in self.busy and client not in self._answered
             free = free and (self.fewest == 1 or self._leaves_room(client))
+            free = free and not self._is_out(client)
             if free and (self.present is None or client in self.present):
                 return client
         return None
@@ -819,6 +846,8 @@ class Coordinator:
             "sizes": list(self.sizes) if self._resized else None,
             "losses": dict(sorted(self.losses.told.items())),
             "fewest": self.fewest,
+            "excluded": dict(sorted(self.excluded.items())),
+            "sitting_out": sorted(self.sitting_out),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -846,6 +875,8 @@ class Coordinator:
         self._chosen = list(state.get("chosen", ()))
         self._nobody_until = state.get("nobody_until", -math.inf)
         self.losses.told = dict(state.get("losses", {}))
+        self.excluded = dict(state.get("excluded", {}))
+        self.sitting_out = set(state.get("sitting_out", ()))
         sizes = state.get("sizes")
         if sizes is not None:
             self._share(list(sizes))

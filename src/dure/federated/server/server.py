@@ -24,7 +24,7 @@ from dure.contracts.strategy import SPENT, STOP, Learner, Progress
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.keys import said
-from dure.errors import RunFolderError, warn
+from dure.errors import RunFolderError, TooFewClientsError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
 from dure.federated.server.by_client import Said, fit
@@ -235,6 +235,8 @@ class Server(Learner):
             self.log.moved(number, before, coordinator.model.weights)
         self._freeze()
         self._follow()
+        if self.secure is not None:
+            self._check_able(self.secure.fewest)
         if self._is_spent():
             wish |= STOP | SPENT
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
@@ -280,8 +282,9 @@ class Server(Learner):
         self.carrier.hold(coordinator, tickets)
         sums = self.carrier.once(
             f"sum {coordinator.model.number}",
-            lambda: secure.sums_of(asked, extras, self.carrier.exchange),
+            lambda: secure.sums_of(asked, extras, self.carrier.exchange, self.carrier.draft),
         )
+        self._leave_out(sums)
         means = list(secure.means(sums, asked, extras))
         for summed in means:
             coordinator.fold_sum(summed)
@@ -291,6 +294,39 @@ class Server(Learner):
             self.examples = max(1, round(typical * len(coordinator.sizes)))
         for ticket, reason in sums["lost"].items():
             coordinator.lost(ticket, reason)
+
+    def _leave_out(self, sums: Mapping[str, Any]) -> None:
+        """Who is not asked any more, or not until the model is another one.
+
+        Recorded runs of dure up to 0.1 do not say it.
+        """
+        coordinator = self.coordinator
+        for client, reason in sums.get("guilty", {}).items():
+            if client not in coordinator.excluded:
+                coordinator.exclude(client, reason)
+                warn(
+                    f"round {coordinator.round + 1}: {self.who(client)} is not asked any more, "
+                    f"since it has not followed secure aggregation: {reason} (summary.json names "
+                    f"all, under excluded)"
+                )
+        coordinator.sit_out(sums.get("helped", ()))
+
+    def _check_able(self, fewest: int) -> None:
+        """Raises TooFewClientsError where no secure sum can be made from this model any more."""
+        coordinator = self.coordinator
+        able = coordinator.able
+        if able >= fewest or not (coordinator.sitting_out or coordinator.excluded):
+            return
+        out = len(coordinator.sitting_out.difference(coordinator.excluded))
+        excluded = len(coordinator.excluded)
+        why = next(iter(coordinator.excluded.values()), "")
+        raise TooFewClientsError(
+            f"round {coordinator.round}: {able} of {len(coordinator.sizes)} clients are left for a "
+            f"sum of at least {fewest}: {out} have helped to unmask a sum of this model, which has "
+            f"not changed since, and contribute to no other, and {excluded} are excluded"
+            f"{f' ({why})' if why else ''}: begin a run from other weights or with another seed, "
+            f"and leave out who spoils sums"
+        )
 
     def _tell(self, number: int, result: Result) -> None:
         """Warns of the first client of the run that is refused, the first round in vain, and the
@@ -566,6 +602,7 @@ class Server(Learner):
     def facts(self) -> dict[str, Any]:
         """Who took part when, and how it went."""
         private = {} if self.private is None else self.private.facts()
+        excluded = sorted(self.coordinator.excluded.items())
         if self.told_of_examples is not None:
             promised = self.told_of_examples.facts()["promises"]
             private["promises"] = [*private.get("promises", ()), *promised]
@@ -576,6 +613,7 @@ class Server(Learner):
             **self.said.facts(),
             **private,
             **self._bits(),
+            **({"excluded": excluded} if excluded else {}),
             "exposure": [list(one) for one in self.exposure],
         }
 

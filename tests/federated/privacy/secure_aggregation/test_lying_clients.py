@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from secure_sums import (
     LENGTH,
     client,
@@ -34,6 +37,7 @@ from dure.federated.privacy.secure_aggregation.cohort import (
 from dure.federated.privacy.secure_aggregation.messages import (
     Advertised,
     Confirmed,
+    Masked,
     Sealed,
     Share,
     Shared,
@@ -48,16 +52,22 @@ Change = Callable[[Any], Any]
 
 
 def with_lies(
-    of: Context, lies: dict[tuple[int, int], Change], *, signed: bool = False, lost: Any = None
+    of: Context,
+    lies: dict[tuple[int, int], Change],
+    *,
+    signed: bool = False,
+    lost: Any = None,
+    machine: Server | None = None,
 ) -> Server:
     """A server after all stages. lies: by (client, stage), what its answer becomes."""
     kinds = {
         ADVERTISE: Advertised,
         SHARE: Shared,
+        MASK: Masked,
         CONFIRM: Confirmed,
         UNMASK: Unmasked,
     }
-    machine = server(of, signed=signed)
+    machine = machine or server(of, signed=signed)
     members = clients(of, signed=signed)
     while machine.stage is not None:
         for number, body in machine.ask().items():
@@ -77,7 +87,7 @@ def sum_without(machine: Server, of: Context, *, liar: int, there: bool) -> str:
     summed, who = machine.result()
     assert who == [one for one in of.members if there or one != liar]
     assert torch.equal(summed, total(who))
-    assert list(machine.lost) == [liar]
+    assert list(machine.lost) == list(machine.guilty) == [liar]
     return machine.lost[liar]
 
 
@@ -175,6 +185,19 @@ def spoilt(holders: int) -> Change:
     return change
 
 
+def otherwise_committed(holders: int) -> Change:
+    """Shares of which so many are not those that were committed to."""
+
+    def change(message: Shared) -> Shared:
+        boxes = [
+            msgspec.structs.replace(one, seed=bytes(32)) if at < holders else one
+            for at, one in enumerate(message.shares)
+        ]
+        return Shared(message.commitment, tuple(boxes))
+
+    return change
+
+
 def test_some_shares_that_do_not_open_are_made_up_for_by_others() -> None:
     of = context(8, threshold=6)
     for lost in ({}, {MASK: [13]}):
@@ -184,12 +207,62 @@ def test_some_shares_that_do_not_open_are_made_up_for_by_others() -> None:
         assert who == [one for one in of.members if one != 13 or not lost]
 
 
-def test_too_many_shares_that_do_not_open_end_the_sum_and_their_client_is_named() -> None:
+@pytest.mark.parametrize("lost", [{}, {MASK: [13]}])
+@pytest.mark.parametrize("lie", [spoilt, otherwise_committed])
+def test_too_many_shares_that_do_not_fit_end_the_sum_before_anybody_unmasks(
+    lie: Callable[[int], Change], lost: Any
+) -> None:
     of = context(6)
-    for lost in ({}, {MASK: [13]}):
-        machine = with_lies(of, {(13, SHARE): spoilt(3)}, lost=lost)
-        with pytest.raises(TooFewError, match="have a share of client 13's secret, and 5 have to"):
-            machine.result()
+    machine = server(of)
+    with pytest.raises(TooFewError, match="have a share of client 13's secret, and 5 have to"):
+        with_lies(of, {(13, SHARE): lie(3)}, lost=lost, machine=machine)
+    assert machine.stage == MASK
+    assert list(machine.guilty) == [13]
+    assert "do not open or fit its commitments, say 3 of the 6" in machine.guilty[13]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(4, 9),
+    st.sets(st.integers(0, 8)),
+    st.integers(0, 8),
+    st.sampled_from([MASK, UNMASK, 9]),
+)
+def test_nobody_honest_is_blamed_by_fewer_than_a_third_who_lie(
+    n: int, lying: set[int], about: int, lies_at: int
+) -> None:
+    of = context(n)
+    honest = of.members[about % n]
+    liars = [one for one in of.members if one - 10 in {3 * at for at in lying} and one != honest]
+    liars = liars[: (n - 1) // 3]
+
+    def complains(message: Masked) -> Masked:
+        return Masked((honest,))
+
+    def withholds(message: Unmasked) -> Unmasked:
+        return Unmasked(tuple(one for one in message.survivors if one.client != honest), ())
+
+    lies: dict[tuple[int, int], Change] = {}
+    for one in liars:
+        if lies_at in (MASK, 9):
+            lies[one, MASK] = complains
+        if lies_at in (UNMASK, 9):
+            lies[one, UNMASK] = withholds
+    machine = server(of)
+    with suppress(TooFewError):
+        with_lies(of, lies, machine=machine)
+        machine.result()
+    assert set(machine.guilty) <= set(liars)
+
+
+def test_two_who_lie_about_a_third_are_not_told_from_honest_ones() -> None:
+    # Shares do not open for two of the three holders, says each of them: more than a third.
+    of = context(3)
+    lies: dict[tuple[int, int], Change] = {(one, MASK): lambda _: Masked((10,)) for one in (13, 16)}
+    machine = server(of)
+    with pytest.raises(TooFewError):
+        with_lies(of, lies, machine=machine)
+    assert set(machine.guilty) == {10}
 
 
 @pytest.mark.parametrize("lost", [{}, {MASK: [13]}])
@@ -219,6 +292,7 @@ def test_shares_of_another_secret_than_was_advertised_end_the_sum(
     machine.close_stage()
     with pytest.raises(TooFewError, match="the shares of client 13's secret make none that fits"):
         run_all(machine, members, lost)
+    assert list(machine.guilty) == [13]
 
 
 def _sent(one: Client, stage: int, body: bytes) -> tuple[bytes, list[Tensor]]:
@@ -231,6 +305,7 @@ def test_a_commitment_to_another_mask_ends_the_sum() -> None:
     machine = with_lies(of, {(13, SHARE): other(commitment=bytes(32))})
     with pytest.raises(TooFewError, match="the shares of client 13's secret make none that fits"):
         machine.result()
+    assert list(machine.guilty) == [13]
 
 
 # Shares that are given in the end
@@ -262,15 +337,30 @@ def test_wrong_shares_are_found_and_whoever_gave_them(
     assert torch.equal(summed, total(who))
     assert who == [one for one in of.members if one not in lost.get(MASK, ())]
     assert set(machine.lost) == {liar, *lost.get(MASK, ())}
-    assert "is wrong, or client" in machine.lost[liar] or "no Unmasked" in machine.lost[liar]
+    assert "is not the one that client" in machine.guilty[liar] or len(piece) != 36
+    assert set(machine.guilty) == {liar}
 
 
-def test_too_many_wrong_shares_end_the_sum() -> None:
+def test_too_many_wrong_shares_end_the_sum_and_whoever_gave_them_is_to_blame() -> None:
     of = context(8, threshold=6)
     lies = {(liar, UNMASK): wrong_pieces(SMALL) for liar in (10, 16, 22)}
-    machine = with_lies(of, lies)
-    with pytest.raises(TooFewError, match="make none that fits"):
-        machine.result()
+    machine = server(of)
+    with pytest.raises(TooFewError, match='5 of 8 clients have answered at "unmask", and 6'):
+        with_lies(of, lies, machine=machine)
+    assert set(machine.guilty) == {10, 16, 22}
+
+
+def test_a_wrong_share_of_the_own_secret_spoils_nothing_and_its_giver_is_to_blame() -> None:
+    of = context(8, threshold=6)
+
+    def own(message: Unmasked) -> Unmasked:
+        given = [Share(one.client, SMALL) if one.client == 10 else one for one in message.survivors]
+        return Unmasked(tuple(given), message.lost)
+
+    machine = with_lies(of, {(10, UNMASK): own})
+    summed, who = machine.result()
+    assert torch.equal(summed, total(who))
+    assert list(machine.guilty) == [10]
 
 
 def swapped(message: Unmasked) -> Unmasked:

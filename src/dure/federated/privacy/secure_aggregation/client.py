@@ -52,6 +52,7 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     mask_sign,
     own_mask,
     pair,
+    share_commitment,
     stages,
     survivors_text,
 )
@@ -107,6 +108,13 @@ class _Pieces:
 
     private: bytes
     seed: bytes
+
+    def commitments(self, digest: bytes, owner: int, holder: int) -> tuple[bytes, bytes]:
+        """To the two shares."""
+        return (
+            share_commitment("private", digest, owner, holder, self.private),
+            share_commitment("seed", digest, owner, holder, self.seed),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,7 +218,8 @@ class Client:
         if stage == SHARE:
             return _alone(self._share(from_body(body, Keys)))
         if stage == MASK:
-            return to_body(Masked()), self._mask(from_body(body, Shares))
+            vector, unfit = self._mask(from_body(body, Shares))
+            return to_body(Masked(unfit)), vector
         if stage == CONFIRM:
             return _alone(self._confirm(from_body(body, Survivors)))
         return _alone(self._unmask(from_body(body, Unmask)))
@@ -274,8 +283,7 @@ class Client:
         del self._own
         self._shared = _Shared(cohort, channels, masks, seed, pieces[self._number].seed)
         boxes = tuple(
-            Sealed(other, self._sealed(channel, other, pieces[other]))
-            for other, channel in channels.items()
+            self._sealed(channel, other, pieces[other]) for other, channel in channels.items()
         )
         return Shared(commitment(self._digest, self._number, seed), boxes)
 
@@ -333,13 +341,15 @@ class Client:
         privates, seeds = shamir.split_many(secrets, holders, self._context.threshold, drawn)
         return [_Pieces(*both) for both in zip(privates, seeds, strict=True)]
 
-    def _sealed(self, channel: bytes, to: int, pieces: _Pieces) -> bytes:
+    def _sealed(self, channel: bytes, to: int, pieces: _Pieces) -> Sealed:
         about = addressed(self._digest, self._number, to)
-        return seal(channel, pieces.private + pieces.seed, about)
+        box = seal(channel, pieces.private + pieces.seed, about)
+        return Sealed(to, box, *pieces.commitments(self._digest, self._number, to))
 
     # Stage 2: masked input
 
-    def _mask(self, told: Shares) -> Tensor:
+    def _mask(self, told: Shares) -> tuple[Tensor, tuple[int, ...]]:
+        """The vector, and the neighbours whose shares do not open or fit."""
         senders = tuple(one.client for one in told.shares)
         self._check_senders(senders)
         held = self._opened(told)
@@ -352,7 +362,7 @@ class Client:
         del self._vector
         self._senders = senders
         self._held = held
-        return vector
+        return vector, tuple(one for one in senders if one not in held)
 
     def _check_senders(self, senders: tuple[int, ...]) -> None:
         cohort = self._shared.cohort
@@ -373,16 +383,19 @@ class Client:
             )
 
     def _opened(self, told: Shares) -> dict[int, _Pieces]:
-        """Of each neighbour its two shares. What does not open is left out: others may hold enough
-        of that neighbour's."""
+        """Of each neighbour its two shares. What does not open, or is not what its owner has
+        committed to, is left out: others may hold enough of that neighbour's."""
         held = {}
         for one in told.shares:
             address = addressed(self._digest, one.client, self._number)
             try:
-                pieces = open_(self._shared.channels[one.client], one.box, address)
+                opened = open_(self._shared.channels[one.client], one.box, address)
             except AgreementError:
                 continue
-            held[one.client] = _Pieces(pieces[: shamir.SHARE], pieces[shamir.SHARE :])
+            pieces = _Pieces(opened[: shamir.SHARE], opened[shamir.SHARE :])
+            fits = pieces.commitments(self._digest, one.client, self._number)
+            if (one.private, one.seed) == fits:
+                held[one.client] = pieces
         there = len(held) + 1
         if there < self._context.threshold:
             raise ProtocolError(

@@ -147,6 +147,13 @@ class ClippedContribution:
             for one in [*update.delta, *moved, *update.extra]
         ]
 
+    def check(self, total: Tensor, clients: int) -> None:
+        """Raises ValueError for a sum that no vectors of so many clients have."""
+        self._quantisation.decode_whole(total[self.values :], MOST, clients)
+        # Noise that clients have added may be of any size.
+        if self._noised is None:
+            self._quantisation.check(total[: self.values], clients)
+
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:

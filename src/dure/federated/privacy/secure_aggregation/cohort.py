@@ -255,6 +255,14 @@ def commitment(digest: bytes, client: int, seed: bytes) -> bytes:
     return _hashed("own mask", digest, _of(client), seed)
 
 
+def share_commitment(purpose: str, digest: bytes, owner: int, holder: int, share: bytes) -> bytes:
+    """By which a share is known again. It hides the share, which is as random as a key.
+
+    purpose: "private" or "seed", of which secret.
+    """
+    return _hashed(f"share of {purpose}", digest, _of(owner), _of(holder), share)
+
+
 def _of(client: int) -> bytes:
     return client.to_bytes(4, "big")
 

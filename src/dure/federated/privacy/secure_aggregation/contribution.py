@@ -138,6 +138,15 @@ class Contribution:
             raise ValueError("its counts are too large for a sum, or fall")
         return torch.cat([values, extras, how.encode_whole(numbers, MOST)])
 
+    def check(self, total: Tensor, clients: int) -> None:
+        """Raises ValueError for a sum that no vectors of so many clients have: then one of them has
+        sent something else. Most such sums show it; who it was, none does."""
+        values, rest = total[: self.shape.values], total[self.shape.values :]
+        self.quantisation.check(values, clients)
+        weight, cut, *_ = self.quantisation.decode_whole(rest, MOST, clients)
+        if not (clients <= weight <= clients * self.most and cut <= clients * self.shape.values):
+            raise ValueError(f"this is no sum of {clients} clients: its weight is not theirs")
+
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:

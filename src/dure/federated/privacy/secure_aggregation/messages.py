@@ -1,9 +1,12 @@
 """What server and clients of a secure sum say to each other: MessagePack arrays, one for a stage.
 
     stage                 server to a client                a client's answer
-    0 advertise keys      Offer: the context                Advertised: two X25519 keys, signature
-    1 share keys          Keys: of its neighbours           Shared: sealed shares, commitment
-    2 masked input        Shares: those sealed for it       Masked, and one int32 tensor
+    0 advertise keys      Offer: the context                Advertised: two X25519 keys, signature;
+                                                            or Spent, where it has helped to unmask
+                                                            a sum of this model before
+    1 share keys          Keys: of its neighbours           Shared: sealed shares, commitments
+    2 masked input        Shares: those sealed for it       Masked: whose shares do not open or fit;
+                                                            and one int32 tensor
     3 consistency check   Survivors: whose vector is there  Confirmed: signature of that list
     4 unmask              Unmask: that list, signatures     Unmasked: one share of each client
 
@@ -11,8 +14,8 @@ A request to unmask has one list. Whoever is in it has survived, and whoever sha
 in it was lost: no client can be named as both. What comes from a peer is data: every type and every
 length is checked before anything is done with it.
 
-Bytes of one client, besides the vector, all pairs of n: up some 100 n for sealed shares and 47 n
-for shares; down 84 n for keys, 100 n for sealed shares, and up to 9 n for lists; with a roster
+Bytes of one client, besides the vector, all pairs of n: up some 170 n for sealed shares and 47 n
+for shares; down 84 n for keys, 170 n for sealed shares, and up to 9 n for lists; with a roster
 142 n more down, for signatures. In SecAgg+ the n is that of neighbours, but for lists.
 """
 
@@ -47,6 +50,9 @@ Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 Piece = Annotated[bytes, msgspec.Meta(min_length=SHARE, max_length=SHARE)]
 """A share of one secret."""
 
+Commitment = Annotated[bytes, msgspec.Meta(max_length=32)]
+"""A SHA-256; empty of clients of earlier versions."""
+
 _BOX = 2 * SHARE + TAG
 Box = Annotated[bytes, msgspec.Meta(min_length=_BOX, max_length=_BOX)]
 """Two shares, sealed."""
@@ -54,6 +60,10 @@ Box = Annotated[bytes, msgspec.Meta(min_length=_BOX, max_length=_BOX)]
 
 class ProtocolError(DureError):
     """A peer of secure aggregation said what it would not, if it followed the protocol."""
+
+
+class SpentError(ProtocolError):
+    """A server offers a second sum of a model of which the client has helped to unmask one."""
 
 
 class TooFewError(TooFewClientsError):
@@ -85,6 +95,10 @@ class Advertised(Body, frozen=True):
     signature: Signature = b""
 
 
+class Spent(Body, frozen=True):
+    """The client takes no part until the model is another one."""
+
+
 class PublicKeys(Body, frozen=True):
     """What a client has advertised, as others are told."""
 
@@ -104,10 +118,16 @@ class Keys(Body, frozen=True):
 
 
 class Sealed(Body, frozen=True):
-    """Two shares, which only the receiver can read. client: to whom, and on the way on, of whom."""
+    """Two shares, which only the receiver can read. client: to whom, and on the way on, of whom.
+
+    private, seed: commitments to the two shares (`cohort.share_commitment`), by which the server
+    tells who has given a wrong one; empty of clients of earlier versions.
+    """
 
     client: Number
     box: Box
+    private: Commitment = b""
+    seed: Commitment = b""
 
 
 SealedShares = Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
@@ -127,7 +147,10 @@ class Shares(Body, frozen=True):
 
 
 class Masked(Body, frozen=True):
-    """The vector travels as a tensor."""
+    """The vector travels as a tensor. unfit: whose shares did not open, or were not those that
+    their owner has committed to."""
+
+    unfit: Members = ()
 
 
 class Survivors(Body, frozen=True):
@@ -173,6 +196,9 @@ class Unmasked(Body, frozen=True):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 _ENCODER = msgspec.msgpack.Encoder()
+
+SPENT = _ENCODER.encode(Spent())
+"""The one form of `Spent`."""
 
 
 def to_body(message: Body) -> bytes:

@@ -130,10 +130,14 @@ class Quantisation:
         total: int32, the sum of their integers. Raises ValueError for a total that so many clients
         cannot have.
         """
+        self.check(total, clients)
+        return total.to(torch.float64).mul_(self.step)
+
+    def check(self, total: Tensor, clients: int) -> None:
+        """Raises ValueError for a total that so many clients cannot have."""
         self._check(clients)
         if total.numel() and max(int(total.max()), -int(total.min())) > clients * self.levels:
             raise ValueError(f"this is no sum of {clients} clients: it is larger than theirs is")
-        return total.to(torch.float64).mul_(self.step)
 
     def encode_whole(self, numbers: Sequence[int], most: int) -> Tensor:
         """Whole numbers from 0 to `most`, as int32 of `digits(most)` each, which add up exactly.

@@ -8,7 +8,20 @@
 Clients may be lost at any stage, as long as the threshold is kept: whoever has not answered when a
 stage is closed, and whoever has answered what a client does not that follows the protocol. What is
 put together from shares is compared with what its owner has advertised or committed to, before it
-is used: a wrong share is found, and whoever gave it is named; the sum is right or there is none.
+is used: a wrong share is found; the sum is right or there is none.
+
+Who is to blame for a wrong share follows from what was said to the server, so that nobody is blamed
+on another's word:
+
+    a share in the end that does not fit its owner's commitment   whoever gave it
+    none in the end, though it was said to fit before             whoever did not give it
+    shares that fit, and a secret that does not                   their owner
+    shares that are said not to open or fit, by more than a       their owner: one of those who say
+    third of the holders, and by two or more                      so follows the protocol
+    shares that are said not to open or fit, by fewer             nobody: it cannot be told who lies
+    a sum that no vectors of so many clients make                 nobody: vectors are masked
+
+The fourth is looked at before anybody unmasks: clients contribute to one sum of a model alone.
 
 Memory: one vector and the sum. Cost, n clients, l of them lost after they shared keys, m shares
 each, d elements: n + l m keystreams of d elements, l m agreements of keys, and O(m^2) for the
@@ -21,7 +34,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,11 +60,13 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     mask_sign,
     own_mask,
     pair,
+    share_commitment,
     stages,
     survivors_text,
 )
 from dure.federated.privacy.secure_aggregation.masks import add_masks
 from dure.federated.privacy.secure_aggregation.messages import (
+    SPENT,
     Advertised,
     Body,
     Confirmed,
@@ -60,6 +77,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     ProtocolError,
     PublicKeys,
     Sealed,
+    Share,
     Shared,
     Shares,
     Signed,
@@ -74,6 +92,9 @@ from dure.federated.privacy.secure_aggregation.recovery import recover
 from dure.protocol.messages import Form
 from dure.wire.signatures import is_signed
 
+SITS_OUT = "it has helped to unmask a sum of this model, and sits out until that is another one"
+"""Why a client is in no sum."""
+
 Fits = Callable[[int, bytes], bool]
 """Whether this is the secret of a client."""
 
@@ -84,7 +105,9 @@ class Server:
     context: all its facts. roster: the clients' public keys, as `dure.wire.signatures` writes them;
     None where nobody signs. stage: that is asked for now; None after the last one. lost: who has
     not answered a stage or has answered it wrongly, and why; the vector of a client that was lost
-    after its masked input is in the sum.
+    after its masked input is in the sum. guilty: who has not followed the protocol, provably, and
+    how. spent: who has helped to unmask a sum of this model before; helped: who has helped with
+    this one.
 
     Raises ValueError for a context that no sum can be made with.
     """
@@ -97,6 +120,9 @@ class Server:
         self._stages = list(stages(context, roster is not None))
         self.stage: int | None = self._stages.pop(0)
         self.lost: dict[int, str] = {}
+        self.guilty: dict[int, str] = {}
+        self.spent: set[int] = set()
+        self.helped: set[int] = set()
         # Whom the present stage asks, and who has answered it.
         self._asked: tuple[int, ...] = context.members
         self._answered: set[int] = set()
@@ -105,8 +131,12 @@ class Server:
         self._cohort: Cohort
         self._seed: bytes
         self._commitments: dict[int, bytes] = {}
+        # Of each share, by owner, then by holder: (of the private key, of the seed).
+        self._share_commitments: dict[int, dict[int, tuple[bytes, bytes]]] = defaultdict(dict)
+        # Whose shares a holder has said not to have, by holder.
+        self._unfit: dict[int, tuple[int, ...]] = {}
         # Sealed shares: by receiver, then by sender.
-        self._boxes: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self._boxes: dict[int, dict[int, Sealed]] = defaultdict(dict)
         self._sharing: tuple[int, ...] = ()
         self._total: Tensor | None = None
         self._survivors: tuple[int, ...] = ()
@@ -119,6 +149,11 @@ class Server:
     def __repr__(self) -> str:
         at = "over" if self.stage is None else STAGES[self.stage]
         return f"Server({len(self._context.members)} members, {at})"
+
+    @property
+    def context(self) -> Context:
+        """All facts of the sum."""
+        return self._context
 
     @property
     def semi_honest(self) -> bool:
@@ -153,13 +188,29 @@ class Server:
         known = client in self._asked and client not in self._answered and client not in self.lost
         if not known or self.stage is None:
             return False
+        if self.stage == UNMASK:
+            self.helped.add(client)
+        if self.stage == ADVERTISE and body == SPENT:
+            self.spent.add(client)
+            self.lost[client] = SITS_OUT
+            return False
         try:
             self._take(client, body, tensors)
         except ProtocolError as error:
-            self.lost[client] = f"{self._at()}: {error}"
+            self._blame(client, f"{self._at()}: {error}")
             return False
         self._answered.add(client)
         return True
+
+    def lacks(self) -> list[int]:
+        """Who has not given its shares, where those of others are too few to unmask the sum."""
+        if self.stage != UNMASK:
+            return []
+        try:
+            self._enough([client for client in self._asked if client in self._answered])
+        except TooFewError:
+            return [one for one in self._asked if one not in self._answered | self.lost.keys()]
+        return []
 
     def close_stage(self) -> None:
         """Goes on to the next stage with those who have answered this one.
@@ -189,6 +240,60 @@ class Server:
             self._result = (self._unmasked(), list(self._survivors))
         return self._result
 
+    # For a server that is started again
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to ask for shares, and to take the masks off, before anybody has given
+        one: a tree of tensors. Nothing in it is a secret of the clients'."""
+        assert self.stage == UNMASK
+        assert self._total is not None
+        saved = _Saved(
+            context=self._context,
+            signed=self._roster is not None,
+            lost=self.lost,
+            guilty=self.guilty,
+            spent=sorted(self.spent),
+            keys=self._keys,
+            present=self._cohort.present,
+            seed=self._seed,
+            commitments=self._commitments,
+            share_commitments=self._share_commitments,
+            unfit=self._unfit,
+            sharing=self._sharing,
+            survivors=self._survivors,
+            asked=self._asked,
+            signatures=self._signatures,
+        )
+        encoded = bytearray(msgspec.msgpack.encode(saved))
+        return {"saved": torch.frombuffer(encoded, dtype=torch.uint8), "total": self._total}
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any], roster: Mapping[int, str] | None) -> Server:
+        """The server that had this state."""
+        saved = msgspec.msgpack.decode(bytes(state["saved"].numpy()), type=_Saved)
+        server = cls(saved.context, roster if saved.signed else None)
+        server.stage = UNMASK
+        server._stages = []
+        server.lost = saved.lost
+        server.guilty = saved.guilty
+        server.spent = set(saved.spent)
+        server._keys = saved.keys
+        server._seed = saved.seed
+        server._cohort = Cohort(saved.context, saved.present, saved.seed)
+        server._commitments = saved.commitments
+        server._share_commitments.update(saved.share_commitments)
+        server._unfit = saved.unfit
+        server._sharing = saved.sharing
+        server._survivors = saved.survivors
+        server._asked = saved.asked
+        server._signatures = saved.signatures
+        server._total = state["total"].clone()
+        return server
+
+    def _blame(self, client: int, reason: str) -> None:
+        self.lost.setdefault(client, reason)
+        self.guilty.setdefault(client, reason)
+
     def _at(self) -> str:
         return "after the last stage" if self.stage is None else f'at "{STAGES[self.stage]}"'
 
@@ -214,7 +319,7 @@ class Server:
         # Only of those who have shared in time: just they are whom everybody has masks with.
         boxes = self._boxes[client]
         there = [sender for sender in self._sharing if sender in boxes]
-        return to_body(Shares(tuple(Sealed(sender, boxes[sender]) for sender in there)))
+        return to_body(Shares(tuple(boxes[sender] for sender in there)))
 
     def _take(self, client: int, body: bytes, tensors: Sequence[Tensor]) -> None:
         if self.stage == ADVERTISE:
@@ -222,8 +327,7 @@ class Server:
         elif self.stage == SHARE:
             self._take_shares(client, from_body(body, Shared))
         elif self.stage == MASK:
-            from_body(body, Masked)
-            self._take_vector(tensors)
+            self._take_vector(client, from_body(body, Masked), tensors)
         elif self.stage == CONFIRM:
             self._take_signature(client, from_body(body, Confirmed))
         else:
@@ -253,11 +357,19 @@ class Server:
         to = tuple(one.client for one in shared.shares)
         if to != self._cohort.neighbours(client):
             raise ProtocolError("it has not shared its keys with just its neighbours")
+        said = [each for one in shared.shares for each in (one.private, one.seed)]
+        if not all(len(each) == 32 for each in said):
+            raise ProtocolError("it has not committed to its shares: its dure is an earlier one")
         self._commitments[client] = shared.commitment
+        commitments = self._share_commitments[client]
         for one in shared.shares:
-            self._boxes[one.client][client] = one.box
+            self._boxes[one.client][client] = Sealed(client, one.box, one.private, one.seed)
+            commitments[one.client] = one.private, one.seed
 
-    def _take_vector(self, tensors: Sequence[Tensor]) -> None:
+    def _take_vector(self, client: int, masked: Masked, tensors: Sequence[Tensor]) -> None:
+        senders = set(self._boxes[client]) & set(self._sharing)
+        if not is_ascending(masked.unfit) or not set(masked.unfit) <= senders:
+            raise ProtocolError("it names clients whose shares it was not given")
         if len(tensors) != 1:
             raise ProtocolError(f"it has sent {len(tensors)} tensors, and not 1")
         (vector,) = tensors
@@ -270,6 +382,7 @@ class Server:
             self._total = torch.zeros(self._context.length, dtype=torch.int32)
         # In the order in which they come: a sum modulo 2^32 is the same in every order.
         self._total += vector
+        self._unfit[client] = masked.unfit
 
     def _take_signature(self, client: int, confirmed: Confirmed) -> None:
         text = survivors_text(self._digest, self._survivors)
@@ -279,13 +392,31 @@ class Server:
 
     def _take_pieces(self, client: int, unmasked: Unmasked) -> None:
         survivors = set(self._survivors)
-        held = set(self._cohort.holders(client)) & set(self._sharing)
+        held = set(self._cohort.holders(client)) & set(self._sharing) - set(self._unfit[client])
         _check_owners(unmasked.survivors, held & survivors)
         _check_owners(unmasked.lost, held - survivors)
+        _check_all(held - {one.client for one in (*unmasked.survivors, *unmasked.lost)})
+        for one in unmasked.survivors:
+            self._check_share("seed", one, client)
+        for one in unmasked.lost:
+            self._check_share("private", one, client)
         for one in unmasked.survivors:
             self._seeds[one.client][client] = one.piece
         for one in unmasked.lost:
             self._privates[one.client][client] = one.piece
+
+    def _check_share(self, purpose: str, share: Share, holder: int) -> None:
+        """Raises ProtocolError for a share that its owner has not committed to."""
+        # Of its own secret a client commits to no share: whatever it says, it is the one to blame.
+        if share.client == holder:
+            return
+        private, seed = self._share_commitments[share.client][holder]
+        found = share_commitment(purpose, self._digest, share.client, holder, share.piece)
+        if found != (seed if purpose == "seed" else private):
+            raise ProtocolError(
+                f"its share of client {share.client}'s secret is not the one that client "
+                f"{share.client} has committed to, and that it has said to have"
+            )
 
     def _enough(self, there: Sequence[int]) -> None:
         least = self._context.least
@@ -322,6 +453,37 @@ class Server:
         elif self.stage == MASK:
             self._survivors = there
             self._boxes.clear()
+            self._check_shares_held(there)
+
+    def _check_shares_held(self, there: tuple[int, ...]) -> None:
+        """Raises TooFewError where the secret of a client could not be put together in the end.
+
+        Nobody has unmasked anything yet, and so everybody can be in another sum of this model.
+        """
+        saying: dict[int, list[int]] = defaultdict(list)
+        for holder in there:
+            for owner in self._unfit[holder]:
+                saying[owner].append(holder)
+        everybody = set(there)
+        failed = ""
+        for owner, holders in saying.items():
+            whole = self._cohort.holders(owner)
+            if len(holders) > max(1, len(whole) // 3):
+                self._blame(
+                    owner,
+                    f'at "{STAGES[SHARE]}": its shares do not open or fit its commitments, say '
+                    f"{len(holders)} of the {len(whole)} who hold them",
+                )
+            have = len(everybody.intersection(whole)) - len(holders)
+            if have < self._context.threshold:
+                failed = (
+                    f"secure aggregation of round {self._context.round}: {have} of "
+                    f"{len(whole)} have a share of client {owner}'s secret, and "
+                    f"{self._context.threshold} have to: its shares do not open or fit, say "
+                    f"clients {_listed(holders)}"
+                )
+        if failed:
+            raise TooFewError(failed)
 
     # After the last stage
 
@@ -387,28 +549,51 @@ class Server:
         return {at: shares[holder] for at, holder in enumerate(holders) if holder in shares}
 
     def _recovered(self, owner: int, shares: Mapping[int, bytes], fits: Fits) -> bytes:
-        """The secret of an owner of whom some shares are wrong, and their holders into `lost`."""
-        holders = self._cohort.holders(owner)
-        # Whoever has given a wrong share of another secret comes last.
-        order = sorted(shares, key=lambda at: holders[at] in self.lost)
+        """The secret of an owner; if some shares are not of that secret, the owner is to blame."""
         threshold = self._context.threshold
+        # Each share is one that the owner has committed to, or has given itself, which comes last.
+        holders = self._cohort.holders(owner)
+        order = sorted(shares, key=lambda at: holders[at] == owner)
         found = recover(shares, threshold, lambda secret: fits(owner, secret), order)
+        if found.secret is None or found.wrong:
+            self._blame(
+                owner,
+                f'at "{STAGES[SHARE]}": the shares that it has committed to are not those of the '
+                f"secret that it has advertised or committed to",
+            )
         if found.secret is None:
             raise TooFewError(
                 f"secure aggregation of round {self._context.round}: the shares of client "
                 f"{owner}'s secret make none that fits what it has advertised: it has shared "
-                f"another one, or too many of {len(order)} clients give wrong shares"
+                f"another one"
             )
-        for at in found.wrong:
-            self.lost.setdefault(holders[at], _wrong_share(owner))
         return found.secret
 
 
-def _wrong_share(owner: int) -> str:
-    return (
-        f'at "{STAGES[UNMASK]}": its share of client {owner}\'s secret is wrong, or client {owner} '
-        f"has given it a wrong one"
-    )
+class _Saved(msgspec.Struct, frozen=True):
+    """A server before "unmask", but for the sum of masked vectors; names as `Server` has them."""
+
+    context: Context
+    signed: bool
+    lost: dict[int, str]
+    guilty: dict[int, str]
+    spent: list[int]
+    keys: dict[int, Advertised]
+    present: tuple[int, ...]
+    seed: bytes
+    commitments: dict[int, bytes]
+    share_commitments: dict[int, dict[int, tuple[bytes, bytes]]]
+    unfit: dict[int, tuple[int, ...]]
+    sharing: tuple[int, ...]
+    survivors: tuple[int, ...]
+    asked: tuple[int, ...]
+    signatures: dict[int, bytes]
+
+
+def _listed(clients: Sequence[int]) -> str:
+    """Some of them, for a sentence."""
+    more = f" and {len(clients) - 5} more" if len(clients) > 5 else ""
+    return ", ".join(map(str, clients[:5])) + more
 
 
 def _check_owners(pieces: Pieces, allowed: set[int]) -> None:
@@ -416,6 +601,15 @@ def _check_owners(pieces: Pieces, allowed: set[int]) -> None:
     owners = tuple(one.client for one in pieces)
     if not is_ascending(owners) or not set(owners) <= allowed:
         raise ProtocolError("it gives shares twice, out of order, or of clients it was not asked")
+
+
+def _check_all(missing: set[int]) -> None:
+    """Raises ProtocolError where shares are missing that a client has said to have."""
+    if missing:
+        raise ProtocolError(
+            f"it gives no share of client {min(missing)}'s secret, and has not said before that it "
+            f"has none"
+        )
 
 
 def _check_key(public: bytes) -> None:

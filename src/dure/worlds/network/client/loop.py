@@ -68,12 +68,14 @@ class Answered(NamedTuple):
     """What a site has made of an assignment.
 
     reserve: the update without its tensors. memory: what the algorithm keeps if the update counts;
-    None where it keeps nothing new.
+    None where it keeps nothing new. keep: whether the update is written down, to be sent or held
+    again after a restart.
     """
 
     reserve: Reserve
     tensors: Mapping[str, Tensor]
     memory: Sequence[Tensor] | None
+    keep: bool = True
 
 
 class Site(Protocol):
@@ -400,7 +402,7 @@ class Loop:
         if not self.state.temporary:
             if answered.memory is not None:
                 self.state.keep_pending(train.ticket, answered.memory)
-            if answered.reserve.failure is None:
+            if answered.reserve.failure is None and answered.keep:
                 self.state.keep_update(answered.reserve, answered.tensors, train.tensors)
         return answered
 

@@ -13,6 +13,7 @@
     evaluations-RUN                 the models of that run that were measured here: ROUND DIGEST
     owners-roster-RUN.json          the clients of that run, as its owner has signed them
     key.pem                         the client's private key
+    spent-models                    models to whose sums it contributes no more (`spent`)
 
 What an algorithm keeps, SCAFFOLD's control say, is right only if the update that was computed with
 it counts, and the server alone knows. So it is *pending* until the server has said what became of
@@ -50,6 +51,7 @@ from dure.wire.tensors import TensorsError, digest_of, forms_of, pieces, receive
 from dure.worlds.network.client.agreement import Agreed
 from dure.worlds.network.client.lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
+from dure.worlds.network.client.spent import SpentModelsFile
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENSORS = re.compile(r"(?:model|frozen|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
@@ -86,10 +88,18 @@ class _File(msgspec.Struct, frozen=True):
         return f"{self.kind}-{self.number}-{self.digest[:16]}.safetensors"
 
 
+class _Helped(msgspec.Struct, frozen=True):
+    """An answer by which the client has helped to unmask a sum. question: its digest."""
+
+    question: bytes
+    answer: bytes
+
+
 class _Kept(msgspec.Struct, frozen=True):
     """The index. pending: by ticket, None where the algorithm keeps nothing new.
 
-    models: by ticket, the digests of the models from which the updates were computed.
+    models: by ticket, the digests of the models from which the updates were computed. helped: by
+    ticket, until it is settled. spent: how many models the list of spent ones has, at least.
     """
 
     about: About | None = None
@@ -101,12 +111,20 @@ class _Kept(msgspec.Struct, frozen=True):
     updates: dict[int, Reserve] = {}
     models: dict[int, str] = {}
     confirmations: list[int] = []
+    helped: dict[int, _Helped] = {}
+    spent: int = 0
 
     def files(self) -> set[str]:
         """The names of those that count."""
         found = [self.model, self.frozen, self.personal, self.memory, *self.pending.values()]
         found += [_of_update(reserve) for reserve in self.updates.values()]
         return {file.name for file in found if file is not None}
+
+
+def _without_update(kept: _Kept, ticket: int) -> _Kept:
+    updates = {one: reserve for one, reserve in kept.updates.items() if one != ticket}
+    models = {one: digest for one, digest in kept.models.items() if one != ticket}
+    return replace(kept, updates=updates, models=models)
 
 
 def _of_update(reserve: Reserve) -> _File:
@@ -133,6 +151,7 @@ class ClientState:
         self._lock = _locked(self.folder)
         try:
             self._kept = self._opened()
+            self._spent = SpentModelsFile(self.folder, self._kept.spent)
             self._sweep()
         except BaseException:
             self.close()
@@ -296,6 +315,7 @@ class ClientState:
             updates = dict(before.updates)
             file = pending.pop(ticket, None)
             updates.pop(ticket, None)
+            helped = {one: each for one, each in before.helped.items() if one != ticket}
             confirmations = [*dict.fromkeys([*before.confirmations, ticket])]
             self._change(
                 replace(
@@ -304,6 +324,7 @@ class ClientState:
                     pending=pending,
                     updates=updates,
                     confirmations=confirmations,
+                    helped=helped,
                 )
             )
 
@@ -359,6 +380,38 @@ class ClientState:
         path = self.folder / _of_update(reserve).name
         _check(path, reserve.digest)
         return path
+
+    # Sums that it has helped to unmask
+
+    def is_spent(self, model: bytes) -> bool:
+        """Whether the client has helped to unmask a sum of updates from this model."""
+        with self._turn:
+            return model in self._spent
+
+    def spend(self, model: bytes, ticket: int, question: bytes, answer: bytes) -> None:
+        """The client may help to unmask a sum, once, with this answer to this question.
+
+        The update of this ticket is gone, and the model is on the list of spent ones, whatever
+        becomes of the run.
+        """
+        with self._turn:
+            self._spent.add(model)
+            kept = replace(
+                self._kept,
+                helped={**self._kept.helped, ticket: _Helped(question, answer)},
+                spent=len(self._spent),
+            )
+            self._change(_without_update(kept, ticket))
+
+    def answered(self, ticket: int, question: bytes) -> bytes | None:
+        """The answer that this question got; None for a question without one."""
+        helped = self._kept.helped.get(ticket)
+        return helped.answer if helped is not None and helped.question == question else None
+
+    def drop_update(self, ticket: int) -> None:
+        """Removes an update that goes nowhere."""
+        with self._turn:
+            self._change(_without_update(self._kept, ticket))
 
     # What the user has agreed to
 
@@ -419,10 +472,11 @@ class ClientState:
         return self.folder / f"evaluations-{run}"
 
     def forget(self) -> None:
-        """Removes all that the run has left here. The key stays, which is the machine's."""
+        """Removes all that the run has left here. The key stays, which is the machine's, with the
+        list of models that it contributes to no more."""
         with self._turn:
             # The index first: nothing counts then, and a kill in between leaves nothing half.
-            self._change(_Kept())
+            self._change(_Kept(spent=len(self._spent)))
             left_behind = ("download-*", "approved-*", "agreed-*", "evaluations-*")
             for left in (*left_behind, "owners-roster-*"):
                 for path in self.folder.glob(left):

@@ -26,7 +26,7 @@ from dure.contracts.strategy import Interrupted
 from dure.errors import RunFolderError
 from dure.fleet.budget import Budget
 from dure.machine.memory import give_back
-from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Flight
+from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Draft, Flight
 from dure.protocol.messages import (
     Answer,
     Assignment,
@@ -294,6 +294,10 @@ class NetworkCarrier:
         tree, made = self.making.get(what, make)
         self.flown += steps(made, self._newest[0] if self._newest else 0, self.now)
         return tree
+
+    @property
+    def draft(self) -> Draft:
+        return self.making.draft
 
     def settle(self, settled: Settled) -> None:
         """Clients hear what became of their updates, until they have confirmed it."""

@@ -7,7 +7,7 @@ kept instead (`once.py`).
 
 Other events of the journal are put aside meanwhile. A step ends once all have answered, once none
 of those that have not is there, or when its time is up. Who has fallen silent may come back until
-then.
+then. Of clients that nobody else can answer for (`Say.waits`), one that is away is waited for too.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Exchanging:
         return answered if answered.said.asking == asking else None
 
     def _anybody(self, says: Iterable[Say]) -> bool:
-        """Whether one of their clients is there."""
-        return any(self._desk.seat(say.client).here for say in says)
+        """Whether one of their clients is there, or is waited for."""
+        return any(say.waits or self._desk.seat(say.client).here for say in says)
 
     def _forget(self, says: Iterable[Say]) -> None:
         """What has come of these answers, which nobody takes any more."""

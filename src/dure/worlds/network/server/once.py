@@ -24,6 +24,7 @@ from dure.protocol.carrier import STEP, Flight
 from dure.record.disk import patiently
 from dure.wire.requests import Said, from_json, to_json
 from dure.worlds.network.journal import Event, Journal
+from dure.worlds.network.server.draft import DRAFT, DraftFile
 from dure.worlds.network.server.events import Events
 from dure.worlds.network.trees import Trees
 
@@ -50,6 +51,8 @@ class Once:
         self._journal = journal
         self._trees = trees
         self._sweeps = sweeps
+        self.draft = DraftFile(trees.folder / DRAFT, lambda: self._number)
+        """Of what is being made."""
         self.making = False
         """Whether something is being made just now."""
         self.travelled: dict[int, tuple[int, int]] = {}
@@ -100,6 +103,7 @@ class Once:
         while True:
             found = self._event()
             if found is not None:
+                self.draft.over()
                 return tree, self._named(found, what)
 
     def _event(self) -> Event | None:

@@ -1,0 +1,27 @@
+"""The list of spent models in a client's folder, as what holds its updates asks it."""
+
+from __future__ import annotations
+
+from dure.worlds.network.client.state import ClientState
+
+
+class Spending:
+    """The list of the one client whose folder this is; client numbers make no difference."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    def has(self, client: int, model: bytes) -> bool:
+        return self._state.is_spent(model)
+
+    def spend(self, client: int, model: bytes, ticket: int, question: bytes, answer: bytes) -> None:
+        self._state.spend(model, ticket, question, answer)
+
+    def answered(self, client: int, ticket: int, question: bytes) -> bytes | None:
+        return self._state.answered(ticket, question)
+
+    def drop(self, ticket: int) -> None:
+        self._state.drop_update(ticket)
+
+    def settled(self, ticket: int) -> None:
+        """`ClientState.settle` has seen to it."""

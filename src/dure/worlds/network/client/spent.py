@@ -1,0 +1,100 @@
+"""Models of which a client has helped to unmask a sum: a file that only grows.
+
+    spent-models    records of 36 bytes: 32 of the model's digest, CRC-32 of these
+
+A record is on the disk before the client helps (`add`). So a kill leaves a record too many, of a
+sum that nobody has seen, and never one too few. What a kill has left of a record is cut off when
+the file is opened next: its sum has got no help.
+
+The file belongs to the client's key, not to a run: forgetting a run leaves it. No quota counts it:
+100,000 rounds are 3.6 MB on the disk, and some 10 MB in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+from dure.errors import StateError
+from dure.record.disk import cut, sync_folder, told
+
+SPENT = "spent-models"
+"""The name of the file."""
+
+DIGEST = 32
+RECORD = DIGEST + 4
+
+
+class SpentModelsFile:
+    """The list in `folder`. fewest: models that are known to be on it.
+
+    Raises StateError for a file that is damaged, or shorter than it was.
+    """
+
+    def __init__(self, folder: Path, fewest: int) -> None:
+        self._path = folder / SPENT
+        self._models = self._read()
+        if len(self._models) < fewest:
+            raise StateError(
+                f"{self._path} lists {len(self._models)} models, and this client has helped to "
+                f"unmask sums of {fewest}: it is an older copy. With an older list a server could "
+                f"get one client's update: join with a new key, in an empty folder"
+            )
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __contains__(self, model: bytes) -> bool:
+        return model in self._models
+
+    def add(self, model: bytes) -> None:
+        """The model is on the list, and on the disk, when this returns.
+
+        Raises RunFolderWriteError.
+        """
+        if model in self._models:
+            return
+        new = not self._path.exists()
+        whole = RECORD * len(self._models)
+        with told(self._path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            descriptor = os.open(self._path, flags, 0o600)
+            try:
+                # At its place, so that a record that a full disk has cut off is written over.
+                os.pwrite(descriptor, _record(model), whole)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if new:
+            sync_folder(self._path.parent)
+        self._models.add(model)
+
+    def _read(self) -> set[bytes]:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise StateError(f"cannot read {self._path}: {error.strerror}") from error
+        records = [content[at : at + RECORD] for at in range(0, len(content), RECORD)]
+        # The last one may be what a kill, or a power failure, has left.
+        if records and not _is_whole(records[-1]):
+            records.pop()
+            cut(self._path, RECORD * len(records))
+        damaged = next((at for at, one in enumerate(records) if not _is_whole(one)), None)
+        if damaged is not None:
+            raise StateError(
+                f"{self._path} is damaged in record {damaged + 1}: with a shorter list a server "
+                f"could get one client's update: join with a new key, in an empty folder"
+            )
+        return {one[:DIGEST] for one in records}
+
+
+def _record(model: bytes) -> bytes:
+    assert len(model) == DIGEST
+    return model + zlib.crc32(model).to_bytes(4, "little")
+
+
+def _is_whole(record: bytes) -> bool:
+    return len(record) == RECORD and record == _record(record[:DIGEST])
