@@ -122,12 +122,13 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     """Tries what `join` would need, and says in lines what it found and what would be sent.
 
     Network, certificate and identity by a check-in that only looks; disk by a file of the size of
-    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does,
-    after `CHECK_SECONDS` where the server is not reached.
+    what is kept; one batch by training on it. Nothing of the data leaves, and the log of what
+    leaves has the check-in. Raises what `join` does, after `CHECK_SECONDS` where the server is not
+    reached.
     """
     training = Training(task, reach.name, reach.part)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
-    with opened(url, reach, threading.Event(), audits=False) as site:
+    with opened(url, reach, threading.Event()) as site:
         session, kept = site.session, site.kept
         welcome = session.check_in(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"

@@ -34,7 +34,8 @@ from dure.split.leakage.randomised_response import relabelled
 from dure.split.network.checks import WrongError
 from dure.split.network.control import Failed, Hello, Members
 from dure.split.network.cut_model import CutAtClient
-from dure.split.network.frames import FrameError, encode
+from dure.split.network.frames import FrameError
+from dure.split.network.outgoing import say
 from dure.split.network.parts import PartAtClient
 from dure.split.network.site import Identity, Site, Working
 from dure.split.plan import Plan
@@ -99,8 +100,8 @@ def take_part(
                 # The server hears of it at once, and need not wait for this client.
                 with suppress(Exception), session.channel() as other:
                     told = what_is_told(0, error, share_errors, kept.folder)
-                    other.say(encode(site.hello))
-                    other.say(encode(Failed(_in_words(told))))
+                    say(other, site.hello)
+                    say(other, Failed(_in_words(told)))
                 # What the server has said wrongly is no error of this site's own code.
                 if isinstance(error, DureError | FrameError | WrongError):
                     raise

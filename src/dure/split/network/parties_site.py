@@ -25,7 +25,8 @@ from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.network.control import Hello, Members
-from dure.split.network.frames import Frame, decode, encode
+from dure.split.network.frames import Frame, decode
+from dure.split.network.outgoing import Says, say
 from dure.split.network.parties_control import (
     ALIGNS,
     Aligned,
@@ -36,7 +37,7 @@ from dure.split.network.parties_control import (
     Resume,
     Resumed,
 )
-from dure.split.network.site import Identity, Says
+from dure.split.network.site import Identity
 from dure.split.parties.guarded import activations_guard
 from dure.split.parties.messages import ActivationGradients, Step, party
 from dure.split.parties.model import divide, select
@@ -117,10 +118,10 @@ class PartySite:
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
         self._resumed = False
-        channel.say(encode(self.hello))
+        say(channel, self.hello)
         while True:
             for said in self._hears(decode(channel.next())):
-                channel.say(encode(said))
+                say(channel, said)
 
     def _hears(self, frame: Frame) -> list[Any]:
         if isinstance(frame, Members):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from dure.split.network.control import (
     Sealed,
 )
 from dure.split.network.frames import Frame, decode, encode
+from dure.split.network.outgoing import Says, say
 from dure.split.states import read, written
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
@@ -47,16 +48,6 @@ from dure.wire.boxes import BoxKey, Member
 from dure.wire.roster import Pinned, Roster
 from dure.wire.sealing import About, seal, unseal
 from dure.wire.signatures import Key
-
-Pieces = Sequence[bytes | bytearray | memoryview]
-
-
-class Says(Protocol):
-    """To the server, and from it."""
-
-    def next(self, seconds: float | None = None) -> bytes | bytearray | memoryview: ...
-
-    def say(self, frame: Pieces) -> None: ...
 
 
 class Identity:
@@ -173,7 +164,7 @@ class Site:
 
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
-        channel.say(encode(self.hello))
+        say(channel, self.hello)
         greeted = False
         while True:
             frame = decode(channel.next())
@@ -183,7 +174,7 @@ class Site:
             if not greeted:
                 continue
             for said in self._hears(frame, channel):
-                channel.say(encode(said))
+                say(channel, said)
             if self._working is not None:
                 with self._as_drawn():
                     self.machine.meanwhile()
@@ -264,7 +255,7 @@ class Site:
         """What the model gives for these, of which the server computes a part."""
         at_client = self.working.at_client
         assert self.test is not None
-        channel.say(encode(at_client.query(inputs, targets, examples, len(self.test))))
+        say(channel, at_client.query(inputs, targets, examples, len(self.test)))
         answer = decode(channel.next())
         if not isinstance(answer, Answer):
             raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
