@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import torch
@@ -31,6 +31,7 @@ from dure.split.cutting import Cut
 from dure.split.halves import Halves, guard_of
 from dure.split.leakage.guard import Crossing
 from dure.split.leakage.randomised_response import relabelled
+from dure.split.network import sizes
 from dure.split.network.checks import WrongError
 from dure.split.network.control import Failed, Hello, Members
 from dure.split.network.cut_model import CutAtClient
@@ -150,6 +151,9 @@ def _site(
         member=msgspec.json.encode(member),
         digest=digest_of({name: one.detach() for name, one in model.named_parameters()}),
         joins=needs_two(model.only("head") if isinstance(model, ModelParts) else model, train),
+        head=sizes.model_bytes(
+            model.only("head", "end") if isinstance(model, ModelParts) else model
+        ),
         **side.forms(plan.rules.labels_stay),
     )
 
@@ -170,6 +174,13 @@ def _site(
     )
 
 
+class Forms(TypedDict, total=False):
+    """What a client says of what crosses, as JSON: fields of `Hello`."""
+
+    form: bytes
+    targets: bytes
+
+
 class _CutSide:
     """A client that has the whole model, of which it trains its part."""
 
@@ -178,7 +189,7 @@ class _CutSide:
         self._compression = compression
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+    def forms(self, labels_stay: bool) -> Forms:
         """What the server has to know of what crosses: it has traced the model itself."""
         return {}
 
@@ -193,11 +204,13 @@ class _CutSide:
             welcome.client, heads.own(), own
         )
         exchange = exchange_of(plan.compression, divided.cut)
+        crossing = sizes.crossing_of_cut(divided.cut, _most_examples(divided.task, own))
         return Working(
             machine,
             machine if exchange is None else Compressed(machine, exchange),
             CutAtClient(divided.cut, self._compression, machine.end),
             [*heads.parameters, *heads.written],
+            sizes.largest_message(crossing, sizes.head_bytes(heads)),
         )
 
 
@@ -209,7 +222,7 @@ class _HeadSide:
         self._losses = losses
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+    def forms(self, labels_stay: bool) -> Forms:
         """What the server has to know of what crosses."""
         targets = b"" if labels_stay else encoded(self._part.targets)
         return {"form": encoded(self._part.leaving), "targets": targets}
@@ -232,7 +245,15 @@ class _HeadSide:
             guard_of(plan.defence, lambda: self._crossings(arriving), self._secret, welcome.client),
         )
         at_client = PartAtClient(self._part, arriving)
-        return Working(machine, machine, at_client, [*heads.parameters, *heads.written])
+        examples = _most_examples(self._part.task, own)
+        crossing = sizes.crossing_of_forms([self._part.leaving, arriving], examples)
+        return Working(
+            machine,
+            machine,
+            at_client,
+            [*heads.parameters, *heads.written],
+            sizes.largest_message(crossing, sizes.head_bytes(heads)),
+        )
 
     def _crossings(self, arriving: Form | None) -> list[list[Crossing]]:
         """What crosses at each cut."""
@@ -273,6 +294,11 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
         f"would be sent: {crosses[0]:,} bytes a batch of what the head makes of it, and "
         f"{crosses[1]:,} come back; {labels}"
     )
+
+
+def _most_examples(task: Task, own: OwnPart) -> int:
+    """Of a batch, in training or in evaluation."""
+    return max(own.batches.batch_size, task.eval_batch_size)
 
 
 def box_of(run: str) -> str:

@@ -40,6 +40,9 @@ class Says(Protocol):
 
     def say(self, frame: Pieces, kind: str, at_once: bool) -> None: ...
 
+    def allow(self, most: int) -> None:
+        """Set the bytes that a message of the server may have from now on."""
+
 
 def say(channel: Says, message: Frame) -> None:
     """Send a message, once the site's log has its line."""

@@ -24,6 +24,7 @@ from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
+from dure.split.network import sizes
 from dure.split.network.control import Hello, Members
 from dure.split.network.frames import Frame, decode
 from dure.split.network.outgoing import Says, say
@@ -40,7 +41,7 @@ from dure.split.network.parties_control import (
 from dure.split.network.site import Identity
 from dure.split.parties.guarded import activations_guard
 from dure.split.parties.messages import ActivationGradients, Step, party
-from dure.split.parties.model import divide, select
+from dure.split.parties.model import activations_of, divide, select
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.split.parties.plan import PartiesPlan, ids_of
@@ -86,6 +87,12 @@ class PartySite:
         self.number = plan.others(len(division.heads))[client]
         self.name = party(self.number)
         self.columns = division.features[self.number]
+        own = activations_of(division, inputs)[self.number]
+        batch = len(train) if plan.batch_size is None else plan.batch_size
+        # Gradients of a batch, or the places of all people.
+        crossing = sizes.SLACK * own.nbytes * batch + 8 * len(train)
+        self.most = sizes.largest_message(crossing, 0)
+        """Bytes of what the holder may say at once."""
         head = division.heads[self.number]
         self.part = TrainedPart(head, model, task.optimizer, task.lr_schedule)
         self.known = torch.arange(len(train))
@@ -120,7 +127,10 @@ class PartySite:
         self._resumed = False
         say(channel, self.hello)
         while True:
-            for said in self._hears(decode(channel.next())):
+            frame = decode(channel.next())
+            if isinstance(frame, Members):
+                channel.allow(self.most)
+            for said in self._hears(frame):
                 say(channel, said)
 
     def _hears(self, frame: Frame) -> list[Any]:

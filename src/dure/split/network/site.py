@@ -106,12 +106,17 @@ class AtClient(ABC):
 
 @dataclass(frozen=True)
 class Working:
-    """A client at work. names: of the weights of its head, and of its buffers."""
+    """A client at work.
+
+    names: of the weights of its head, and of its buffers. most: bytes of what the server may say at
+    once.
+    """
 
     machine: Client
     node: Node
     at_client: AtClient
     names: Sequence[str]
+    most: int
 
 
 class Site:
@@ -186,6 +191,7 @@ class Site:
             if self._working is None:
                 self._working = self.makes(frame)
                 self._read_kept()
+            channel.allow(self.working.most)
             return []
         if isinstance(frame, Final):
             self._final = frame.head

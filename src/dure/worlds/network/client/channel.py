@@ -24,6 +24,7 @@ from dure.worlds.network.client.connection import (
     proxy_for,
 )
 from dure.worlds.network.client.link import BusyError, RefusedError, StoppedError, own_words
+from dure.worlds.network.frame_limits import FLOOD, PROTOCOL_ERROR, TOO_BIG, UNSUPPORTED
 
 try:
     from websockets.exceptions import InvalidHandshake, InvalidStatus
@@ -41,6 +42,9 @@ OVER = 4000
 """Code by which the server closes it since the run is over."""
 TURNED_AWAY = 4001
 """Code by which it does so since it does not take what this client does."""
+
+_REFUSALS = (PROTOCOL_ERROR, UNSUPPORTED, FLOOD, TOO_BIG)
+"""Codes by which it is closed since a message is beyond a limit: the next one would be, too."""
 
 
 class OverError(Exception):
@@ -95,6 +99,10 @@ class Channel:
             return BusyError(status, reason)
         return RefusedError(status, reason, body)
 
+    def allow(self, most: int) -> None:
+        """Set the bytes that a frame of the server may have from now on."""
+        self._socket.allow(most)
+
     def next(self, seconds: float | None = None) -> Buffer:
         """The next frame. Raises LinkLostError, RefusedError, OverError, StoppedError, and
         LinkLostError where none comes for so many seconds."""
@@ -127,7 +135,7 @@ class Channel:
     def _closed(self, error: ClosedError) -> Exception:
         if error.code == OVER:
             return OverError(error.reason)
-        if error.code == TURNED_AWAY:
+        if error.code == TURNED_AWAY or error.code in _REFUSALS:
             return RefusedError(422, error.reason)
         return LinkLostError(f"the connection to {self._place} broke")
 
