@@ -20,6 +20,7 @@ from dure.run.registry import decode_strategy
 from dure.run.site import Reach, opened, path_of
 from dure.run.split_site import check_part, take_part
 from dure.run.training import Training
+from dure.split.network.site import SiteLimits
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
@@ -103,6 +104,7 @@ def join(
                 share_errors=policy.share_errors,
                 known=site.known(training.identities),
                 event=on_progress,
+                limits=SiteLimits(policy.largest_gradient, reach.give_up_seconds),
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
         training.take_frozen(session, welcome)

@@ -9,6 +9,7 @@
     cores = 2                               # the most at work
     memory = "4 GB"                         # the most that the client takes
     bandwidth = "2 MB"                      # the most that travels in a second, either way
+    largest_gradient = 100.0                # in split learning, the norm of what comes back
     approve = "ask"                         # the user has to approve each run; else "always"
     share_errors = true                     # messages and lines of the site's own errors travel too
 
@@ -24,6 +25,9 @@ and shows when the system refuses more: the client then fails in that round, and
 `smallest_cohort` is about how many take part. Servers of fed-async and fed-buff use updates one by
 one, or a few at a time, however many clients are at work. Under secure aggregation it is also the
 fewest clients of a sum that the server may see.
+
+`largest_gradient` bounds the Euclidean norm of the gradients that a server, or the holder of the
+labels, sends for a batch in split learning (`dure.split.received`).
 
 `owner` is the same as `dure join --owner`: the site takes part only where this owner has signed a
 roster with the site on it (`dure.wire.owners_roster`). `dure.run.site` sees to it.
@@ -92,6 +96,7 @@ class Policy:
     cores: int | None = None
     memory: int | None = None
     bandwidth: int | None = None
+    largest_gradient: float | None = None
     approve: str = "always"
     share_errors: bool = False
 
@@ -401,6 +406,13 @@ def _read_owner(value: object) -> str:
         raise ValueError(allowed) from None
 
 
+def _read_norm(value: object) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+        raise ValueError("a number above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
 def _read_approve(value: object) -> str:
     if value not in ("ask", "always"):
         raise ValueError('"ask" or "always"')
@@ -423,6 +435,7 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "cores": _whole,
     "memory": _read_size,
     "bandwidth": _read_size,
+    "largest_gradient": _read_norm,
     "approve": _read_approve,
     "share_errors": _read_bool,
 }
