@@ -25,7 +25,7 @@ class Session:
 
     @contextmanager
     def channel(self) -> Iterator[Any]:
-        yield SimpleNamespace(say=lambda frame: self.said.append(b"".join(frame)))
+        yield SimpleNamespace(say=lambda frame, kind, at_once: self.said.append(b"".join(frame)))
 
     def patiently(self, call: Callable[[], Any]) -> Any:
         return call()

@@ -148,6 +148,9 @@ class Wire(Channels):
     def identity(self, client: int) -> tuple[str, str]:
         return self.parties[client].key.public, f"site {client}"
 
+    def allow(self, most: int) -> None:
+        pass
+
     def turn_away(self, client: int, reason: str) -> None:
         self.turned_away[client] = reason
 

@@ -68,6 +68,9 @@ class Channels(Protocol):
     def next(self, seconds: float) -> Event | None:
         """What happens next; None if nothing does for so long. Raises ServeError."""
 
+    def allow(self, most: int) -> None:
+        """Bytes that a frame of a client may have from now on; until then only a small one."""
+
     def say(self, client: int, frame: Sequence[bytes | bytearray | memoryview]) -> None:
         """Sends a frame, in pieces. To a client that is gone it says nothing."""
 

@@ -20,6 +20,7 @@ from dure.run.registry import decode_strategy
 from dure.run.site import Reach, opened, path_of
 from dure.run.split_site import check_part, take_part
 from dure.run.training import Training
+from dure.split.network.site import SiteLimits
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
 from dure.tensors.frozen import frozen_of
@@ -121,6 +122,7 @@ def join(
                 share_errors=policy.share_errors,
                 known=site.known(training.identities),
                 event=on_progress,
+                limits=SiteLimits(policy.largest_gradient, reach.give_up_seconds),
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
         session.expects = training.forms()
@@ -141,12 +143,13 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     """Tries what `join` would need, and says in lines what it found and what would be sent.
 
     Network, certificate and identity by a check-in that only looks; disk by a file of the size of
-    what is kept; one batch by training on it. Nothing of the data leaves. Raises what `join` does,
-    after `CHECK_SECONDS` where the server is not reached.
+    what is kept; one batch by training on it. Nothing of the data leaves, and the log of what
+    leaves has the check-in. Raises what `join` does, after `CHECK_SECONDS` where the server is not
+    reached.
     """
     training = Training(task, reach.name, reach.part)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
-    with opened(url, reach, threading.Event(), audits=False) as site:
+    with opened(url, reach, threading.Event()) as site:
         kept = site.kept
         training.ask = site.given(task)
         welcome = site.look(training.look())

@@ -16,7 +16,7 @@ from dure.run import split_site
 from dure.run.split_site import Progress
 from dure.split.network.control import Hello
 from dure.split.network.parties_site import PartySite
-from dure.split.network.site import Identity
+from dure.split.network.site import Identity, SiteLimits
 from dure.split.parties.model import select
 from dure.split.vertical import VerticalSplit
 from dure.tasks.modes import in_mode
@@ -38,6 +38,7 @@ def _site(
     part: int | None,
     known: Mapping[int, str] | None,
     event: Progress,
+    limits: SiteLimits,
 ) -> PartySite:
     run = welcome.run
     folder = None if kept.temporary else kept.folder
@@ -50,7 +51,7 @@ def _site(
         member=msgspec.json.encode(member),
         digest=digest_of(dict(site.part.module.named_parameters())),
     )
-    site.takes(hello, Identity(session.key, box, member, run, pinned, known))
+    site.takes(hello, Identity(session.key, box, member, run, pinned, known), limits)
     return site
 
 

@@ -249,14 +249,13 @@ def opened(
     reach: Reach,
     stop: threading.Event,
     *,
-    audits: bool = True,
     tell: Callable[[str], None] = lambda text: None,
     moved: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Site]:
     """The site, for as long as the block goes on.
 
-    url: of its server. stop: ends every wait. audits: notes what leaves, where the site has a
-    folder. tell: hears of what goes wrong with the link; moved: of bytes of a transfer.
+    url: of its server. stop: ends every wait. tell: hears of what goes wrong with the link; moved:
+    of bytes of a transfer. Where the site has a folder, its log has a line for each message.
     """
     folder = reach.state
     _ = reach.give_up_seconds
@@ -266,7 +265,7 @@ def opened(
     with ExitStack() as ending:
         kept = ending.enter_context(ClientState(folder))
         audit = None
-        if folder is not None and audits:
+        if folder is not None:
             audit = Audit(folder / "audit.jsonl")
             ending.callback(audit.close)
         session = Session(

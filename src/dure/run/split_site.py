@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
 import msgspec
 import torch
@@ -25,18 +26,23 @@ from dure.machine.memory import memory_kept
 from dure.machine.threads import threads
 from dure.split.apart.form import Form, decoded, encoded
 from dure.split.apart.sides import ClientPart
+from dure.split.batching import values_at
 from dure.split.client import Client
 from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import Cut
 from dure.split.halves import Halves, guard_of
 from dure.split.leakage.guard import Crossing
 from dure.split.leakage.randomised_response import relabelled
+from dure.split.network import sizes
 from dure.split.network.checks import WrongError
 from dure.split.network.control import Failed, Hello, Members
-from dure.split.network.cut_model import CutAtClient
-from dure.split.network.frames import FrameError, encode
+from dure.split.network.cut_model import CutAtClient, check_arriving
+from dure.split.network.frames import FrameError
+from dure.split.network.incoming import CheckedClient
+from dure.split.network.incoming import Crossing as Crossed
+from dure.split.network.outgoing import say
 from dure.split.network.parts import PartAtClient
-from dure.split.network.site import Identity, Site, Working
+from dure.split.network.site import UNLIMITED, Identity, Site, SiteLimits, Working
 from dure.split.plan import Plan
 from dure.split.sides import Party
 from dure.split.strategy import Split
@@ -69,14 +75,15 @@ def take_part(
     share_errors: bool,
     known: Mapping[int, str] | None,
     event: Progress,
+    limits: SiteLimits = UNLIMITED,
     make: Callable[..., Any] | None = None,
 ) -> str:
     """Trains until the run is over; why it is. Raises as `dure.join` does.
 
-    known: the other clients, by number: public keys or fingerprints, where the site has them. make:
-    makes the site, as `_site` does.
+    known: the other clients, by number: public keys or fingerprints, where the site has them.
+    limits: what the site allows its server. make: makes the site, as `_site` does.
     """
-    site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event)
+    site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event, limits)
     with threads(welcome.machine.threads), left_out(), memory_kept():
         while True:
             channel = session.patiently(session.channel)
@@ -99,8 +106,8 @@ def take_part(
                 # The server hears of it at once, and need not wait for this client.
                 with suppress(Exception), session.channel() as other:
                     told = what_is_told(0, error, share_errors, kept.folder)
-                    other.say(encode(site.hello))
-                    other.say(encode(Failed(_in_words(told))))
+                    say(other, site.hello)
+                    say(other, Failed(_in_words(told)))
                 # What the server has said wrongly is no error of this site's own code.
                 if isinstance(error, DureError | FrameError | WrongError):
                     raise
@@ -119,6 +126,7 @@ def _site(
     part: int | None,
     known: Mapping[int, str] | None,
     event: Progress,
+    limits: SiteLimits,
 ) -> Site:
     plan = strategy.of(task).plan
     model = seeded_model(task, welcome.seed).train()
@@ -149,12 +157,15 @@ def _site(
         member=msgspec.json.encode(member),
         digest=digest_of({name: one.detach() for name, one in model.named_parameters()}),
         joins=needs_two(model.only("head") if isinstance(model, ModelParts) else model, train),
+        head=sizes.model_bytes(
+            model.only("head", "end") if isinstance(model, ModelParts) else model
+        ),
         **side.forms(plan.rules.labels_stay),
     )
 
     def makes(told: Members) -> Working:
         mine = own_part(strategy, welcome, train, part, told.joins)
-        return side.working(told, plan, seen, mine, welcome)
+        return side.working(told, plan, seen, mine, welcome, limits)
 
     return Site(
         task,
@@ -166,7 +177,15 @@ def _site(
         Group(),
         folder,
         event,
+        limits,
     )
+
+
+class Forms(TypedDict, total=False):
+    """What a client says of what crosses, as JSON: fields of `Hello`."""
+
+    form: bytes
+    targets: bytes
 
 
 class _CutSide:
@@ -177,12 +196,18 @@ class _CutSide:
         self._compression = compression
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+    def forms(self, labels_stay: bool) -> Forms:
         """What the server has to know of what crosses: it has traced the model itself."""
         return {}
 
     def working(
-        self, told: Members, plan: Plan, train: Examples, own: OwnPart, welcome: Welcome
+        self,
+        told: Members,
+        plan: Plan,
+        train: Examples,
+        own: OwnPart,
+        welcome: Welcome,
+        limits: SiteLimits,
     ) -> Working:
         if told.form:
             raise ValueError("the server has a tail of its own: join with the task of its head")
@@ -192,11 +217,21 @@ class _CutSide:
             welcome.client, heads.own(), own
         )
         exchange = exchange_of(plan.compression, divided.cut)
-        return Working(
+        crossing = sizes.crossing_of_cut(divided.cut, _most_examples(divided.task, own))
+        leaving = [one.differentiable for one in values_at(divided.cut, 0, divided.cut.examples)]
+        checked = CheckedClient(
             machine,
-            machine if exchange is None else Compressed(machine, exchange),
+            Crossed(leaving, partial(check_arriving, divided.cut)),
+            _steps(plan, own),
+            welcome.clients,
+            limits.largest_gradient,
+        )
+        return Working(
+            checked,
+            checked if exchange is None else Compressed(checked, exchange),
             CutAtClient(divided.cut, self._compression, machine.end),
             [*heads.parameters, *heads.written],
+            sizes.largest_message(crossing, sizes.head_bytes(heads)),
         )
 
 
@@ -208,13 +243,19 @@ class _HeadSide:
         self._losses = losses
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+    def forms(self, labels_stay: bool) -> Forms:
         """What the server has to know of what crosses."""
         targets = b"" if labels_stay else encoded(self._part.targets)
         return {"form": encoded(self._part.leaving), "targets": targets}
 
     def working(
-        self, told: Members, plan: Plan, train: Examples, own: OwnPart, welcome: Welcome
+        self,
+        told: Members,
+        plan: Plan,
+        train: Examples,
+        own: OwnPart,
+        welcome: Welcome,
+        limits: SiteLimits,
     ) -> Working:
         arriving = decoded(told.form) if told.form else None
         heads = self._part.side(self._losses, arriving)
@@ -231,7 +272,28 @@ class _HeadSide:
             guard_of(plan.defence, lambda: self._crossings(arriving), self._secret, welcome.client),
         )
         at_client = PartAtClient(self._part, arriving)
-        return Working(machine, machine, at_client, [*heads.parameters, *heads.written])
+        examples = _most_examples(self._part.task, own)
+        crossing = sizes.crossing_of_forms([self._part.leaving, arriving], examples)
+        leaving = [one.differentiable for one in self._part.leaving.tensors]
+
+        def check(values: Sequence[Tensor], count: int) -> None:
+            if arriving is not None:
+                arriving.check(values, count, "the tail")
+
+        checked = CheckedClient(
+            machine,
+            Crossed(leaving, check),
+            _steps(plan, own),
+            welcome.clients,
+            limits.largest_gradient,
+        )
+        return Working(
+            checked,
+            checked,
+            at_client,
+            [*heads.parameters, *heads.written],
+            sizes.largest_message(crossing, sizes.head_bytes(heads)),
+        )
 
     def _crossings(self, arriving: Form | None) -> list[list[Crossing]]:
         """What crosses at each cut."""
@@ -272,6 +334,16 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
         f"would be sent: {crosses[0]:,} bytes a batch of what the head makes of it, and "
         f"{crosses[1]:,} come back; {labels}"
     )
+
+
+def _steps(plan: Plan, own: OwnPart) -> int:
+    """Steps of a turn of this client."""
+    return plan.local_epochs * own.batches.steps_per_epoch
+
+
+def _most_examples(task: Task, own: OwnPart) -> int:
+    """Of a batch, in training or in evaluation."""
+    return max(own.batches.batch_size, task.eval_batch_size)
 
 
 def box_of(run: str) -> str:

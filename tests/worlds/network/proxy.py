@@ -43,6 +43,8 @@ class Proxy:
         self.twice = False
         """Whether what a client sends is sent to the server once more, on another connection."""
         self.repeated = 0
+        self.seen: list[tuple[int, bytes]] | None = None
+        """What clients send, where it is a list: the number of the connection, and the piece."""
         self._swallowed: set[socket.socket] = set()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -100,11 +102,12 @@ class Proxy:
             server.settimeout(None)
             self._know(server, ending)
             self.connections += 1
+            number = self.connections
             back = threading.Thread(
                 target=self._pass, args=(server, client, harm.down, harm.delay), daemon=True
             )
             back.start()
-            self._pass(client, server, harm.up, harm.delay, upwards=True)
+            self._pass(client, server, harm.up, harm.delay, number)
             back.join()
 
     def _know(self, one: socket.socket, ending: contextlib.ExitStack) -> None:
@@ -124,9 +127,12 @@ class Proxy:
         sink: socket.socket,
         most: int | None,
         delay: float,
-        upwards: bool = False,
+        upwards: int | None = None,
     ) -> None:
-        """Until one of them ends, or so many bytes have passed: then both are cut."""
+        """Until one of them ends, or so many bytes have passed: then both are cut.
+
+        upwards: the number of the connection, of what a client sends.
+        """
         passed = 0
         with contextlib.suppress(OSError):
             while piece := source.recv(1 << 16):
@@ -139,9 +145,11 @@ class Proxy:
                     sink.sendall(piece[: most - passed])
                     self.cuts += 1
                     break
+                if self.seen is not None and upwards is not None:
+                    self.seen.append((upwards, piece))
                 sink.sendall(piece)
                 passed += len(piece)
-                if self.twice and upwards:
+                if self.twice and upwards is not None:
                     self._repeat(piece)
         _shut(source)
         _shut(sink)

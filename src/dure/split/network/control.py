@@ -29,7 +29,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     examples: how many it has. member: its entry in the roster, as JSON. digest: of the weights with
     which it begins. joins: whether its part cannot train on one example alone. form, targets: of
     what leaves the head, and of the targets that go with it, as JSON, where the head is a file of
-    its own.
+    its own. head: bytes of the head's weights and buffers; 0: it does not say (earlier versions).
     """
 
     examples: int
@@ -38,6 +38,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     joins: bool = False
     form: bytes = b""
     targets: bytes = b""
+    head: int = 0
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):

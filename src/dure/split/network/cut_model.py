@@ -48,6 +48,12 @@ class CutAtServer(AtServer):
         return Answer(tuple(found))
 
 
+def check_arriving(cut: CutModel, values: Sequence[Tensor], examples: int) -> None:
+    """Raises ValueError for values that are not those of the second cut."""
+    wanted = [_form_of(one) for one in values_at(cut, 1, examples)]
+    check_forms("values at the second cut", values, wanted)
+
+
 class CutAtClient(AtClient):
     """The client's stages. end: that of the model's end, where it is here."""
 

@@ -31,6 +31,7 @@ from dure.split.alignment import AlignedHolder
 from dure.split.busy import Busy
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
+from dure.split.network import sizes
 from dure.split.network.entrance import Entrance
 from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Keep
 from dure.split.network.parties_hall import PartiesHall
@@ -184,6 +185,9 @@ class ServedParties(Learner):
         self._meters += [Meter(name) for name in names]
         entrance = Entrance(self.channels, len(names), self._tells)
         entrance.wait(place.interrupted)
+        each = max(one.nbytes for one in self.activations) / len(inputs)
+        examples = max(size, task.eval_batch_size)
+        self.channels.allow(sizes.largest_message(sizes.SLACK * each * examples, 0))
         self.hall = PartiesHall(
             self.channels,
             entrance,

@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
-from dure.errors import StateError
+from dure.errors import PolicyError, StateError
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
+from dure.split.network import sizes
 from dure.split.network.control import Hello, Members
-from dure.split.network.frames import Frame, decode, encode
+from dure.split.network.frames import Frame, decode
+from dure.split.network.incoming import Patience
+from dure.split.network.outgoing import Says, say
 from dure.split.network.parties_control import (
     ALIGNS,
     Aligned,
@@ -36,14 +39,15 @@ from dure.split.network.parties_control import (
     Resume,
     Resumed,
 )
-from dure.split.network.site import Identity, Says
+from dure.split.network.site import UNLIMITED, Identity, SiteLimits
 from dure.split.parties.guarded import activations_guard
 from dure.split.parties.messages import ActivationGradients, Step, party
-from dure.split.parties.model import divide, select
+from dure.split.parties.model import activations_of, divide, select
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.split.parties.plan import PartiesPlan, ids_of
 from dure.split.parties.table import Table
+from dure.split.received import GradientBound
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.modes import in_mode
 
@@ -85,6 +89,12 @@ class PartySite:
         self.number = plan.others(len(division.heads))[client]
         self.name = party(self.number)
         self.columns = division.features[self.number]
+        own = activations_of(division, inputs)[self.number]
+        batch = len(train) if plan.batch_size is None else plan.batch_size
+        # Gradients of a batch, or the places of all people.
+        crossing = sizes.SLACK * own.nbytes * batch + 8 * len(train)
+        self.most = sizes.largest_message(crossing, 0)
+        """Bytes of what the holder may say at once."""
         head = division.heads[self.number]
         self.part = TrainedPart(head, model, task.optimizer, task.lr_schedule)
         self.known = torch.arange(len(train))
@@ -102,12 +112,20 @@ class PartySite:
         self._party: Party | None = None
         self._resumed = False
         """Whether the server has said on this channel where to begin."""
+        self._accepted = 0
+        """Messages by which training or the alignment goes on."""
+        self._measuring = (0, 0)
+        """How many measurements have begun, and the row with which the newest goes on."""
+        self.limits = UNLIMITED
+        self.patience = Patience(None)
         self._read_kept()
 
-    def takes(self, hello: Hello, identity: Identity) -> None:
-        """As whom it comes to the server."""
+    def takes(self, hello: Hello, identity: Identity, limits: SiteLimits = UNLIMITED) -> None:
+        """As whom it comes to the server. limits: what the site allows."""
         self.hello = hello
         self.identity = identity
+        self.limits = limits
+        self.patience = Patience(limits.give_up)
 
     @property
     def at(self) -> str:
@@ -117,10 +135,15 @@ class PartySite:
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
         self._resumed = False
-        channel.say(encode(self.hello))
+        say(channel, self.hello)
         while True:
-            for said in self._hears(decode(channel.next())):
-                channel.say(encode(said))
+            frame = decode(channel.next(self.patience.left))
+            if isinstance(frame, Members):
+                channel.allow(self.most)
+            for said in self._hears(frame):
+                say(channel, said)
+            if self._resumed:
+                self.patience.note(self._accepted)
 
     def _hears(self, frame: Frame) -> list[Any]:
         if isinstance(frame, Members):
@@ -136,6 +159,7 @@ class PartySite:
             return []
         if isinstance(frame, Keep):
             self._keep(frame)
+            self._accepted += 1
             return [Kept(frame.step)]
         if isinstance(frame, Evaluate):
             return [Evaluated(frame.first, self._measured(frame))]
@@ -146,6 +170,7 @@ class PartySite:
         raise StateError(f"the server says {type(frame).__name__}, which is not due")
 
     def _trains(self, own: Party, message: Step | ActivationGradients) -> list[Any]:
+        self._accepted += 1
         if isinstance(message, Step) and message.number % own.batches.steps_per_epoch == 0:
             self.event("training", {"round": message.number // own.batches.steps_per_epoch})
         return [said for _, said in own.receive(self.plan.holder, message, 0.0)]
@@ -160,15 +185,34 @@ class PartySite:
                 f"the model is measured on rows {asked.first} to {until} of the test data, of "
                 f"which {self.name} has {has}: all need their columns of the same people"
             )
+        self._check_measurement(asked.first, until)
         inputs, _ = self.test.batch(torch.arange(asked.first, until))
         with in_mode(self.part.module, training=False):
             values: Tensor = self.part.module(select(inputs, self.columns))
         return values.contiguous()
 
+    def _check_measurement(self, first: int, until: int) -> None:
+        """Raises PolicyError for a measurement that the site does not take part in.
+
+        What does not go on with the newest measurement begins another one.
+        """
+        assert self.test is not None
+        begun, expected = self._measuring
+        if first == 0 or first != expected:
+            begun += 1
+            done = 0 if self._party is None else self._party.done
+            epoch = 0 if self._party is None else done // self._party.batches.steps_per_epoch
+            which = f"after step {done}, number {begun}"
+            refusal = self.limits.refusal(epoch, which, len(self.test))
+            if refusal:
+                raise PolicyError(f"{self.name} does not measure the model: {refusal}")
+        self._measuring = begun, until
+
     # Alignment
 
     def _aligns(self, aligning: AlignedParty, message: Blinded | Common) -> list[Any]:
         said = aligning.receive(self.plan.holder, message, 0.0)
+        self._accepted += 1
         if aligning.rows is not None:
             self._rows = self.known[torch.tensor(aligning.rows)]
             self._write(self._people, {"rows": self._rows})
@@ -201,16 +245,19 @@ class PartySite:
         self._party.done = step
 
     def _made(self, rows: Tensor) -> Party:
-        return Party(
+        batches = Batches(len(rows), self.plan.batch_size, self.seed, joins=self._joins)
+        own = Party(
             self.number,
             self.plan.holder,
             self.part,
             Table(self.train, rows, self.seed).reader(self.columns),
-            Batches(len(rows), self.plan.batch_size, self.seed, joins=self._joins),
+            batches,
             self.seed,
             lambda examples, back: 0.0,
             activations_guard(self.plan.defence, self.number, self.plan.label_party, self.seed),
         )
+        own.bound = GradientBound(self.limits.largest_gradient, batches.steps_per_epoch)
+        return own
 
     def _keep(self, asked: Keep) -> None:
         own = self._party

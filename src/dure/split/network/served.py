@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import CHECKPOINT, STOP, Learner, Place, Progress, examples_for
@@ -22,6 +23,7 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
+from dure.fleet.virtual import nbytes
 from dure.machine.threads import threads_for
 from dure.record.checkpoint import UNREADABLE, read_tree, tree_to_bytes
 from dure.record.disk import write_atomically
@@ -31,6 +33,7 @@ from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import MadeUp
 from dure.split.apart.form import decoded
 from dure.split.messages import SERVER, client
+from dure.split.network import sizes
 from dure.split.network.checks import Checks
 from dure.split.network.control import Hello, Members
 from dure.split.network.ends import ends_of_cut, ends_of_tail
@@ -82,7 +85,7 @@ class ServedLearner(Learner):
         self._meters += [Meter(client(number)) for number in range(plan.clients)]
         hellos = {number: entrance.hellos[number] for number in range(plan.clients)}
         joins = self._joins(hellos)
-        sizes = [hello.examples for hello in hellos.values()]
+        counts = [hello.examples for hello in hellos.values()]
         batches = [
             Batches(hello.examples, plan.batch_size, seed, number, joins)
             for number, hello in hellos.items()
@@ -94,10 +97,11 @@ class ServedLearner(Learner):
         else:
             sample = self._sample(train)
             self.ends = ends_of_cut(task, self.model, plan, sample, largest, self.flops, seed)
+        self.channels.allow(self._most(hellos, train, largest))
         self.heads = self.ends.heads
         self.tails = self.ends.tails
         self.amounts = Amounts(
-            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=sizes
+            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=counts
         )
         # Where clients hand it on themselves, their head is none of the server's business.
         known = self.heads is not None and not plan.rules.hands
@@ -129,7 +133,7 @@ class ServedLearner(Learner):
         if self.heads is not None and not self._knows_head:
             held = set(self.heads.parameters) | set(self.heads.written)
             self.elsewhere = [name for name in self.model.state_dict() if name in held]
-        self.examples = max(1, sum(sizes))
+        self.examples = max(1, sum(counts))
         self.round = 0
         self._before = 0.0
         self._clock = time.perf_counter()
@@ -157,6 +161,20 @@ class ServedLearner(Learner):
         form = hellos[min(hellos)].form
         # Clients with the whole model have looked at all of it.
         return bool(form) and needs_two(self.model, MadeUp(decoded(form)))
+
+    def _most(self, hellos: Mapping[int, Hello], train: Examples, largest: int) -> int:
+        """Bytes of a client's message, at the most: of what the cut and the largest batch need."""
+        examples = max(largest, self.task.eval_batch_size)
+        divided = self.ends.divided
+        if divided is not None:
+            _, targets = self._sample(train).batch(torch.arange(1))
+            each = nbytes(tree_leaves(targets))
+            crossing = sizes.crossing_of_cut(divided.cut, examples, each)
+            return sizes.largest_message(crossing, sizes.head_bytes(divided.heads))
+        first = hellos[min(hellos)]
+        forms = [decoded(one) for one in (first.form, first.targets, self.ends.form) if one]
+        crossing = sizes.crossing_of_forms(forms, examples)
+        return sizes.largest_message(crossing, sizes.said_bytes(hellos))
 
     def _sample(self, train: Examples) -> Examples:
         """Some examples, by which the model is traced."""

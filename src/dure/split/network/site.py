@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from dure.split.network.control import (
     Sealed,
 )
 from dure.split.network.frames import Frame, decode, encode
+from dure.split.network.incoming import CheckedClient, Patience
+from dure.split.network.outgoing import Says, say
+from dure.split.received import ReceivedError
 from dure.split.states import read, written
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
@@ -47,16 +50,6 @@ from dure.wire.boxes import BoxKey, Member
 from dure.wire.roster import Pinned, Roster
 from dure.wire.sealing import About, seal, unseal
 from dure.wire.signatures import Key
-
-Pieces = Sequence[bytes | bytearray | memoryview]
-
-
-class Says(Protocol):
-    """To the server, and from it."""
-
-    def next(self, seconds: float | None = None) -> bytes | bytearray | memoryview: ...
-
-    def say(self, frame: Pieces) -> None: ...
 
 
 class Identity:
@@ -115,19 +108,45 @@ class AtClient(ABC):
 
 @dataclass(frozen=True)
 class Working:
-    """A client at work. names: of the weights of its head, and of its buffers."""
+    """A client at work.
 
-    machine: Client
+    checked: the client, whose server's messages are checked. names: of the weights of its head, and
+    of its buffers. most: bytes of what the server may say at once.
+    """
+
+    checked: CheckedClient
     node: Node
     at_client: AtClient
     names: Sequence[str]
+    most: int
+
+    @property
+    def machine(self) -> Client:
+        return self.checked.machine
+
+
+@dataclass(frozen=True)
+class SiteLimits:
+    """What a site allows its server, by its policy.
+
+    largest_gradient: the norm of the gradients of a batch; None: by those before. give_up: seconds
+    for which it waits where nothing goes on. refusal(round, digest, examples): why a model is not
+    measured, empty where it may be; digest: a text that names the measurement.
+    """
+
+    largest_gradient: float | None = None
+    give_up: float | None = None
+    refusal: Callable[[int, str, int], str] = lambda round, digest, examples: ""
+
+
+UNLIMITED = SiteLimits()
 
 
 class Site:
     """A client of a run. folder: where it keeps what it knew; None keeps it in memory.
 
     makes: the client at work, given what the server says of the run. model: of which it has a part.
-    event: hears of what happens.
+    event: hears of what happens. limits: what the site allows.
     """
 
     def __init__(
@@ -141,7 +160,12 @@ class Site:
         group: Group,
         folder: Path | None,
         event: Callable[[str, Mapping[str, object]], None],
+        limits: SiteLimits = UNLIMITED,
     ) -> None:
+        self.limits = limits
+        self.patience = Patience(limits.give_up)
+        self._measured = 0
+        """How many times it was asked to measure."""
         self.task = task
         self.identity = identity
         self.makes = makes
@@ -173,18 +197,19 @@ class Site:
 
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
-        channel.say(encode(self.hello))
+        say(channel, self.hello)
         greeted = False
         while True:
-            frame = decode(channel.next())
+            frame = decode(channel.next(self.patience.left if greeted else None))
             # What the server says before it has noticed that this client came anew is for the one
             # that it was.
             greeted = greeted or isinstance(frame, Members)
             if not greeted:
                 continue
             for said in self._hears(frame, channel):
-                channel.say(encode(said))
+                say(channel, said)
             if self._working is not None:
+                self.patience.note(self.working.checked.accepted)
                 with self._as_drawn():
                     self.machine.meanwhile()
 
@@ -195,8 +220,10 @@ class Site:
             if self._working is None:
                 self._working = self.makes(frame)
                 self._read_kept()
+            channel.allow(self.working.most)
             return []
         if isinstance(frame, Final):
+            self._check_given(frame.head)
             self._final = frame.head
             return []
         if isinstance(frame, Measure):
@@ -238,11 +265,29 @@ class Site:
             self._round = message.round
             self.event("training", {"round": message.round})
 
+    def _check_given(self, head: Own) -> None:
+        """Raises ReceivedError for a head of the server's own where it is to have none, and for one
+        of another model."""
+        if not self.working.checked.rules.returns:
+            raise ReceivedError(
+                "the server sends a head of its own, and heads do not reach it in this run"
+            )
+        self.working.checked.check_head(SERVER, head)
+
     # Evaluation
 
     def _measures(self, measure: Measure, channel: Says) -> Measured:
         """The model with the newest head, of which the server computes its part, on test data."""
+        if measure.head is not None:
+            self._check_given(measure.head)
         if self.test is None:
+            return Measured(measure.round, {})
+        self._measured += 1
+        # The server's part may be another one each time: no measurement is the same as another.
+        which = f"after turn {measure.since}, number {self._measured}"
+        refusal = self.limits.refusal(measure.round, which, len(self.test))
+        if refusal:
+            self.event("left", {"why": refusal})
             return Measured(measure.round, {})
         self.event("measuring", {"round": measure.round})
         own = measure.head or self.machine.after(measure.since).own
@@ -264,8 +309,8 @@ class Site:
         """What the model gives for these, of which the server computes a part."""
         at_client = self.working.at_client
         assert self.test is not None
-        channel.say(encode(at_client.query(inputs, targets, examples, len(self.test))))
-        answer = decode(channel.next())
+        say(channel, at_client.query(inputs, targets, examples, len(self.test)))
+        answer = decode(channel.next(self.patience.left))
         if not isinstance(answer, Answer):
             raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
         return at_client.outputs(answer, inputs, examples)

@@ -28,6 +28,7 @@ from dure.split.parties.messages import (
     party,
 )
 from dure.split.parties.part import TrainedPart
+from dure.split.received import GradientBound, form
 from dure.tensors.backward import backward_from
 
 Read = Callable[[Tensor, int], Tensor]
@@ -63,6 +64,8 @@ class Party:
         self.seconds = seconds
         self.guard = guard
         self.busy = Busy()
+        self.bound: GradientBound | None = None
+        """Of gradients that come from another machine; None where nobody else sends them."""
         self.done = 0
         """Steps that it has made."""
         self._sent: Tensor | None = None
@@ -83,7 +86,8 @@ class Party:
         """What it says to a message.
 
         Raises ValueError for one that is not due or has not the shape of what was sent, and
-        CutNotANumberError. What is refused changes nothing.
+        CutNotANumberError; ReceivedError for gradients beyond the bound. What is refused changes
+        nothing.
         """
         if sender == self.holder and isinstance(message, Step):
             return self._forward(message, now)
@@ -138,6 +142,8 @@ class Party:
             if bool(gradients.isnan().any()):
                 when = f"step {message.step + 1}"
                 raise CutNotANumberError("gradients", self.holder, when, intact=False)
+            if self.bound is not None:
+                self.bound.check(self.holder, "gradients", [gradients], [form(sent)])
         if self.guard is None or not sent.requires_grad:
             return gradients
         if gradients is None and self.guard.adds:

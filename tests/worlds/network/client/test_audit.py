@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from dure.cli.audit import main
 from dure.errors import AuditError, RunFolderWriteError
-from dure.worlds.network.client.audit import FIRST, Audit, verify
+from dure.worlds.network.client.audit import FIRST, LATER, Audit, verify
 from forgetful import ForgetfulDisk
 
 
@@ -46,10 +47,17 @@ def test_a_line_says_what_left_and_follows_the_one_before(tmp_path: Path) -> Non
     first, second = path.read_bytes().splitlines()
     said = json.loads(first)
     assert before <= datetime.fromisoformat(said.pop("time").replace("Z", "+00:00"))
-    assert said == {"kind": "check-in", "bytes": 5, "digest": sha(b"hello"), "previous": FIRST}
+    assert said == {
+        "kind": "check-in",
+        "number": 1,
+        "bytes": 5,
+        "digest": sha(b"hello"),
+        "previous": FIRST,
+    }
     said = json.loads(second)
     assert said["previous"] == sha(first)
     assert (said["ticket"], said["round"], said["bytes"]) == (17, 0, 10**9)
+    assert said["number"] == 2
     assert verify(path) == (2, sha(second))
 
 
@@ -195,10 +203,41 @@ def test_nothing_that_left_is_forgotten_in_a_power_failure(lines: int, random) -
         assert verify(path).lines == lines + 1
 
 
+@given(st.lists(st.booleans(), max_size=8), st.randoms(use_true_random=False))
+def test_a_line_that_may_wait_is_on_the_disk_with_the_next_that_may_not(
+    at_once: list[bool], random
+) -> None:
+    with TemporaryDirectory() as place:
+        path = Path(place) / "audit.log"
+        with ForgetfulDisk(Path(place)) as disk:
+            audit = Audit(path)
+            for number, now in enumerate(at_once):
+                audit.record("smashed", b"%d" % number, at_once=now)
+            os.close(audit._file)
+        disk.fail(random)
+        durable = max((place for place, now in enumerate(at_once, 1) if now), default=0)
+        Audit(path).close()
+        assert verify(path).lines >= durable
+
+
+def test_a_line_that_may_wait_does_so_for_a_second_at_the_most(tmp_path: Path) -> None:
+    with Audit(tmp_path / "audit.log") as audit, mock.patch("os.fsync") as synced:
+        clock = time.monotonic()
+        with mock.patch("time.monotonic", return_value=clock):
+            audit.record("smashed", b"1", at_once=False)
+            assert synced.call_count == 0
+        with mock.patch("time.monotonic", return_value=clock + LATER + 0.1):
+            audit.record("smashed", b"2", at_once=False)
+            assert synced.call_count == 1
+            audit.record("smashed", b"3", at_once=False)
+            assert synced.call_count == 1
+    assert verify(tmp_path / "audit.log").lines == 3
+
+
 def live(path: Path, left: Path) -> None:
     with Audit(path) as audit, open(left, "ab", buffering=0) as out:
-        while True:
-            audit.record("update", b"x" * 100)
+        for number in itertools.count():
+            audit.record("update", b"x" * 100, at_once=number % 3 == 0)
             out.write(b".")
 
 

@@ -2,7 +2,8 @@
 
 It goes where a `Link` goes, over TLS and through the proxy that the environment names, and what
 goes wrong has the same kinds: what can pass is a LinkLostError or a BusyError; a server that says
-no is a RefusedError. Pings are answered while the client computes.
+no is a RefusedError. Pings are answered while the client computes. Of each message a line is in the
+log of what leaves before it does (`audit`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dure.wire.signatures import NONCE, Signer, digest_of
+from dure.worlds.network.client.audit import Audit, Kind
 from dure.worlds.network.client.connection import (
     Connection,
     Limits,
@@ -22,6 +24,7 @@ from dure.worlds.network.client.connection import (
     proxy_for,
 )
 from dure.worlds.network.client.link import BusyError, RefusedError, StoppedError, own_words
+from dure.worlds.network.frame_limits import FLOOD, PROTOCOL_ERROR, TOO_BIG, UNSUPPORTED
 
 try:
     from websockets.exceptions import InvalidHandshake, InvalidStatus
@@ -40,13 +43,16 @@ OVER = 4000
 TURNED_AWAY = 4001
 """Code by which it does so since it does not take what this client does."""
 
+_REFUSALS = (PROTOCOL_ERROR, UNSUPPORTED, FLOOD, TOO_BIG)
+"""Codes by which it is closed since a message is beyond a limit: the next one would be, too."""
+
 
 class OverError(Exception):
     """The run is over; the reason."""
 
 
 class Channel:
-    """Frames to and from the server, in order. stop: ends every wait.
+    """Frames to and from the server, in order. stop: ends every wait. audit: None notes nothing.
 
     Raises as `Link` does where it cannot be opened.
     """
@@ -58,7 +64,9 @@ class Channel:
         signer: Signer,
         stop: threading.Event,
         heartbeat: float,
+        audit: Audit | None = None,
     ) -> None:
+        self._audit = audit
         self._place = place_of(url)
         self._context = (context or ssl.create_default_context()) if self._place.secure else None
         self._signer = signer
@@ -91,6 +99,10 @@ class Channel:
             return BusyError(status, reason)
         return RefusedError(status, reason, body)
 
+    def allow(self, most: int) -> None:
+        """Set the bytes that a frame of the server may have from now on."""
+        self._socket.allow(most)
+
     def next(self, seconds: float | None = None) -> Buffer:
         """The next frame. Raises LinkLostError, RefusedError, OverError, StoppedError, and
         LinkLostError where none comes for so many seconds."""
@@ -107,8 +119,14 @@ class Channel:
                 raise LinkLostError(f"{self._place} said nothing for {seconds:g} s")
         raise StoppedError
 
-    def say(self, frame: Sequence[Buffer]) -> None:
-        """Sends a frame, in pieces. Raises as `next` does."""
+    def say(self, frame: Sequence[Buffer], kind: Kind = "message", at_once: bool = True) -> None:
+        """Send a frame, in pieces, once its line is in the log.
+
+        kind, at_once: of the line, as `Audit.record` has them. Raises as `next` does, and
+        RunFolderWriteError where the line cannot be written.
+        """
+        if self._audit is not None:
+            self._audit.record_pieces(kind, frame, at_once=at_once)
         try:
             self._socket.send(frame)
         except ClosedError as error:
@@ -117,7 +135,7 @@ class Channel:
     def _closed(self, error: ClosedError) -> Exception:
         if error.code == OVER:
             return OverError(error.reason)
-        if error.code == TURNED_AWAY:
+        if error.code == TURNED_AWAY or error.code in _REFUSALS:
             return RefusedError(422, error.reason)
         return LinkLostError(f"the connection to {self._place} broke")
 

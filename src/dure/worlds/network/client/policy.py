@@ -12,6 +12,7 @@
     memory = "4 GB"                         # the most that the client takes
     bandwidth = "2 MB"                      # the most that travels in a second, either way
     storage = "2 GB"                        # the most that a run may have it store
+    largest_gradient = 100.0                # in split learning, the norm of what comes back
     approve = "ask"                         # the user has to approve each run; else "always"
     share_errors = true                     # messages and lines of the site's own errors travel too
 
@@ -36,6 +37,9 @@ it, and without a roster the number protects from mistakes.
 `evaluations_per_round` counts the models that the site has measured, by the number of the round
 that the server names. Evaluations are a membership oracle: whoever may ask for many of them, on few
 examples, learns which examples are there.
+
+`largest_gradient` bounds the Euclidean norm of the gradients that a server, or the holder of the
+labels, sends for a batch in split learning (`dure.split.received`).
 
 `owner` is the same as `dure join --owner`: the site takes part only where this owner has signed a
 roster with the site on it (`dure.wire.owners_roster`). `dure.run.site` sees to it.
@@ -109,6 +113,7 @@ class Policy:
     memory: int | None = None
     bandwidth: int | None = None
     storage: int | None = None
+    largest_gradient: float | None = None
     approve: str = "always"
     share_errors: bool = False
 
@@ -462,6 +467,13 @@ def _read_owner(value: object) -> str:
         raise ValueError(allowed) from None
 
 
+def _read_norm(value: object) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+        raise ValueError("a number above 0")
+    return float(value)  # type: ignore[arg-type]
+
+
 def _read_approve(value: object) -> str:
     if value not in ("ask", "always"):
         raise ValueError('"ask" or "always"')
@@ -487,6 +499,7 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "memory": _read_size,
     "bandwidth": _read_size,
     "storage": _read_size,
+    "largest_gradient": _read_norm,
     "approve": _read_approve,
     "share_errors": _read_bool,
 }

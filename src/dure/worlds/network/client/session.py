@@ -179,7 +179,9 @@ class Session:
 
     def channel(self) -> Channel:
         """Opens one, at once. Raises as `Link` does."""
-        return Channel(self.url, self._context, self._signer, self.stop, self.heartbeat)
+        return Channel(
+            self.url, self._context, self._signer, self.stop, self.heartbeat, self._audit
+        )
 
     def patiently(self, call: Callable[[], Channel]) -> Channel:
         """A channel, as soon as there is one. Raises GaveUpError."""
@@ -229,7 +231,7 @@ class Session:
         try:
             limit = self._give_up if over is None else LAST
             timeout = self.patience + self.heartbeat
-            word: Word = self._ask("/v1/next", ready, Word, timeout=timeout, limit=limit)
+            word: Word = self._ask("/v1/next", ready, Word, "next", timeout, limit)
         except GaveUpError:
             if over is None:
                 raise
@@ -317,11 +319,7 @@ class Session:
     ) -> bool:
         """Sends an update, or the tensors of an answer; whether the server has all of it. False
         where it is not wanted any more."""
-        if self._audit is not None:
-            size = reserve.bytes
-            digest = reserve.digest
-            kind: Kind = "answer" if reserve.asking else "update"
-            self._audit.record_digest(kind, size, digest, reserve.ticket, None)
+        self._note_update(reserve)
         with self._given_up():
             return upload(
                 self._link,
@@ -370,12 +368,12 @@ class Session:
         path: str,
         said: Said,
         kind: Any,
-        noted: Kind | None = None,
+        noted: Kind,
         timeout: float | None = None,
         limit: float | None = None,
     ) -> Any:
-        if noted is not None:
-            self._note(noted, to_json(said))
+        # A question whether there is work tells nothing that has to be on the disk at once.
+        self._note(noted, to_json(said), at_once=noted != "next")
         return self._patiently(
             lambda: self._link.ask("POST", path, said, kind, timeout), limit or self._give_up
         )
@@ -415,17 +413,38 @@ class Session:
         return f"kept in {self.state.folder}: {what}{unsent}; join again to go on"
 
     def _note(
-        self, kind: Kind, body: bytes, ticket: int | None = None, round: int | None = None
+        self,
+        kind: Kind,
+        body: bytes,
+        ticket: int | None = None,
+        round: int | None = None,
+        at_once: bool = True,
     ) -> None:
+        """Write the line of a message that is about to leave; as `Audit.record`."""
         if self._audit is not None:
-            self._audit.record(kind, body, ticket, round)
+            self._audit.record(kind, body, ticket, round, at_once)
+
+    def _note_update(self, reserve: Reserve) -> None:
+        """Write the lines of an update, or of an answer: of what is said of it, and its tensors.
+
+        Both are on the disk before the first leaves, and for that one write waits for the disk.
+        """
+        if self._audit is None:
+            return
+        tensors = reserve.bytes > 0
+        self._note("reserve", to_json(reserve), reserve.ticket, at_once=not tensors)
+        if tensors:
+            kind: Kind = "answer" if reserve.asking else "update"
+            self._audit.record_digest(kind, reserve.bytes, reserve.digest, reserve.ticket)
 
     def _tells(self, error: OSError, seconds: float) -> None:
         self.tell(f"{error}; trying again in {seconds:.1f} s")
 
     def watch(self, ticket: int, link: Link) -> Watched:
         """Asks once whether the work is wanted."""
-        return link.ask("POST", "/v1/watch", Watch(ticket), Watched, 2 * self.heartbeat)
+        said = Watch(ticket)
+        self._note("watch", to_json(said), ticket, at_once=False)
+        return link.ask("POST", "/v1/watch", said, Watched, 2 * self.heartbeat)
 
     def another_link(self) -> Link:
         """One more to the server, signed as this client's."""

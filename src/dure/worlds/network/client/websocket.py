@@ -8,6 +8,9 @@ While nobody waits here, another thread looks at the socket now and then, so tha
 while the client computes. A long message leaves in fragments (`FRAGMENT`), and a ping that comes
 meanwhile is answered between two of them. A server that says nothing for a heartbeat is pinged; one
 from which nothing comes for `SILENT` of them is gone.
+
+What the server sends is bounded before it is stored (`dure.worlds.network.frame_limits`): a server
+that announces a message beyond what the owner allows is one that lies, and the connection is over.
 """
 
 from __future__ import annotations
@@ -25,6 +28,15 @@ from websockets.protocol import CONNECTING, OPEN
 from websockets.uri import parse_uri
 
 from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
+from dure.worlds.network.frame_limits import FrameLimitError, FrameLimits
+
+MOST_FIRST = 1 << 21
+"""Bytes of a message, until the owner allows more: of the roster, with what goes with it."""
+
+MOST_ANSWER = 1 << 16
+"""Bytes of the head of the answer to the request for a connection."""
+
+_END_OF_HEAD = b"\r\n\r\n"
 
 FRAGMENT = 1 << 22
 """Bytes of a fragment. Smaller ones cost more: 1.6 MB take 0.5 ms longer in 25 pieces than in one.
@@ -72,6 +84,11 @@ class WebSocket:
         self._protocol = ClientProtocol(parse_uri(url), max_size=None)
         self._lock = threading.Lock()
         """Held by whoever reads or writes."""
+        self._limits = FrameLimits(MOST_FIRST, masked=False)
+        self._answer = bytearray()
+        """The head of the answer to the request for a connection, as far as it has come."""
+        self._answered = False
+        """Whether it has come as a whole."""
         self._fragments: list[Buffer] = []
         """Of a message that has not come as a whole."""
         self._messages: deque[Buffer] = deque()
@@ -99,6 +116,10 @@ class WebSocket:
                 raise TimeoutError if self._closed is None else ConnectionResetError
             if self._protocol.handshake_exc is not None:
                 raise self._protocol.handshake_exc
+
+    def allow(self, most: int) -> None:
+        """Set the bytes that a message of the server may have from now on."""
+        self._limits.most = most
 
     def receive(self, seconds: float) -> Buffer | None:
         """The next message; None where none comes in so many seconds. Raises ClosedError."""
@@ -202,7 +223,7 @@ class WebSocket:
             return False
         self._heard = time.monotonic()
         self._asked = False
-        self._protocol.receive_data(data)
+        self._takes_in(data)
         for event in self._protocol.events_received():
             if isinstance(event, Frame):
                 self._takes(event)
@@ -211,6 +232,40 @@ class WebSocket:
         if self._protocol.close_expected():
             self._breaks()
         return True
+
+    def _takes_in(self, data: bytes) -> None:
+        """Give the protocol the next bytes, but for those that are beyond a limit."""
+        if self._protocol.state is CONNECTING:
+            data = self._handshake(data)
+        try:
+            self._limits.look(data)
+        except FrameLimitError as error:
+            if self._closed is None:
+                self._closed = ClosedError(reason=f"the server breaks the protocol: {error}")
+            return
+        if data:
+            self._protocol.receive_data(data)
+
+    def _handshake(self, data: bytes) -> bytes:
+        """Give the protocol the answer to the request for a connection; what comes after it."""
+        if self._answered:
+            # The body of a refusal, which the protocol bounds.
+            self._protocol.receive_data(data)
+            return b""
+        self._answer += data
+        head, end, rest = bytes(self._answer).partition(_END_OF_HEAD)
+        if not end:
+            if len(self._answer) > MOST_ANSWER:
+                raise ConnectionResetError("the answer to the request for a channel has no end")
+            return b""
+        self._answered = True
+        self._answer.clear()
+        self._protocol.receive_data(head + end)
+        if self._protocol.state is not CONNECTING:
+            return rest
+        if rest:
+            self._protocol.receive_data(rest)
+        return b""
 
     def _takes(self, frame: Frame) -> None:
         if frame.opcode in (BINARY, TEXT, CONT):

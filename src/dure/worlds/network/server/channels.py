@@ -12,7 +12,10 @@ compression: what crosses a cut does not shrink by it, and 1.6 MB would take twe
 The library answers pings while either side computes; who answers none is gone.
 
 A client that sends before it is answered is read no further once so many frames of its wait
-(`MOST_WAITING`).
+(`MOST_WAITING`), or more bytes than one of them may have. What a frame may have holds before it is
+stored (`dure.worlds.network.server.websocket`): little before the first one, and then what the
+system that trains can need (`allow`). A client has `HELLO_SECONDS` for its first frame, and no more
+than `MOST_GREETING` channels without one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,7 +48,9 @@ from dure.worlds.network.server.cohort import differences
 from dure.worlds.network.server.desk import Seat
 from dure.worlds.network.server.gate import Gate
 from dure.worlds.network.server.routes import Routes
+from dure.worlds.network.server.serving import MOST_FRAME
 from dure.worlds.network.server.watching import Metered, Watching
+from dure.worlds.network.server.websocket import MOST_FIRST, allow_of, shortened
 
 LOG = logging.getLogger("dure.server")
 
@@ -52,6 +58,13 @@ CHANNEL = "/v1/channel"
 
 MOST_WAITING = 8
 """Frames of a client that wait to be dealt with."""
+
+HELLO_SECONDS = 10.0
+"""Seconds in which the first frame of a client has to be here as a whole."""
+
+MOST_GREETING = 2
+"""Channels of a client of which the first frame has not come: one that a process has left behind,
+and that of the process which takes its place."""
 
 CALM = 0.01
 """Seconds until a client is read again that has sent too many."""
@@ -61,18 +74,18 @@ OVER = 4000
 TURNED_AWAY = 4001
 """Code by which it is closed since the server does not take what the client does."""
 
-MOST_REASON = 120
-"""Bytes of a reason: a frame that closes a channel has room for no more."""
-
 
 @dataclass
 class _Channel:
-    """Of one client. ended: the code and the reason by which the server ends it."""
+    """Of one client. allow: sets what a frame may have. waiting, bytes: of frames that wait to be
+    dealt with. ended: the code and the reason by which the server ends it."""
 
     seat: Seat
     key: str
+    allow: Callable[[int], None]
     outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     waiting: int = 0
+    bytes: int = 0
     ended: tuple[int, str] | None = None
 
 
@@ -106,6 +119,12 @@ class NetworkChannels:
         self._channels: dict[int, _Channel] = {}
         self._met: dict[int, tuple[str, str]] = {}
         self._over: str | None = None
+        self._most = MOST_FIRST
+        """Bytes that a frame may have after the first."""
+        self._greeting: Counter[int] = Counter()
+        """Channels of each client of which the first frame has not come."""
+        self._arrivals: Counter[int] = Counter()
+        """Of each client, how often it has come and the main thread has not heard so."""
 
     # What the main thread does
 
@@ -119,7 +138,19 @@ class NetworkChannels:
         channel = self._channels.get(event.client)
         if isinstance(event, Said) and channel is not None:
             channel.waiting -= 1
+            channel.bytes -= len(event.frame)
+        elif isinstance(event, Came):
+            self._arrivals[event.client] -= 1
         return event
+
+    def allow(self, most: int) -> None:
+        self._most = min(most, MOST_FRAME)
+        # Before whatever is said from now on, to which such a frame may be the answer.
+        self._loop.call_soon_threadsafe(self._allow_all)
+
+    def _allow_all(self) -> None:
+        for channel in self._channels.values():
+            channel.allow(self._most)
 
     def say(self, client: int, frame: Sequence[bytes | bytearray | memoryview]) -> None:
         channel = self._channels.get(client)
@@ -151,7 +182,7 @@ class NetworkChannels:
         self._loop.call_soon_threadsafe(channel.outbox.put_nowait, frame)
 
     def _end(self, channel: _Channel, code: int, reason: str) -> None:
-        channel.ended = code, reason.encode()[:MOST_REASON].decode(errors="ignore")
+        channel.ended = code, shortened(reason)
         self._post(channel, None)
 
     # The application
@@ -204,6 +235,25 @@ class NetworkChannels:
 
     async def _opened(self, socket: WebSocket) -> None:
         """A client's channel, from the first request to its end."""
+        # Whoever hangs up before it is answered is gone, and that is no mistake of ours.
+        with suppress(WebSocketDisconnect):
+            admitted = await self._admitted(socket)
+            if admitted is None:
+                return
+            await socket.accept()
+            if self._over is not None:
+                await socket.close(OVER, self._over)
+                return
+            name = admitted.name or f"client {admitted.client}"
+            channel = _Channel(Seat(admitted.client, name), admitted.key, allow_of(socket.scope))
+            sender = asyncio.ensure_future(self._sends(socket, channel))
+            try:
+                await self._hears(socket, channel)
+            finally:
+                sender.cancel()
+
+    async def _admitted(self, socket: WebSocket) -> Admitted | None:
+        """Who opens a channel; None where it was refused, and has been told why."""
         try:
             if socket.url.path != CHANNEL:
                 raise Refused(404, "no such route", "nothing is served there")
@@ -212,48 +262,55 @@ class NetworkChannels:
             )
             if admitted.client == NEW:
                 raise Refused(409, "check in first", "the server wants to know who calls: check in")
+            self._check_few(admitted.client)
         except Refused as refused:
             about = f"GET {CHANNEL}"
             address = _address_of(socket)
             self.watching.refused(None, address, about, refused.kind, refused.reason)
             said = refusal(refused.status, refused.reason, refused.headers)
             await socket.send_denial_response(said)
-            return
-        if self._over is not None:
-            await socket.accept()
-            await socket.close(OVER, self._over)
-            return
-        await socket.accept()
-        name = admitted.name or f"client {admitted.client}"
-        channel = _Channel(Seat(admitted.client, name), admitted.key)
-        sender = asyncio.ensure_future(self._sends(socket, channel))
+            return None
+        return admitted
+
+    def _check_few(self, client: int) -> None:
+        """Raises Refused where a client opens channels, and says nothing, or faster than it is
+        heard."""
+        greeting = self._greeting[client] >= MOST_GREETING
+        if greeting or self._arrivals[client] >= MOST_WAITING:
+            raise Refused(
+                429,
+                "too many channels",
+                f"client {client} opens channels faster than it says who it is: one is enough",
+                {"retry-after": "1"},
+            )
+
+    async def _hello(self, socket: WebSocket, number: int) -> bytes:
+        """The first frame of a channel. Raises as `receive_bytes`, and TimeoutError."""
+        self._greeting[number] += 1
         try:
-            await self._hears(socket, channel)
+            return await asyncio.wait_for(socket.receive_bytes(), HELLO_SECONDS)
         finally:
-            sender.cancel()
+            self._greeting[number] -= 1
 
     async def _hears(self, socket: WebSocket, channel: _Channel) -> None:
         number = channel.seat.number
         why = "the connection broke"
         try:
-            hello = await socket.receive_bytes()
-            before = self._channels.get(number)
-            if before is not None:
-                self._end(before, TURNED_AWAY, "another process of this client has come")
-                self._events.put(Gone(number, "it has come anew"))
-            self._met[number] = channel.key, channel.seat.name
-            self._channels[number] = channel
-            self._events.put(Came(number, hello))
-            self.watching.arrived(channel.seat)
+            hello = await self._hello(socket, number)
+            self._takes_over(number, channel, hello)
             while True:
                 frame = await socket.receive_bytes()
                 channel.waiting += 1
+                channel.bytes += len(frame)
                 self.watching.received += len(frame)
                 self._events.put(Said(number, frame))
-                while channel.waiting > MOST_WAITING:
+                while channel.waiting > MOST_WAITING or channel.bytes > self._most:
                     await asyncio.sleep(CALM)
         except WebSocketDisconnect as ended:
             why = ended.reason or why
+        except (asyncio.TimeoutError, TimeoutError):
+            reason = f"it has not said who it is within {HELLO_SECONDS:g} s"
+            await socket.close(TURNED_AWAY, reason)
         # A text, say, where bytes are awaited.
         except (KeyError, RuntimeError):
             why = "it sent what is no frame"
@@ -263,6 +320,19 @@ class NetworkChannels:
                 del self._channels[number]
                 self._events.put(Gone(number, channel.ended[1] if channel.ended else why))
                 self.watching.left(channel.seat)
+
+    def _takes_over(self, number: int, channel: _Channel, hello: bytes) -> None:
+        """A client has come: this is its channel, and no other."""
+        before = self._channels.get(number)
+        if before is not None:
+            self._end(before, TURNED_AWAY, "another process of this client has come")
+            self._events.put(Gone(number, "it has come anew"))
+        channel.allow(self._most)
+        self._met[number] = channel.key, channel.seat.name
+        self._channels[number] = channel
+        self._arrivals[number] += 1
+        self._events.put(Came(number, hello))
+        self.watching.arrived(channel.seat)
 
     async def _sends(self, socket: WebSocket, channel: _Channel) -> None:
         with suppress(WebSocketDisconnect, RuntimeError):

@@ -20,6 +20,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dure.errors import ServeError
+from dure.worlds.network.server.websocket import LimitedWebSocket
 
 HEADER_SECONDS = 15.0
 """Seconds in which the header of a request has to be complete."""
@@ -34,7 +35,7 @@ UNSENT = 64 << 10
 """Bytes that wait here to be sent on a connection: the system's own buffers keep links busy."""
 
 MOST_FRAME = 1 << 32
-"""Bytes of a message over a WebSocket: the head of a model, with its optimizer's state."""
+"""Bytes of a message over a WebSocket, whatever its state allows (`LimitedWebSocket`)."""
 
 BACKLOG = 4096
 """Connections that wait until they are accepted."""
@@ -143,7 +144,7 @@ class Serving:
         config = uvicorn.Config(
             app,
             http=Hurried,
-            ws="none" if heartbeat is None else "websockets-sansio",
+            ws="none" if heartbeat is None else LimitedWebSocket,
             ws_max_size=MOST_FRAME,
             ws_ping_interval=heartbeat,
             ws_ping_timeout=2 * (heartbeat or 0.0),

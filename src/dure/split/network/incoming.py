@@ -1,0 +1,281 @@
+"""What a client checks of its server's messages before its state machine gets them.
+
+    Turn               a number after the turn that counts; as many steps as the client's batches;
+                       a head only where the server hands heads on, of this model, finite
+    Outputs            due, of this step; the forms of what leaves the server's part; finite
+    Gradients          due, of this step; those of the values that were sent; bounded
+                       (`dure.split.received`)
+    HeadSum            due, of this step; the gradients of the head's weights; bounded
+    Pass               only where clients hand heads on, to another client of the roster, and one
+                       head for a turn
+    Handed             from another client, for the turn that waits for it, once
+    Final, Measure     a head only where heads come to the server, of this model, finite
+
+A message that is not due is refused: on one channel messages are in order, and a server that sends
+another one does not follow the protocol. A server within these bounds may still choose what it
+answers with.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dure.fleet.virtual import Envelope
+from dure.split.client import Client, Rules
+from dure.split.messages import (
+    Gradients,
+    Handed,
+    HeadGradients,
+    HeadSum,
+    Message,
+    OutputGradients,
+    Outputs,
+    Own,
+    Pass,
+    Smashed,
+    Turn,
+)
+from dure.split.received import (
+    Form,
+    GradientBound,
+    ReceivedError,
+    check_finite,
+    check_forms,
+    form,
+)
+from dure.split.sides import Side
+
+MOST = 1 << 53
+"""Of rounds and steps: numbers that are exact as floats."""
+
+_CLIENT = re.compile(r"client (0|[1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses the cuts. leaving: which of the values that leave the head have gradients.
+    arriving: raises ValueError for values that do not leave the server's part, of so many examples.
+    """
+
+    leaving: Sequence[bool]
+    arriving: Callable[[Sequence[Tensor], int], None]
+
+
+class CheckedClient:
+    """A client whose server's messages are checked.
+
+    Args:
+        machine: the client.
+        crossing: of its batches.
+        steps: that a turn has.
+        clients: how many the run has.
+        largest: the norm of gradients that the site allows; None: by those before.
+    """
+
+    def __init__(
+        self,
+        machine: Client,
+        crossing: Crossing,
+        steps: int,
+        clients: int,
+        largest: float | None = None,
+    ) -> None:
+        self.machine = machine
+        self.rules: Rules = machine.rules
+        self.crossing = crossing
+        self.steps = steps
+        self.clients = clients
+        self.bound = GradientBound(largest, steps)
+        self.sums = GradientBound(largest, steps)
+        self.accepted = 0
+        """Messages by which training goes on: new turns, heads, and answers to steps."""
+        self._turn: Turn | None = None
+        self._due: type[Message] | None = None
+        self._step = 0
+        self._examples = 0
+        self._sent: list[Form] = []
+        self._newest = -1
+        self._passed: dict[int, tuple[int, str]] = {}
+        """For which turn which head was handed on, and to whom."""
+
+    @property
+    def wake(self) -> float:
+        return self.machine.wake
+
+    def tick(self, now: float) -> list[Envelope]:
+        return self.machine.tick(now)
+
+    def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
+        """What the client says to a message. Raises ReceivedError for one that cannot be."""
+        self._check(sender, message)
+        said = self.machine.receive(sender, message, now)
+        for _, own in said:
+            self._note(own)
+        if isinstance(message, HeadSum) and not said:
+            # It has no batch left, and waits for the others.
+            self._step += 1
+            self._due = HeadSum
+        if isinstance(message, Turn) and message.number > self._newest:
+            self._newest = message.number
+            self.accepted += 1
+        elif not isinstance(message, Turn | Pass):
+            self.accepted += 1
+        return said
+
+    # What is due
+
+    def _note(self, said: Any) -> None:
+        """Note what the client says: an answer to it is due."""
+        self._due = None
+        if isinstance(said, Smashed):
+            self._step = said.step
+            self._examples = said.examples
+            there = zip(said.values, self.crossing.leaving, strict=True)
+            self._sent = [form(one) for one, differentiable in there if differentiable]
+            self._due = Outputs if self.rules.labels_stay else Gradients
+        elif isinstance(said, OutputGradients):
+            self._due = Gradients
+        elif isinstance(said, HeadGradients):
+            self._due = HeadSum
+
+    def _check(self, sender: str, message: Message) -> None:
+        if isinstance(message, Turn):
+            self._check_turn(sender, message)
+        elif isinstance(message, Pass):
+            self._check_pass(sender, message)
+        elif isinstance(message, Handed):
+            self._check_handed(sender, message)
+        elif isinstance(message, Outputs | Gradients | HeadSum):
+            self._check_due(sender, message)
+        else:
+            raise ReceivedError(f"{sender} sends {type(message).__name__}, which no server says")
+
+    def _check_due(self, sender: str, message: Outputs | Gradients | HeadSum) -> None:
+        name = type(message).__name__
+        if self._turn is None or self._due is not type(message) or message.step != self._step:
+            due = "nothing" if self._due is None else f"{self._due.__name__} of {self._step + 1}"
+            raise ReceivedError(
+                f"{sender} sends {name} of step {message.step + 1}, and {due} is due"
+            )
+        if isinstance(message, HeadSum):
+            wanted = [form(one) for one in self._side.parameters.values()]
+            self.sums.check(sender, "gradients of the head", message.values, wanted)
+            return
+        _check_share(sender, message.share)
+        if isinstance(message, Outputs):
+            check_finite(sender, "values at the second cut", message.values)
+            try:
+                self.crossing.arriving(message.values, self._examples)
+            except ValueError as error:
+                raise ReceivedError(f"{sender}: {error}") from error
+            return
+        self.bound.check(sender, "gradients at the cut", message.values, self._sent)
+        if not 0 <= message.missed < 1 << 62:
+            raise ReceivedError(f"{sender} says that gradients {message.missed} are missing")
+
+    # Turns and heads
+
+    def _check_turn(self, sender: str, turn: Turn) -> None:
+        numbers = (turn.round, turn.first, turn.taken, turn.until)
+        counts = turn.since < turn.number < MOST and all(0 <= one < MOST for one in numbers)
+        if not counts or turn.since < -1:
+            raise ReceivedError(
+                f"{sender} begins turn {turn.number} after turn {turn.since}, in round "
+                f"{turn.round}: turns count up"
+            )
+        longer = turn.until != turn.steps if not self.rules.sums else turn.until < turn.steps
+        if turn.steps != self.steps or longer:
+            raise ReceivedError(
+                f"{sender} asks for a turn of {turn.steps} steps, until {turn.until}, and the "
+                f"client's batches make {self.steps}"
+            )
+        if turn.comes and not self.rules.hands:
+            raise ReceivedError(f"{sender} says that a head comes, and clients hand none on")
+        if turn.brings and not (self.rules.sums or self.rules.returns):
+            raise ReceivedError(f"{sender} asks for the head, which is not to reach it")
+        if turn.head is not None:
+            if not (self.rules.returns or self.rules.sums):
+                raise ReceivedError(f"{sender} sends a head, and heads do not reach it in this run")
+            self.check_head(sender, turn.head)
+        self._turn = turn
+        self._due = Handed if turn.comes else None
+
+    def _check_pass(self, sender: str, message: Pass) -> None:
+        found = _CLIENT.fullmatch(message.to)
+        other = found is not None and int(found[1]) != self.machine.number
+        if not self.rules.hands or not other or int(message.to[7:]) >= self.clients:
+            raise ReceivedError(
+                f"{sender} asks for the head, for {message.to[:40]!r}: it goes to another client "
+                f"of the run, and nowhere else"
+            )
+        before = self._passed.setdefault(message.turn, (message.since, message.to))
+        if before != (message.since, message.to):
+            raise ReceivedError(
+                f"{sender} asks for the head for turn {message.turn} twice: after turn {before[0]} "
+                f"for {before[1]}, and after turn {message.since} for {message.to}"
+            )
+
+    def _check_handed(self, sender: str, message: Handed) -> None:
+        if self._turn is None or self._due is not Handed or message.turn != self._turn.number:
+            due = "none" if self._turn is None else f"one for turn {self._turn.number}"
+            reason = f"{due} is due" if self._due is Handed else "none is due"
+            raise ReceivedError(f"a head of {sender} came, for turn {message.turn}, and {reason}")
+
+    @property
+    def _side(self) -> Side:
+        return self.machine.party.side
+
+    def check_head(self, sender: str, own: Own) -> None:
+        """Raise ReceivedError for a head that is not one of this model, or not finite."""
+        side = self._side
+        weights = [form(one) for one in side.parameters.values()]
+        check_forms(sender, "weights of a head", own.weights, weights)
+        check_forms(sender, "buffers of a head", own.buffers, [form(one) for one in side.buffers()])
+        if len(own.optimizer) != len(weights):
+            raise ReceivedError(f"{sender} sends a head with another number of optimizer states")
+        check_finite(sender, "weights of a head", own.weights)
+
+
+def _check_share(sender: str, share: float) -> None:
+    if not (math.isfinite(share) and 0 <= share <= 1):
+        raise ReceivedError(f"{sender} says that the client's share of a batch is {share}")
+
+
+class Patience:
+    """How long a site waits for a server by which nothing goes on, whatever it sends meanwhile.
+
+    Only what is accepted counts: a new turn, a head, an answer to a step. seconds: None waits
+    without end.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._since: float | None = None
+        self._accepted = -1
+
+    def note(self, accepted: int) -> None:
+        """Note how many messages of the server have been accepted; the wait begins with the first
+        call."""
+        if accepted != self._accepted:
+            self._accepted = accepted
+            self._since = time.monotonic()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that the site waits longer; None without end. Raises ReceivedError after them."""
+        if self.seconds is None or self._since is None:
+            return None
+        left = self._since + self.seconds - time.monotonic()
+        if left <= 0:
+            raise ReceivedError(
+                f"the server is there, and has let nothing go on for {self.seconds:g} s: no turn "
+                f"began, and no step was answered (--give-up)"
+            )
+        return left

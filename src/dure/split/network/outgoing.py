@@ -1,0 +1,54 @@
+"""Messages of a site to its server, each with the kind under which the site's log has it.
+
+The kind is the name of the message's type: "smashed", "output-gradients". Messages of every step
+are many and may be on the disk a little later (`dure.worlds.network.client.audit`); the line of any
+other message is there before the message leaves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from dure.split import alignment
+from dure.split.messages import HeadGradients, OutputGradients, Smashed
+from dure.split.network.control import Query
+from dure.split.network.frames import Frame, encode
+from dure.split.network.parties_control import Evaluated
+from dure.split.parties.messages import Activations
+
+Pieces = Sequence[bytes | bytearray | memoryview]
+
+OF_EACH_STEP = (
+    Smashed,
+    OutputGradients,
+    HeadGradients,
+    Query,
+    Activations,
+    Evaluated,
+    alignment.Blinded,
+    alignment.Twice,
+)
+"""Messages of which there are so many that none waits for the disk."""
+
+
+class Says(Protocol):
+    """To the server, and from it."""
+
+    def next(self, seconds: float | None = None) -> bytes | bytearray | memoryview: ...
+
+    def say(self, frame: Pieces, kind: str, at_once: bool) -> None: ...
+
+    def allow(self, most: int) -> None:
+        """Set the bytes that a message of the server may have from now on."""
+
+
+def say(channel: Says, message: Frame) -> None:
+    """Send a message, once the site's log has its line."""
+    channel.say(encode(message), kind_of(message), not isinstance(message, OF_EACH_STEP))
+
+
+def kind_of(message: Frame) -> str:
+    """Return the kind of a message in the log: "output-gradients" of `OutputGradients`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", type(message).__name__).lower()

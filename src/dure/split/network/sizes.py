@@ -1,0 +1,89 @@
+"""How large a message of split learning can be: both sides bound what they receive by it.
+
+    values at the cuts     bytes an example, times those of the largest batch in training or
+                           evaluation; times `SLACK`, since examples of evaluation may be larger
+    a head                 its weights and buffers, and `STATES` times the weights for what an
+                           optimizer remembers
+    anything else          `MARGIN`
+
+The number holds before a byte of a message is stored (`dure.worlds.network.frame_limits`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, fx, nn
+
+from dure.parallel.pipeline.cut import CutModel
+from dure.split.apart.form import Form
+from dure.split.batching import values_at
+from dure.split.network.control import Hello
+from dure.split.sides import Side
+
+MARGIN = 1 << 20
+SLACK = 4
+VARIES = 16
+"""Times that a value may be larger than the one that was looked at, where only one dimension is
+known: as long texts are."""
+
+STATES = 16
+
+UNKNOWN_HEAD = 1 << 30
+"""Bytes of a head of which nobody has said how large it is: clients of earlier versions."""
+
+
+def largest_message(crossing: float, head: int) -> int:
+    """Return the bytes that a message may have.
+
+    crossing: of what crosses the cuts. head: of a head's weights and buffers.
+    """
+    return MARGIN + math.ceil(max(crossing, (1 + STATES) * head))
+
+
+def crossing_of_cut(cut: CutModel, examples: int, targets: int = 0) -> float:
+    """Return the most bytes that cross the cuts of a model for so many examples.
+
+    targets: bytes of those of an example, where they travel.
+    """
+    trace = cut.reference
+    cuts = [
+        sum(value.nbytes for value in values_at(cut, boundary, cut.examples))
+        for boundary in range(cut.stages - 1)
+    ]
+    # In evaluation the server may answer with what the model gives.
+    ends = [node.meta.get("val") for node in trace.outputs if isinstance(node, fx.Node)]
+    cuts.append(sum(one.nbytes for one in ends if isinstance(one, Tensor)))
+    return SLACK * examples * (max(cuts) / cut.examples + targets)
+
+
+def crossing_of_forms(forms: Iterable[Form | None], examples: int) -> float:
+    """As `crossing_of_cut`, of what leaves parts that were written apart."""
+    return VARIES * sum(form.nbytes(examples)[0] for form in forms if form is not None)
+
+
+def head_bytes(side: Side) -> int:
+    """Return the bytes of the weights and buffers of a side."""
+    return _bytes(side.parameters.values()) + _bytes(side.buffers())
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights and buffers of a model."""
+    return _bytes(model.parameters()) + _bytes(model.buffers())
+
+
+def said_bytes(hellos: Mapping[int, Hello]) -> int:
+    """Return the bytes of a head, as all clients say. Raises ValueError where they differ."""
+    first = min(hellos)
+    for number, hello in hellos.items():
+        if hello.head != hellos[first].head:
+            raise ValueError(
+                f"the head of client {number} has {hello.head:,} bytes, and that of client "
+                f"{first} {hellos[first].head:,}: give all the same head"
+            )
+    return hellos[first].head or UNKNOWN_HEAD // (1 + STATES)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)

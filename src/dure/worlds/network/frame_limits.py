@@ -1,0 +1,137 @@
+"""Limits on what comes over a WebSocket, which hold before anything of it is stored.
+
+    header of a frame      its length counts at once, and with it that of the message it belongs to
+    a message              at most `most` bytes, which the owner changes as the talk goes on
+    fragments              16 of a message, and one for each KiB that it may have
+    pings and pongs        `MOST_CONTROL` in `PERIOD` seconds
+    messages               `MOST_AT_ONCE` in a piece that was read at once
+    compression            none: an extension that was not agreed upon is refused, and none ever is
+
+Libraries of WebSockets bound a message by one number for the life of a connection, and buffer a
+frame whose length is within it. Here the bytes are looked at before the library gets them, by the
+headers of frames alone: what lies between them is skipped, and not copied.
+
+Source: RFC 6455, section 5.2, for headers; 10.4 for limits.
+"""
+
+from __future__ import annotations
+
+import time
+
+MOST_CONTROL = 64
+PERIOD = 10.0
+"""Seconds in which a peer may send so many pings and pongs: it needs one for each heartbeat."""
+
+MOST_AT_ONCE = 256
+"""Messages in one piece: each takes some memory, also an empty one."""
+
+FRAGMENTS = 16
+PER_FRAGMENT = 1 << 10
+"""Fragments of a message: so many, and one more for each of these bytes that it may have."""
+
+PROTOCOL_ERROR = 1002
+UNSUPPORTED = 1003
+FLOOD = 1008
+TOO_BIG = 1009
+"""Codes by which a connection is closed."""
+
+_TEXT = 1
+_BINARY = 2
+_CONTROL = 8
+_LONGEST_CONTROL = 125
+
+
+class FrameLimitError(Exception):
+    """What comes is beyond a limit. code, reason: by which the connection is to be closed."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class FrameLimits:
+    """Of one connection, one way. most: bytes of a message; masked: whether a client sends them."""
+
+    def __init__(self, most: int, masked: bool) -> None:
+        self.most = most
+        self._key = 4 if masked else 0
+        self._head = bytearray()
+        self._left = 0
+        """Bytes of the frame's payload that are still to come."""
+        self._size = 0
+        self._fragments = 0
+        self._controls = 0
+        self._period = time.monotonic()
+        self._at_once = 0
+
+    def look(self, piece: bytes | bytearray | memoryview) -> None:
+        """Look at the next bytes. Raises FrameLimitError; nothing of them is to be used then."""
+        view = memoryview(piece)
+        at = 0
+        self._at_once = 0
+        while at < len(view):
+            if self._left:
+                skipped = min(self._left, len(view) - at)
+                self._left -= skipped
+                at += skipped
+                continue
+            part = view[at : at + self._missing()]
+            self._head += part
+            at += len(part)
+            if not self._missing():
+                self._begins(bytes(self._head))
+                self._head.clear()
+
+    def _missing(self) -> int:
+        """Bytes that the header still lacks, as far as it says how long it is."""
+        if len(self._head) < 2:
+            return 2 - len(self._head)
+        longer = {126: 2, 127: 8}.get(self._head[1] & 0x7F, 0)
+        return 2 + longer + self._key - len(self._head)
+
+    def _begins(self, head: bytes) -> None:
+        """A frame begins."""
+        first, second = head[0], head[1] & 0x7F
+        length = second
+        if second > _LONGEST_CONTROL:
+            length = int.from_bytes(head[2 : len(head) - self._key], "big")
+        final = bool(first & 0x80)
+        if first & 0x70:
+            raise FrameLimitError(
+                PROTOCOL_ERROR, "frames are not compressed, and have no extensions"
+            )
+        kind = first & 0x0F
+        if kind >= _CONTROL:
+            self._control(length)
+        else:
+            self._data(kind, length, final)
+        self._left = length
+
+    def _control(self, length: int) -> None:
+        if length > _LONGEST_CONTROL:
+            raise FrameLimitError(PROTOCOL_ERROR, "a control frame is too long")
+        now = time.monotonic()
+        if now - self._period > PERIOD:
+            self._period = now
+            self._controls = 0
+        self._controls += 1
+        if self._controls > MOST_CONTROL:
+            raise FrameLimitError(FLOOD, f"more than {MOST_CONTROL} pings in {PERIOD:g} s")
+
+    def _data(self, kind: int, length: int, final: bool) -> None:
+        if kind == _TEXT:
+            raise FrameLimitError(UNSUPPORTED, "messages are bytes, and this one is text")
+        if kind == _BINARY:
+            self._size = 0
+            self._fragments = 0
+            self._at_once += 1
+        self._size += length
+        self._fragments += 1
+        if self._size > self.most:
+            reason = f"a message has {self._size:,} bytes or more, and may have {self.most:,}"
+            raise FrameLimitError(TOO_BIG, reason)
+        if self._at_once > MOST_AT_ONCE:
+            raise FrameLimitError(FLOOD, f"more than {MOST_AT_ONCE} messages at once")
+        if self._fragments > FRAGMENTS + self.most // PER_FRAGMENT:
+            raise FrameLimitError(FLOOD, "a message has too many fragments")
