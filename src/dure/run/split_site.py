@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import torch
@@ -149,6 +149,7 @@ def _site(
         member=msgspec.json.encode(member),
         digest=digest_of({name: one.detach() for name, one in model.named_parameters()}),
         joins=needs_two(model.only("head") if isinstance(model, ModelParts) else model, train),
+        tests=0 if test is None else len(test),
         **side.forms(plan.rules.labels_stay),
     )
 
@@ -169,6 +170,13 @@ def _site(
     )
 
 
+class Forms(TypedDict, total=False):
+    """What a client says of what crosses, as JSON: fields of `Hello`."""
+
+    form: bytes
+    targets: bytes
+
+
 class _CutSide:
     """A client that has the whole model, of which it trains its part."""
 
@@ -177,7 +185,7 @@ class _CutSide:
         self._compression = compression
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+    def forms(self, labels_stay: bool) -> Forms:
         """What the server has to know of what crosses: it has traced the model itself."""
         return {}
 
@@ -208,7 +216,7 @@ class _HeadSide:
         self._losses = losses
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> dict[str, bytes]:
+    def forms(self, labels_stay: bool) -> Forms:
         """What the server has to know of what crosses."""
         targets = b"" if labels_stay else encoded(self._part.targets)
         return {"form": encoded(self._part.leaving), "targets": targets}

@@ -5,6 +5,7 @@
     client -> server    Sealed: its head, for another client, which the server cannot read
     server -> client    Sealed: the same, for whom it is
     client -> server    Failed: its own code has raised
+    client -> server    HeadRefused: the head that it was handed cannot be
     server -> client    Final: the head at the end of the run, where the server has it
 
 and where the head is with a client, which the server asks to measure the model:
@@ -29,7 +30,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     examples: how many it has. member: its entry in the roster, as JSON. digest: of the weights with
     which it begins. joins: whether its part cannot train on one example alone. form, targets: of
     what leaves the head, and of the targets that go with it, as JSON, where the head is a file of
-    its own.
+    its own. tests: how many test examples it has; -1: it does not say (earlier versions).
     """
 
     examples: int
@@ -38,6 +39,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     joins: bool = False
     form: bytes = b""
     targets: bytes = b""
+    tests: int = -1
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +67,13 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """What the client's own code raised, as far as the client shares it."""
 
+    reason: str
+
+
+class HeadRefused(msgspec.Struct, frozen=True, tag=True):
+    """The client does not train with the head that it was handed for this turn: it cannot be."""
+
+    turn: int
     reason: str
 
 
@@ -108,4 +117,6 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, float]
 
 
-Control = Hello | Members | Sealed | Failed | Measure | Query | Answer | Measured | Final
+Control = (
+    Hello | Members | Sealed | Failed | HeadRefused | Measure | Query | Answer | Measured | Final
+)
