@@ -160,6 +160,7 @@ def _site(
         head=sizes.model_bytes(
             model.only("head", "end") if isinstance(model, ModelParts) else model
         ),
+        tests=0 if test is None else len(test),
         **side.forms(plan.rules.labels_stay),
     )
 

@@ -186,7 +186,7 @@ class Attendance:
         """What can begin without those who are not there."""
         self._released()
         self.server.back()
-        return self.server.order.again(frozenset(self.gone | self._away))
+        return self.server.again(frozenset(self.gone | self._away))
 
     def _wait_for(self, name: str, now: float) -> list[Envelope]:
         """Nothing goes on without the newest head."""

@@ -18,12 +18,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dure.data.examples import Examples
-from dure.errors import StateError
+from dure.errors import DureError, StateError
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.pipeline.trace import leaves_of
 from dure.randomness.seeds import seed_generators
 from dure.split import messages
+from dure.split.blame import WrongError
 from dure.split.busy import Busy
+from dure.split.heads import Heads
 from dure.split.leakage.defence import Memory
 from dure.split.leakage.guard import Guard
 from dure.split.messages import (
@@ -62,6 +64,18 @@ class Rules:
     returns: bool = False
     forgets: bool = False
     by_round: bool = False
+
+
+class HeadError(DureError):
+    """The head that a client was handed by another one cannot be. turn: for which it was."""
+
+    def __init__(self, turn: int, reason: str) -> None:
+        super().__init__(turn, reason)
+        self.turn = turn
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Kept(NamedTuple):
@@ -106,11 +120,13 @@ class Client:
         """What it knew after the newest of its turns that counts, and after the one that may not
         count yet; before the first, with the number -1."""
         self.busy = Busy()
+        self.heads: Heads | None = None
+        """What the heads that others hand on have to be like; None where nobody else makes them."""
         self.end = 2 if rules.labels_stay else None
         """The stage of the model's end, where that is here."""
         self._turn: Turn | None = None
         self._step = 0
-        self._early: Handed | None = None
+        self._early: tuple[str, Handed] | None = None
         self._ahead: dict[int, tuple[Tensor, Microbatch]] = {}
         """The batch that was read before its step, by the step of the client's life."""
 
@@ -124,11 +140,12 @@ class Client:
         return self.busy.tick(now)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message."""
+        """What it says to a message. Raises HeadError for the head of another client that cannot
+        be."""
         if isinstance(message, Turn):
             return self._begin(message, now)
         if isinstance(message, Handed):
-            return self._handed(message, now)
+            return self._handed(sender, message, now)
         if isinstance(message, Outputs):
             return self._end_of_model(message, now)
         if isinstance(message, Gradients):
@@ -165,7 +182,7 @@ class Client:
         # The head may be here before the turn.
         early = self._early
         self._early = None
-        return [] if early is None else self._handed(early, now)
+        return [] if early is None else self._handed(*early, now)
 
     def after(self, turn: int) -> Kept:
         """What it knew after a turn. Raises StateError where that is not here any more."""
@@ -176,10 +193,15 @@ class Client:
             )
         return self.kept[turn]
 
-    def _handed(self, message: Handed, now: float) -> list[Envelope]:
+    def _handed(self, sender: str, message: Handed, now: float) -> list[Envelope]:
         if self._turn is None or self._turn.number != message.turn:
-            self._early = message
+            self._early = sender, message
             return []
+        try:
+            if self.heads is not None:
+                self.heads.check(message.head)
+        except WrongError as error:
+            raise HeadError(message.turn, f"{sender} hands on a head, and {error}") from error
         self.party.own = message.head
         return self._go_on(0.0, now)
 

@@ -79,6 +79,11 @@ class InTurn(Order):
             said.append((holder, Pass(self.turns[name], self.since[holder], name)))
         return said
 
+    def leave_out(self, name: str) -> None:
+        # The turn of one who was before counts.
+        if self.everyone.index(name) >= self._at:
+            super().leave_out(name)
+
     def came(self, sender: str, message: Smashed) -> None:
         if sender != client(self._at) or self.over:
             raise ValueError(f"{sender} sends values, and it is not its turn")

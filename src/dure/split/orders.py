@@ -76,10 +76,6 @@ class Order(ABC):
         self.over = not self.present
         return self._begin() if self.present else []
 
-    def awaited(self) -> list[str]:
-        """Of whom the next message has to come."""
-        return list(self.turns)
-
     @abstractmethod
     def _begin(self) -> list[Envelope]:
         """The first turns of a round."""
@@ -107,6 +103,11 @@ class Order(ABC):
     def rate(self, at: int) -> int:
         """The step of schedules at a step on the way of all."""
         return at
+
+    @property
+    def sums(self) -> bool:
+        """Whether all heads make one step by the sum of their gradients."""
+        return False
 
     @property
     def together(self) -> Sequence[str]:
@@ -154,6 +155,11 @@ class Order(ABC):
             comes=comes,
             brings=brings,
         )
+
+    def leave_out(self, name: str) -> None:
+        """Let a client without a turn take no part in the rest of the round."""
+        if not self.over:
+            self.absent |= {name}
 
     def count(self, name: str) -> None:
         """The turn of a client counts."""

@@ -92,9 +92,9 @@ class Joint(Order):
     def together(self) -> Sequence[str]:
         return self._together
 
-    def awaited(self) -> list[str]:
-        active = self._active() or self.present
-        return [one for one in active if one not in self._waiting and one not in self._ended]
+    @property
+    def sums(self) -> bool:
+        return not self.personal
 
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
         self._ended.append(sender)

@@ -4,7 +4,9 @@
                                            ->  backward, one step of the optimizer, Gradients
     without labels                         ->  Outputs; OutputGradients  ->  as above
 
-Who trains when, and with which tail, is the order's (`dure.split.orders`).
+Who trains when, and with which tail, is the order's (`dure.split.orders`); which message of a
+client is due, `dure.split.due` says; whose fault it is where the server cannot compute,
+`dure.split.blame`.
 
 No I/O: messages in, messages out, `now` is an argument.
 """
@@ -12,7 +14,8 @@ No I/O: messages in, messages out, `now` is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +23,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from dure.errors import LossNotFiniteError
+from dure.errors import (
+    DureError,
+    LossNotFiniteError,
+    WorkerFailedError,
+    described,
+    traceback_of,
+)
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.batching import Batching
+from dure.split.blame import GRADIENT, AbsurdError, blamed, check_grown, check_size, largest
 from dure.split.busy import Busy
+from dure.split.due import DueMessages
 from dure.split.messages import (
     SERVER,
     Ended,
@@ -60,6 +71,13 @@ class Joint:
         """What each client's batch counts in the joint one."""
         total = sum(one.counted for one in self.smashed)
         return [one.counted / total if total else 0.0 for one in self.smashed]
+
+    def sizes(self) -> dict[str, float]:
+        """The size of the largest number that each client has sent."""
+        return {
+            name: largest([*one.values, *(self.back[name].values if name in self.back else ())])
+            for name, one in zip(self.clients, self.smashed, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,15 @@ class Server:
         self.losses: list[tuple[float, float]] = []
         """(loss, what it counts) of each step, since somebody took them."""
         self.samples = 0
+        self.due = DueMessages(order.sums)
+        self.blames = False
+        """Whether an error of a computation names the clients whose messages it comes from
+        (CannotComputeError), since they are elsewhere; otherwise it is raised as it is."""
+        self._newest: Joint | None = None
+        """The newest batch for which a tail makes a step."""
+        self._sized: Whole | None = None
+        self._sizes: list[float] = []
+        """Of what was known there, the size of the largest weight of each tail."""
         self._joint: dict[str, Joint] = {}
         """In which batch a client is."""
         self._heads: dict[str, HeadGradients] = {}
@@ -122,12 +149,46 @@ class Server:
         self.order.open(round)
         if self.keeps:
             self.keep()
-        return self.order.again(absent)
+        return self.again(absent)
+
+    def again(self, absent: frozenset[str]) -> list[Envelope]:
+        """What there is to do begins, or does so once more after `back`, without these."""
+        return self._noted(self.order.again(absent))
+
+    def _noted(self, said: list[Envelope]) -> list[Envelope]:
+        self.due.note(said)
+        return said
 
     def meanwhile(self) -> None:
-        """To be called when what it has said is on its way: computes what nobody waits for."""
+        """To be called when what it has said is on its way: computes what nobody waits for.
+
+        Raises CannotComputeError where it `blames`, for a step that damages the tail.
+        """
+        if self.blames:
+            self._check_newest()
         for tail in self.order.tails:
             tail.settle()
+
+    def _check_newest(self) -> None:
+        """Makes the newest step of a tail. Raises CannotComputeError for one that damages it."""
+        joint = self._newest
+        self._newest = None
+        if joint is None:
+            return
+        tail = self.order.tail(joint.clients)
+        with self._computing(joint):
+            check_size("gradients of the tail", tail.unsettled, GRADIENT)
+            tail.settle()
+            check_grown("the tail", tail.own, self._before(tail))
+
+    def _before(self, tail: Party) -> float:
+        """The size of the largest weight of a tail, when nothing was under way."""
+        if self.whole is None:
+            return 0.0
+        if self._sized is not self.whole:
+            self._sized = self.whole
+            self._sizes = [largest(one.weights) for one in self.whole.tails]
+        return self._sizes[self.order.tails.index(tail)]
 
     # Turns are transactions: all of one counts, or nothing
 
@@ -146,6 +207,8 @@ class Server:
         assert self.whole is not None
         self._joint.clear()
         self._heads.clear()
+        self._newest = None
+        self.due.drop()
         self.busy.drop()
         self.order.restore(self.whole.order)
         self.order.head = self.whole.head
@@ -156,10 +219,15 @@ class Server:
         self.samples = self.whole.samples
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. Raises LossNotFiniteError."""
+        """What it says to a message.
+
+        Raises ValueError for one that is not due, and LossNotFiniteError; where it `blames`,
+        CannotComputeError.
+        """
         # Of a turn that has been taken back since.
         if getattr(message, "turn", None) != self.order.turns.get(sender):
             return []
+        self.due.take(sender, message)
         if isinstance(message, Smashed):
             self.order.came(sender, message)
             return self._go_on(now)
@@ -168,7 +236,7 @@ class Server:
         if isinstance(message, HeadGradients):
             return self._sum_heads(sender, message, now)
         if isinstance(message, Ended):
-            said = self.order.ended(sender, message)
+            said = self._noted(self.order.ended(sender, message))
             # Its turn counts, and with it all that nobody can take back any more.
             if self.keeps and sender not in self.order.turns:
                 self.keep()
@@ -177,11 +245,7 @@ class Server:
 
     def awaited(self) -> list[str]:
         """The clients whose messages it cannot go on without."""
-        if self._heads:
-            return [one for one in self.order.together if one not in self._heads]
-        if self._joint:
-            return [one for one, joint in self._joint.items() if one not in joint.back]
-        return self.order.awaited()
+        return [name for name in self.order.turns if name in self.due]
 
     # A step
 
@@ -195,14 +259,16 @@ class Server:
     def _forward(
         self, clients: Sequence[str], smashed: Sequence[Smashed], at: int, now: float
     ) -> list[Envelope]:
+        if self.blames:
+            self._check_newest()
         sizes = [one.examples for one in smashed]
         joint = Joint(clients, smashed, at, self.batching(tuple(sizes)))
         examples = sum(sizes)
         self.samples += examples
-        values = joint.batching.together([one.values for one in smashed])
         tail = self.order.tail(clients)
-        batch = Microbatch(examples, Share(1.0, 1.0), lambda: (None, self._targets(smashed)))
-        found = tail.forward(1, self.order.draws(at, clients), batch, values)
+        with self._computing(joint):
+            values = joint.batching.together([one.values for one in smashed])
+            found = self._through(tail, joint.at, clients, smashed, values)
         seconds = self.seconds(examples, False)
         if self.targets is not None:
             return self._backward(joint, tail, [], None, seconds, now)
@@ -214,7 +280,23 @@ class Server:
                 clients, smashed, joint.batching.apart_again(found), joint.shares, strict=True
             )
         ]
-        return self.busy.work(seconds, said, now, "tail")
+        return self.busy.work(seconds, self._noted(said), now, "tail")
+
+    def _through(
+        self,
+        tail: Party,
+        at: int,
+        clients: Sequence[str],
+        smashed: Sequence[Smashed],
+        values: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """What leaves the tail for the batches of these clients."""
+        examples = sum(one.examples for one in smashed)
+        batch = Microbatch(examples, Share(1.0, 1.0), lambda: (None, self._targets(smashed)))
+        found = tail.forward(1, self.order.draws(at, clients), batch, values)
+        if self.blames:
+            check_size("values that leave the tail", found, math.inf)
+        return found
 
     def _targets(self, smashed: Sequence[Smashed]) -> Any:
         """Those of the joint batch."""
@@ -243,21 +325,24 @@ class Server:
         now: float,
     ) -> list[Envelope]:
         examples = tail.examples(1)
-        found = tail.backward(1, gradients)
-        if back is None:
-            mean, counted = tail.loss(1)
-            missed = 0
-            missed_before = tail.missed(1, examples)
-        else:
-            counted = sum(one.counted for one in back)
-            mean = sum(one.loss * one.counted for one in back) / counted if counted else 0.0
-            missed = -1
-            for one in back:
-                missed &= one.missed
-            missed_before = tail.passed_on(1, missed)
-        if not math.isfinite(mean):
-            raise LossNotFiniteError(mean, " and ".join(joint.clients), f"step {joint.at + 1}")
+        with self._computing(joint):
+            found = tail.backward(1, gradients)
+            if back is None:
+                mean, counted = tail.loss(1)
+                missed = 0
+                missed_before = tail.missed(1, examples)
+            else:
+                mean, counted = _mean_of(back)
+                missed = -1
+                for one in back:
+                    missed &= one.missed
+                missed_before = tail.passed_on(1, missed)
+            if not math.isfinite(mean):
+                raise LossNotFiniteError(mean, " and ".join(joint.clients), f"step {joint.at + 1}")
+            if self.blames:
+                check_size("gradients at the cut", found, GRADIENT)
         self.losses.append((mean, counted))
+        self._newest = joint
         # Clients need not wait for the step of the tail.
         tail.leave(tail.gradients(missed), self.order.rate(joint.at))
         said: list[Envelope] = [
@@ -271,7 +356,50 @@ class Server:
             )
         ]
         seconds += self.seconds(examples, True)
-        return self.busy.work(seconds, said, now, "tail")
+        return self.busy.work(seconds, self._noted(said), now, "tail")
+
+    # Whose fault it is where it cannot compute
+
+    @contextmanager
+    def _computing(self, joint: Joint) -> Iterator[None]:
+        """Inside, an error names those of a batch whose messages it comes from, where it `blames`.
+
+        The tail is not as it was afterwards: what has begun has to be taken `back`.
+        """
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not self.blames:
+                raise
+            named = blamed(
+                joint.clients, error, lambda name: self._alone(joint, name), joint.sizes()
+            )
+            if named is None:
+                raise _nobodys(error, joint) from error
+            raise named from error
+
+    def _alone(self, joint: Joint, name: str) -> Exception | None:
+        """The error that the batch of one client gives alone; None where it gives none."""
+        one = joint.smashed[joint.clients.index(name)]
+        tail = self.order.tail(joint.clients)
+        tail.drop()
+        try:
+            self._through(tail, joint.at, [name], [one], one.values)
+            if self.targets is not None or name in joint.back:
+                back = joint.back.get(name)
+                found = tail.backward(1, [] if back is None else back.values)
+                loss = tail.loss(1)[0] if back is None else back.loss
+                if not math.isfinite(loss):
+                    return LossNotFiniteError(loss, name, f"step {joint.at + 1}")
+                check_size("gradients at the cut", found, GRADIENT)
+                check_size("gradients of the tail", tail.gradients(0), GRADIENT)
+        except Exception as error:
+            return error
+        finally:
+            tail.drop()
+        return None
 
     # Heads that make one step
 
@@ -284,7 +412,28 @@ class Server:
         parts = [self._heads[client].values for client in clients]
         self._heads.clear()
         summed = HeadSum(message.step, total(parts))
-        return [(client, summed) for client in self.order.present]
+        return self._noted([(client, summed) for client in self.order.present])
+
+
+def _nobodys(error: Exception, joint: Joint) -> Exception:
+    """The error where nobody of a batch can be named alone."""
+    when = f"step {joint.at + 1}"
+    who = " and ".join(joint.clients)
+    if isinstance(error, LossNotFiniteError):
+        return error
+    if isinstance(error, AbsurdError):
+        return LossNotFiniteError(math.nan, who, when)
+    if isinstance(error, DureError):
+        return error
+    reason = f"{described(error)} (with the batches of {who})"
+    return WorkerFailedError("the server's part", when, reason, traceback_of(error))
+
+
+def _mean_of(back: Sequence[OutputGradients]) -> tuple[float, float]:
+    """(mean loss, what it counts) of a batch of which each client tells its own."""
+    counted = sum(one.counted for one in back)
+    total = sum(one.loss * one.counted for one in back)
+    return (total / counted if counted else 0.0), counted
 
 
 def total(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:

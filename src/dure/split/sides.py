@@ -297,6 +297,11 @@ class Party:
         self.side.update(gradients, step)
         self._own = self.side.keep()
 
+    @property
+    def unsettled(self) -> Sequence[Tensor | None]:
+        """The gradients of the step that was left."""
+        return () if self._left is None else self._left[0]
+
     def leave(self, gradients: Sequence[Tensor | None], step: int) -> None:
         """Leaves an `update` for `settle`, or for when somebody asks what it has learned."""
         self.settle()

@@ -114,10 +114,6 @@ class Averaged(Order):
     def rate(self, at: int) -> int:
         return self.round
 
-    def awaited(self) -> list[str]:
-        done = self._waiting.keys() | self._heads.keys()
-        return [one for one in self.present if one not in done]
-
     def shared(self, held: Sequence[Own]) -> Own:
         # Before the first round clients have what they made themselves.
         return held[0] if self.head is None else self.head

@@ -295,15 +295,21 @@ def with_nan() -> dure.Task:
     return task
 
 
-def test_no_number_at_the_cut_ends_the_run_by_the_name_of_the_client(tmp_path: Path) -> None:
+def test_no_number_at_the_cut_is_refused_by_name_and_ends_a_run_that_nobody_else_is_in(
+    tmp_path: Path,
+) -> None:
     plan = Plan(dure.SplitLearning(clients=2, batch_size=4), rounds=2)
     with Deployment(tmp_path, plan) as deployment:
         deployment.serve()
-        deployment.join(0)
+        deployment.join(0, task=with_nan)
         deployment.join(1, task=with_nan)
+        for number in (0, 1):
+            kind, reason, _ = deployment.clients[number].wait_for("error")
+            assert kind == "RefusedError"
+            assert "values at the cut have NaN" in reason
         kind, reason, _ = deployment.server.wait_for("error")
         assert kind == "LossNotFiniteError"
-        assert "client 1" in reason
+        assert "client 0 and client 1" in reason
 
 
 def test_a_client_that_has_lost_its_keys_is_not_taken_for_the_one_it_was(tmp_path: Path) -> None:

@@ -219,6 +219,23 @@ def decoded(text: bytes) -> Form:
     return form
 
 
+MOST_TRIED = 1 << 30
+"""Bytes of the made-up values on which a part is tried."""
+
+
+def check_extent(form: Form) -> None:
+    """Raises ValueError for a form of which no values are made up, so large are they."""
+    sizes = [
+        math.prod(one.many) * dtype_of(one.dtype).itemsize + math.prod(one.few)
+        for one in form.tensors
+    ]
+    if sum(sizes) > MOST_TRIED:
+        raise ValueError(
+            f"what leaves the head would have {sum(sizes):,} bytes for {form.many} examples, and "
+            f"may have {MOST_TRIED:,}"
+        )
+
+
 def flatten(value: Any, who: str) -> tuple[Node, list[Tensor]]:
     """How a value is nested, and its tensors in their order.
 

@@ -1,32 +1,121 @@
-"""What clients send has to be what was asked for: shapes and dtypes, as the cut model has them.
+"""Checks of all that clients of split learning send, field by field, before it is used.
 
-A message that is not is refused with a reason, before anything is computed with it.
+`RULES` has, for each kind of message, what holds of each of its fields. A rule with a function is
+checked here, by the name of the client: a message that breaks it is refused with a reason, before
+anything is computed with it. A rule without one is checked elsewhere, where the text says.
+
+What has the right form, and still makes the server's computation fail, is the sender's fault as
+well (`dure.split.blame`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from dure.split.messages import (
-    Ended,
-    HeadGradients,
-    Message,
-    OutputGradients,
-    Own,
-    Smashed,
+from dure.data.batches import batches_per_epoch
+from dure.errors import described
+from dure.split.blame import ADVICE, GRADIENT
+from dure.split.blame import WrongError as WrongError
+from dure.split.due import FromClient
+from dure.split.heads import Heads, check_bounded
+from dure.split.messages import Ended, HeadGradients, OutputGradients, Smashed, Turn
+from dure.split.network.control import (
+    Answer,
+    Failed,
+    HeadRefused,
+    Hello,
+    Measure,
+    Measured,
+    Query,
+    Sealed,
 )
-from dure.split.network.control import Answer, Query
-from dure.split.sides import Side
+from dure.split.network.targets import Leaf
+
+MOST_EXAMPLES = 1 << 31
+"""Examples that a client may have."""
+
+MOST_BATCH = 1 << 20
+"""Examples of a batch that is all that a client has."""
+
+MOST_QUERIED = 1 << 16
+"""Examples of a batch in evaluation."""
+
+MOST_LOSS = 1e100
+"""Size of a loss that a client tells: the sum over all clients is still a number."""
+
+MOST_EACH = float(1 << 24)
+"""That a loss counts of one example, where only the client knows the loss."""
+
+MOST_METRICS = 64
+
+SLACK = 1e-6
+"""Relative difference of counts that were added up in another order."""
 
 
-class WrongError(ValueError):
-    """A client has sent what cannot be."""
+class BatchSizes(NamedTuple):
+    """The sizes of a client's batches, which follow from what it has said at check-in.
+
+    batch_size: None is all examples in every step. joins: as in `batches_per_epoch`.
+    """
+
+    examples: int
+    batch_size: int | None
+    joins: bool
+
+    @property
+    def largest(self) -> int:
+        """Examples of a full batch."""
+        return self.examples if self.batch_size is None else min(self.batch_size, self.examples)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return batches_per_epoch(self.examples, self.largest, self.joins)
+
+    def at(self, step: int) -> int:
+        """Examples of the batch of a step, counted from 0 in the life of the client."""
+        steps = self.steps_per_epoch
+        last = step % steps == steps - 1
+        return self.examples - self.largest * (steps - 1) if last else self.largest
+
+
+class Counting(NamedTuple):
+    """What the loss counts in a batch, as far as the server knows the loss.
+
+    classes: counts targets that are class indices; None where the loss counts examples.
+    each: what one example counts, at the most. known: whether a loss that is computed counts what
+    was expected before.
+    """
+
+    classes: Callable[[Tensor], float] | None
+    each: float
+    known: bool
+
+    def expected(self, examples: int, targets: Sequence[Any] | None) -> tuple[float, float]:
+        """(least, most) that a client may expect of a batch. targets: None where they stay."""
+        if self.classes is None:
+            return float(examples), float(examples)
+        if targets is None or not isinstance(targets[0], Tensor):
+            return 0.0, examples * self.each
+        found = float(examples)
+        counted = found if targets[0].is_floating_point() else self.classes(targets[0])
+        # A client that reads its targets batch by batch counts examples until it has them.
+        return min(found, counted), max(found, counted)
+
+    def computed(self, examples: int, expected: float) -> tuple[float, float]:
+        """(least, most) that the loss of a batch may have counted."""
+        return (expected, expected) if self.known else (0.0, max(examples * self.each, expected))
+
+
+UNKNOWN = Counting(lambda targets: math.nan, MOST_EACH, known=False)
+"""Of a loss that only clients know."""
 
 
 class AtServer(ABC):
@@ -49,120 +138,345 @@ class AtServer(ABC):
         return {}
 
 
-class Heads:
-    """What heads are like: as `side` has one, or, without, as the first that comes."""
+@dataclass(frozen=True)
+class Heard:
+    """A message that is due, and what is known of its client.
 
-    def __init__(self, side: Side | None) -> None:
-        self._weights = None if side is None else [form(one) for one in side.parameters.values()]
-        self._buffers = None if side is None else [form(one) for one in side.buffers()]
+    turn: the one that it has. sizes: of its batches. began: the batch that it has under way, as it
+    has told.
+    """
 
-    def check(self, own: Own) -> None:
-        """Raises WrongError for a head that is another model's."""
-        if self._weights is None or self._buffers is None:
-            self._weights = [form(one) for one in own.weights]
-            self._buffers = [form(one) for one in own.buffers]
-        check_forms("weights of the head", own.weights, self._weights)
-        check_forms("buffers of the head", own.buffers, self._buffers)
-        if len(own.optimizer) != len(own.weights):
-            raise WrongError(
-                f"the optimizer's state is of {len(own.optimizer)} weights, and the head has "
-                f"{len(own.weights)}"
-            )
-        check_finite("weights of the head", own.weights)
+    message: Any
+    turn: Turn
+    sizes: BatchSizes
+    began: Smashed | None = None
 
-    def check_gradients(self, values: Sequence[Tensor | None]) -> None:
-        """Likewise, of its gradients; None of a weight that got none."""
-        if self._weights is None:
-            return
-        if len(values) != len(self._weights):
-            raise WrongError(f"gradients of {len(values)} weights came, of {len(self._weights)}")
-        for given, wanted in zip(values, self._weights, strict=True):
-            if given is not None:
-                check_forms("a gradient of the head", [given], [wanted])
+    @property
+    def examples(self) -> int:
+        """Of the batch of the message's step."""
+        return self.sizes.at(self.turn.taken + self.message.step)
+
+
+@dataclass
+class Measuring:
+    """A measurement by a client that has the head. tests: its test examples, as told at check-in.
+
+    done: how many have been measured.
+    """
+
+    measure: Measure
+    tests: int
+    done: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the server and its clients agree upon.
+
+    targets: of a batch, by leaf; None where they stay with clients. returns: whether each head
+    comes to the server at the end of a turn. metrics: the names of what clients measure; None where
+    only they know.
+    """
+
+    at_server: AtServer
+    heads: Heads
+    targets: Sequence[Leaf] | None
+    counting: Counting
+    returns: bool = False
+    metrics: frozenset[str] | None = None
+
+
+class Rule(NamedTuple):
+    """What holds of a field. check: raises ValueError where it does not."""
+
+    field: str
+    holds: str
+    check: Callable[[Checks, Any], None] | None = None
 
 
 class Checks:
-    """Of one run. targets: leaves of a batch's, that come to the server. most: examples in a
-    batch."""
+    """Of one run."""
 
-    def __init__(self, at_server: AtServer, heads: Heads, targets: int, most: int) -> None:
-        self._at_server = at_server
-        self._heads = heads
-        self._targets = targets
-        self._most = most
+    def __init__(self, agreed: Agreed) -> None:
+        self.agreed = agreed
 
-    def checked(self, message: Message, open_examples: int) -> Message:
-        """The message, whose values lie in memory as they did at the client. Raises ValueError.
+    def begun(self, heard: Heard) -> None:
+        """Checks what has to be so before values are unpacked. Raises ValueError."""
+        if isinstance(heard.message, Smashed):
+            _examples(self, heard)
 
-        open_examples: of the batch that the client has under way; 0 if none.
-        """
-        if isinstance(message, Smashed):
-            self._check_examples(message.examples, self._most)
-            self._check_targets(message.targets, message.examples)
-            values = self._at_server.arrived(message.values, message.examples, training=True)
-            return msgspec.structs.replace(message, values=tuple(values))
-        if isinstance(message, OutputGradients):
-            if not open_examples:
-                raise WrongError("gradients came, and no batch is under way")
-            self._at_server.check_returned(message.values, open_examples)
-            check_finite("gradients at the second cut", message.values)
-        elif isinstance(message, HeadGradients):
-            self._heads.check_gradients(message.values)
-        elif isinstance(message, Ended) and message.head is not None:
-            self._heads.check(message.head)
-        return message
+    def checked(self, heard: Heard) -> FromClient:
+        """The message, whose values lie in memory as they did at the client. Raises ValueError."""
+        message: FromClient = heard.message
+        self._hold(heard)
+        if not isinstance(message, Smashed):
+            return message
+        values = self.agreed.at_server.arrived(message.values, message.examples, training=True)
+        return msgspec.structs.replace(message, values=tuple(values))
 
-    def answered(self, query: Query) -> Answer:
-        """The answer to a query. Raises ValueError."""
-        self._check_examples(query.examples, MOST_QUERIED)
-        values = self._at_server.arrived(query.values, query.examples, training=False)
-        return self._at_server.answer(values, query)
+    def _hold(self, heard: Any) -> None:
+        for rule in RULES[type(heard.message)]:
+            if rule.check is not None:
+                rule.check(self, heard)
 
-    def measured(self) -> dict[str, float]:
-        """What the server has measured itself."""
-        return self._at_server.measured()
+    # Evaluation
 
-    def _check_examples(self, examples: int, most: int) -> None:
-        if not 1 <= examples <= most:
-            raise WrongError(f"a batch has {examples} examples, and may have 1 to {most}")
+    def answered(self, query: Query, measuring: Measuring) -> Answer:
+        """The answer to a query. Raises ValueError, also for what cannot be computed with."""
+        check_query(query, measuring)
+        check_numbers("values at the cut", query.values)
+        try:
+            values = self.agreed.at_server.arrived(query.values, query.examples, training=False)
+            answer = self.agreed.at_server.answer(values, query)
+        except (WrongError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise WrongError(f"the server cannot compute with it: {described(error)}") from error
+        measuring.done += query.examples
+        measuring.of = query.of
+        return answer
 
-    def _check_targets(self, targets: Any, examples: int) -> None:
-        if (targets is None) != (self._targets == 0):
-            raise WrongError("targets came, and they stay with clients" if targets else _NO_TARGETS)
-        if targets is None:
-            return
-        if len(targets) != self._targets:
-            raise WrongError(f"{len(targets)} targets came, and there are {self._targets}")
-        for one in targets:
-            if isinstance(one, Tensor) and one.ndim and len(one) != examples:
-                raise WrongError(f"targets of {len(one)} examples came for {examples}")
+    def measured(self, message: Measured, measuring: Measuring) -> dict[str, float]:
+        """What was measured, by the client or by the server. Raises ValueError."""
+        check_measured(message, measuring, self.agreed.metrics)
+        try:
+            own = self.agreed.at_server.measured()
+        except Exception as error:
+            raise WrongError(f"a metric fails on its test data: {described(error)}") from error
+        return {**message.values, **own}
 
-
-MOST_QUERIED = 1 << 16
-"""Examples of a batch in evaluation."""
-
-_NO_TARGETS = "a batch came without its targets"
+    def forget(self) -> None:
+        """Drops what was measured of a measurement that does not end."""
+        self.agreed.at_server.measured()
 
 
-def form(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    return tensor.dtype, tuple(tensor.shape)
+# Training
 
 
-def check_forms(
-    what: str, given: Sequence[Tensor], wanted: Sequence[tuple[torch.dtype, tuple[int, ...]]]
-) -> None:
-    forms = [form(one) for one in given]
-    if forms != list(wanted):
-        raise WrongError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
+def _examples(checks: Checks, heard: Heard) -> None:
+    given = heard.message.examples
+    if given != heard.examples:
+        raise WrongError(
+            f"a batch has {given} examples, and that of this step has {heard.examples}, by the "
+            f"{heard.sizes.examples} examples that the client has"
+        )
 
 
-def _named(forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> str:
-    named = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in forms[:5]]
-    return ", ".join(named) or "none"
+def _values(checks: Checks, heard: Heard) -> None:
+    check_numbers("values at the cut", heard.message.values)
+    # Their forms: `Checks.checked`, which lays them out too.
 
 
-def check_finite(what: str, values: Sequence[Tensor]) -> None:
-    """By their sum, which is quick; large values whose sum overflows are looked at one by one."""
+def _targets(checks: Checks, heard: Heard) -> None:
+    wanted = checks.agreed.targets
+    given = heard.message.targets
+    if wanted is None:
+        if given is not None:
+            raise WrongError("targets came, and they stay with clients")
+        return
+    if given is None:
+        raise WrongError("a batch came without its targets")
+    if len(given) != len(wanted):
+        raise WrongError(f"{len(given)} targets came, and there are {len(wanted)}")
+    for leaf, one in zip(wanted, given, strict=True):
+        leaf.check(one, heard.message.examples)
+
+
+def _expected(checks: Checks, heard: Heard) -> None:
+    message: Smashed = heard.message
+    least, most = checks.agreed.counting.expected(message.examples, message.targets)
+    _within("the loss is expected to count", message.counted, least, most)
+
+
+def _returned(checks: Checks, heard: Heard) -> None:
+    assert heard.began is not None
+    checks.agreed.at_server.check_returned(heard.message.values, heard.began.examples)
+    check_bounded("gradients at the second cut", heard.message.values)
+
+
+def _missed(checks: Checks, heard: Heard) -> None:
+    values = len(heard.message.values)
+    if not 0 <= heard.message.missed < 1 << values:
+        raise WrongError(
+            f"the values without a gradient are {heard.message.missed} as bits, and there are "
+            f"{values}"
+        )
+
+
+def _loss(checks: Checks, heard: Heard) -> None:
+    loss = heard.message.loss
+    if not abs(loss) <= MOST_LOSS:
+        raise WrongError(f"the loss is {loss}: {ADVICE}")
+
+
+def _computed(checks: Checks, heard: Heard) -> None:
+    began = heard.began
+    assert began is not None
+    least, most = checks.agreed.counting.computed(began.examples, began.counted)
+    _within("the loss has counted", heard.message.counted, least, most)
+
+
+def _head_gradients(checks: Checks, heard: Heard) -> None:
+    checks.agreed.heads.check_gradients(heard.message.values)
+
+
+def _head(checks: Checks, heard: Heard) -> None:
+    head = heard.message.head
+    wanted = checks.agreed.returns or heard.turn.brings
+    if head is None and wanted:
+        raise WrongError("the turn has ended without the head, which comes to the server")
+    if head is not None:
+        if not wanted:
+            raise WrongError("a head came, and it stays with the client")
+        checks.agreed.heads.check(head)
+
+
+def _within(what: str, value: float, least: float, most: float) -> None:
+    # Written so that NaN is outside.
+    if not least * (1 - SLACK) <= value <= most * (1 + SLACK):
+        raise WrongError(f"{what} {value}, and has to count {least:g} to {most:g}")
+
+
+# Evaluation
+
+
+def check_query(query: Query, measuring: Measuring) -> None:
+    """Raises WrongError for a query that is not due, by the size of the test data."""
+    if query.targets is not None and not query.of:
+        raise WrongError("test examples came with targets, and without their number in all")
+    if not 1 <= query.examples <= MOST_QUERIED:
+        raise WrongError(
+            f"{query.examples} test examples came at once, and may be 1 to {MOST_QUERIED}"
+        )
+    if measuring.done and query.of != measuring.of:
+        raise WrongError(f"{query.of} test examples are measured, and were {measuring.of} before")
+    told = measuring.tests if measuring.tests >= 0 else query.of or MOST_EXAMPLES
+    if query.of not in (0, told) or measuring.done + query.examples > told:
+        raise WrongError(
+            f"test examples {measuring.done + 1} to {measuring.done + query.examples} of "
+            f"{query.of} came, and the client has {told}"
+        )
+
+
+def check_measured(message: Measured, measuring: Measuring, metrics: frozenset[str] | None) -> None:
+    """Raises WrongError for a result that is not of this measurement."""
+    if message.round != measuring.measure.round:
+        raise WrongError(
+            f"round {message.round + 1} was measured, and it is round {measuring.measure.round + 1}"
+        )
+    known = metrics is None or message.values.keys() <= metrics
+    if not known or len(message.values) > MOST_METRICS or not all(map(_is_name, message.values)):
+        named = ", ".join(name[:40] for name in sorted(message.values)[:5])
+        wanted = "test_…" if metrics is None else ", ".join(sorted(metrics)) or "nothing"
+        raise WrongError(f"what was measured is called {named!r}, and is to be {wanted}")
+    for name, value in message.values.items():
+        if not math.isfinite(value):
+            raise WrongError(f"{name} is {value}")
+
+
+def _is_name(name: str) -> bool:
+    return name.startswith("test_") and len(name) <= 200 and name.isprintable()
+
+
+# Of every client of a run
+
+_TURN = Rule("turn", "that of the client's turn; one that was taken back is dropped (`Hall`)")
+_STEP = Rule("step", "the next one, in the order of messages of a turn (`dure.split.due`)")
+
+RULES: Mapping[type, tuple[Rule, ...]] = {
+    Hello: (
+        Rule(
+            "examples", f"1 to {MOST_EXAMPLES:,}; the same whenever the client comes (`Entrance`)"
+        ),
+        Rule("member", "the client's own keys, signed; the same whenever it comes (`Entrance`)"),
+        Rule("digest", "64 hexadecimal digits (`Entrance`)"),
+        Rule("joins", "a truth value"),
+        Rule("form", "of what leaves the head, where that is a file of its own (`Entrance`)"),
+        Rule("targets", "likewise, of targets where the loss is the server's (`Entrance`)"),
+        Rule("tests", f"at most {MOST_EXAMPLES:,} (`Entrance`)"),
+    ),
+    Smashed: (
+        _TURN,
+        _STEP,
+        Rule(
+            "examples",
+            "as many as the batch of that step has, by the examples at check-in",
+            _examples,
+        ),
+        Rule("values", "number, dtypes and shapes of the cut; nothing is NaN", _values),
+        Rule(
+            "targets",
+            "there if the loss is the server's; number, dtypes, shapes; classes that the model "
+            "has; finite",
+            _targets,
+        ),
+        Rule("counted", "what the loss counts in these targets", _expected),
+    ),
+    OutputGradients: (
+        _TURN,
+        _STEP,
+        Rule(
+            "values", f"number, dtypes and shapes of the second cut; below {GRADIENT:g}", _returned
+        ),
+        Rule("missed", "a bit for each of the values", _missed),
+        Rule("loss", f"finite, below {MOST_LOSS:g}", _loss),
+        Rule(
+            "counted",
+            "what was expected of the batch; for losses of one's own, 0 or more",
+            _computed,
+        ),
+    ),
+    HeadGradients: (
+        _TURN,
+        _STEP,
+        Rule(
+            "values",
+            f"number, dtypes and shapes of the head's; below {GRADIENT:g}",
+            _head_gradients,
+        ),
+    ),
+    Ended: (
+        _TURN,
+        Rule(
+            "head",
+            "there if the server hands heads over; number, dtypes and shapes of the head and of "
+            "its optimizer's state; finite; weights no more than a million times those before",
+            _head,
+        ),
+    ),
+    Sealed: (
+        Rule("turn", "that of the receiver; one that was taken back is dropped (`Hall`)"),
+        Rule("peer", "the client to whom it was asked to hand its head (`Hall`)"),
+        Rule(
+            "content",
+            "bytes, as many as a sealed head has; the receiver opens and checks it (`Hall`)",
+        ),
+    ),
+    Failed: (Rule("reason", "text, of which 500 characters are shown (`Hall`)"),),
+    HeadRefused: (
+        Rule("turn", "that of a client that was handed a head, and has sent no values (`Hall`)"),
+        Rule("reason", "text, of which 500 characters are shown (`Hall`)"),
+    ),
+    Query: (
+        Rule("examples", f"1 to {MOST_QUERIED:,}; no more in all than the test data have"),
+        Rule("values", "as those of Smashed"),
+        Rule("targets", "as those of Smashed, where the server measures"),
+        Rule("of", "the number of test examples at check-in, in each query the same"),
+    ),
+    Measured: (
+        Rule("round", "that which is measured"),
+        Rule("values", "by the names of the task's metrics; finite"),
+    ),
+}
+"""What holds of each field of each message of a client."""
+
+
+def check_numbers(what: str, values: Sequence[Tensor]) -> None:
+    """Raises WrongError for NaN. Infinite values may be meant, as those of a mask are."""
     for one in values:
-        if one.is_floating_point() and not one.sum().isfinite() and not one.isfinite().all():
-            raise WrongError(f"{what} are not all finite numbers")
+        if not (one.is_floating_point() or one.is_complex()):
+            continue
+        # By the sum, which is quick.
+        if bool(one.sum().isnan()) and bool(one.isnan().any()):
+            raise WrongError(f"{what} have NaN: {ADVICE}")

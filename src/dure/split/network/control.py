@@ -5,6 +5,7 @@
     client -> server    Sealed: its head, for another client, which the server cannot read
     server -> client    Sealed: the same, for whom it is
     client -> server    Failed: its own code has raised
+    client -> server    HeadRefused: the head that it was handed cannot be
     server -> client    Final: the head at the end of the run, where the server has it
 
 and where the head is with a client, which the server asks to measure the model:
@@ -30,6 +31,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     which it begins. joins: whether its part cannot train on one example alone. form, targets: of
     what leaves the head, and of the targets that go with it, as JSON, where the head is a file of
     its own. head: bytes of the head's weights and buffers; 0: it does not say (earlier versions).
+    tests: how many test examples it has; -1: it does not say (earlier versions).
     """
 
     examples: int
@@ -39,6 +41,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     form: bytes = b""
     targets: bytes = b""
     head: int = 0
+    tests: int = -1
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +69,13 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """What the client's own code raised, as far as the client shares it."""
 
+    reason: str
+
+
+class HeadRefused(msgspec.Struct, frozen=True, tag=True):
+    """The client does not train with the head that it was handed for this turn: it cannot be."""
+
+    turn: int
     reason: str
 
 
@@ -109,4 +119,6 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, float]
 
 
-Control = Hello | Members | Sealed | Failed | Measure | Query | Answer | Measured | Final
+Control = (
+    Hello | Members | Sealed | Failed | HeadRefused | Measure | Query | Answer | Measured | Final
+)

@@ -16,7 +16,9 @@ from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.pipeline.trace import Value
 from dure.split.across import AcrossTheCut
 from dure.split.batching import values_at
-from dure.split.network.checks import AtServer, WrongError, check_forms
+from dure.split.blame import WrongError
+from dure.split.heads import check_forms
+from dure.split.network.checks import AtServer
 from dure.split.network.control import Answer, Query
 from dure.split.network.site import AtClient
 from dure.tasks.loss_shares import NOTHING, Computed
@@ -64,7 +66,7 @@ class CutAtClient(AtClient):
 
     def query(self, inputs: Any, targets: Any, examples: int, of: int) -> Query:
         values = self._forward.crossing(0, self._forward(0, examples, [], inputs), examples)
-        return Query(examples, tuple(values))
+        return Query(examples, tuple(values), of=of)
 
     def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
         leaves: Sequence[Tensor] = answer.values

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from dure.collectives.compression import NoCompression
@@ -25,13 +25,20 @@ from dure.split.batching import Batching
 from dure.split.compressed import Exchange, exchange_of
 from dure.split.cutting import Cut
 from dure.split.facts import facts_of, leakage_of
+from dure.split.heads import Heads
 from dure.split.leakage.randomised_response import relabelled
-from dure.split.network.checks import AtServer, Heads
+from dure.split.network.checks import MOST_EACH, UNKNOWN, Agreed, Counting
 from dure.split.network.control import Hello
 from dure.split.network.cut_model import CutAtServer
 from dure.split.network.parts import PartAtServer
+from dure.split.network.targets import (
+    classes_of,
+    leaves_of_examples,
+    leaves_of_form,
+)
 from dure.split.plan import Plan
 from dure.split.sides import Side
+from dure.tasks.known_losses import cross_entropy_of
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.parts import ModelParts, TailTask
 
@@ -40,16 +47,16 @@ from dure.tasks.parts import ModelParts, TailTask
 class Ends:
     """tails: the server's side. heads: one like the clients', which is not trained; None where the
     server has no head. targets: how the leaves of a batch's make up what the loss is called with.
-    exchange: in what way values cross. form: of what the server's part gives, for clients that have
-    to know it. divided: where the server has the whole model.
+    agreed: by which what clients send is checked. exchange: in what way values cross. form: of what
+    the server's part gives, for clients that have to know it. divided: where the server has the
+    whole model.
     """
 
     tails: Side
     heads: Side | None
     batching: Callable[[Sequence[int]], Batching]
     targets: TreeSpec | None
-    at_server: AtServer
-    like: Heads
+    agreed: Agreed
     exchange: Callable[[], Exchange] | None
     form: bytes
     divided: Cut | None
@@ -68,8 +75,14 @@ def ends_of_cut(
     """Of a model that is cut. sample: some examples; largest: of a client's batch."""
     # Its examples are elsewhere: each batch tells what it counts.
     divided = Cut(task, model, plan.at, largest, seed, CountedLoss(task.loss, None))
-    _, targets = relabelled(plan.defence, sample, seed).batch(torch.arange(1))
+    labelled = relabelled(plan.defence, sample, seed)
+    _, targets = labelled.batch(torch.arange(1))
     leaves, structure = tree_flatten(targets)
+    trace = divided.cut.reference
+    outputs = [
+        trace.value(node).shape if isinstance(node, fx.Node) else None for node in trace.outputs
+    ]
+    found = leaves_of_examples(labelled, classes_of(task.loss, outputs))
 
     def facts(clients: Sequence[Meter]) -> dict[str, Any]:
         each = nbytes(leaves)
@@ -82,8 +95,14 @@ def ends_of_cut(
         heads=divided.heads,
         batching=divided.batching,
         targets=None if plan.rules.labels_stay else structure,
-        at_server=CutAtServer(divided.cut, plan.compression),
-        like=Heads(divided.heads),
+        agreed=Agreed(
+            CutAtServer(divided.cut, plan.compression),
+            Heads(divided.heads, plan.rules.forgets),
+            None if plan.rules.labels_stay else found,
+            _counting(task, labelled, leaves),
+            plan.rules.returns,
+            frozenset(f"test_{name}" for name in ("loss", *task.measures)),
+        ),
         exchange=exchange_of(plan.compression, divided.cut),
         form=b"",
         divided=divided,
@@ -139,10 +158,26 @@ def ends_of_tail(
         heads=None,
         batching=part.batching,
         targets=None if targets is None else targets.structure,
-        at_server=PartAtServer(part, targets),
-        like=Heads(None),
+        agreed=Agreed(
+            PartAtServer(part, targets),
+            Heads(None, plan.rules.forgets),
+            None if targets is None else leaves_of_form(targets, None),
+            UNKNOWN if targets is None else Counting(None, 1.0, known=False),
+            plan.rules.returns,
+            None if targets is None else frozenset(),
+        ),
         exchange=None,
         form=b"" if part.leaving is None else encoded(part.leaving),
         divided=None,
         facts=facts,
     )
+
+
+def _counting(task: Task, labelled: Examples, leaves: Sequence[Any]) -> Counting:
+    """What the task's loss counts. leaves: of the targets of one example."""
+    known = cross_entropy_of(task.loss)
+    losses = CountedLoss(task.loss, labelled)
+    if known is None or not leaves or not isinstance(leaves[0], Tensor):
+        return Counting(None, MOST_EACH if losses.is_late else 1.0, known=not losses.is_late)
+    heaviest = 1.0 if known.weight is None else max(1.0, float(known.weight.max()))
+    return Counting(known.count, leaves[0].numel() * heaviest, known=not losses.is_late)

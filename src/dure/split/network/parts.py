@@ -15,7 +15,8 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.split.apart.form import Form, flatten
 from dure.split.apart.sides import ClientPart, ServerPart
-from dure.split.network.checks import AtServer, WrongError
+from dure.split.blame import WrongError
+from dure.split.network.checks import AtServer
 from dure.split.network.control import Answer, Query
 from dure.split.network.site import AtClient
 from dure.tasks.measurement import Measurement
@@ -44,6 +45,8 @@ class PartAtServer(AtServer):
     def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
         tail = self._part.model.tail
         assert tail is not None
+        if (self._targets is None) != (query.targets is None):
+            raise WrongError("test examples come with their targets where the loss is the server's")
         with torch.no_grad(), in_mode(tail, training=False):
             found = tail(self._part.arriving.whole(values))
             if self._targets is not None and query.targets is not None:
@@ -81,7 +84,7 @@ class PartAtClient(AtClient):
         with torch.no_grad(), in_mode(head, training=False):
             values = flatten(head(inputs), "the head")[1]
         if self._part.model.end is not None:
-            return Query(examples, tuple(values))
+            return Query(examples, tuple(values), of=of)
         return Query(examples, tuple(values), flatten(targets, "the data")[1], of)
 
     def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import CHECKPOINT, STOP, Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
-from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
 from dure.fleet.virtual import nbytes
@@ -31,14 +30,14 @@ from dure.record.meter import Counters, Meter
 from dure.split.account import Account
 from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import MadeUp
-from dure.split.apart.form import decoded
+from dure.split.apart.form import check_extent, decoded
 from dure.split.messages import SERVER, client
 from dure.split.network import sizes
-from dure.split.network.checks import Checks
+from dure.split.network.checks import MOST_BATCH, BatchSizes, Checks
 from dure.split.network.control import Hello, Members
 from dure.split.network.ends import ends_of_cut, ends_of_tail
 from dure.split.network.entrance import Entrance
-from dure.split.network.hall import Hall
+from dure.split.network.hall import Clients, Hall
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server, Whole
@@ -79,18 +78,14 @@ class ServedLearner(Learner):
         train, self.test = examples_for(self.model, task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)
-        entrance = Entrance(self.channels, plan.clients, self._tells)
+        entrance = Entrance(self.channels, plan.clients, self._tells, self._check_hello)
         roster = entrance.wait(place.interrupted)
         self._meters = [Meter(SERVER, is_worker=False)]
         self._meters += [Meter(client(number)) for number in range(plan.clients)]
         hellos = {number: entrance.hellos[number] for number in range(plan.clients)}
         joins = self._joins(hellos)
-        counts = [hello.examples for hello in hellos.values()]
-        batches = [
-            Batches(hello.examples, plan.batch_size, seed, number, joins)
-            for number, hello in hellos.items()
-        ]
-        largest = max(one.batch_size for one in batches)
+        epochs = [BatchSizes(one.examples, plan.batch_size, joins) for one in hellos.values()]
+        largest = max(one.largest for one in epochs)
         if isinstance(task, TailTask):
             assert isinstance(self.model, ModelParts)
             self.ends = ends_of_tail(task, self.model, plan, hellos, largest, seed)
@@ -101,7 +96,8 @@ class ServedLearner(Learner):
         self.heads = self.ends.heads
         self.tails = self.ends.tails
         self.amounts = Amounts(
-            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=counts
+            steps=[plan.local_epochs * one.steps_per_epoch for one in epochs],
+            examples=[one.examples for one in epochs],
         )
         # Where clients hand it on themselves, their head is none of the server's business.
         known = self.heads is not None and not plan.rules.hands
@@ -113,13 +109,13 @@ class ServedLearner(Learner):
         batching = lru_cache(maxsize=64)(self.ends.batching)
         self.server = Server(self.order, batching, self.ends.targets)
         self.server.keeps = True
-        targets = 0 if self.ends.targets is None else self.ends.targets.num_leaves
+        self.server.blames = True
         self.account = Account()
         self.hall = Hall(
             self.server,
             self.channels,
-            # A last example that is left over joins the batch before, where one alone will not do.
-            Checks(self.ends.at_server, self.ends.like, targets, largest + int(joins)),
+            Checks(self.ends.agreed),
+            Clients(epochs, [one.tests for one in hellos.values()]),
             self._meters,
             entrance,
             Members(roster.to_json(), joins, self.ends.form),
@@ -133,7 +129,7 @@ class ServedLearner(Learner):
         if self.heads is not None and not self._knows_head:
             held = set(self.heads.parameters) | set(self.heads.written)
             self.elsewhere = [name for name in self.model.state_dict() if name in held]
-        self.examples = max(1, sum(counts))
+        self.examples = max(1, sum(self.amounts.examples))
         self.round = 0
         self._before = 0.0
         self._clock = time.perf_counter()
@@ -153,6 +149,22 @@ class ServedLearner(Learner):
         flops = flops_per_step(self.model, sample, min(size, len(sample)))
         trains = trains_of(self.task, self.model)
         return flops, Hosted(plan.clients, self.seed, trains, threads_for(flops))
+
+    def _check_hello(self, hello: Hello) -> None:
+        """Raises ValueError for a client that cannot take part, by what it says of itself."""
+        if self.plan.batch_size is None and hello.examples > MOST_BATCH:
+            raise ValueError(
+                f"it says that it has {hello.examples:,} examples, which are one batch, and a "
+                f"batch may have {MOST_BATCH:,}"
+            )
+        if bool(hello.form) != isinstance(self.task, TailTask):
+            mine, its = (
+                ("a tail", "a whole model") if not hello.form else ("a whole model", "a head")
+            )
+            raise ValueError(f"it has the task of {its}, and the server that of {mine}")
+        for form in (hello.form, hello.targets):
+            if form:
+                check_extent(decoded(form))
 
     def _joins(self, hellos: Mapping[int, Hello]) -> bool:
         """Whether some part of the model cannot train on one example alone."""

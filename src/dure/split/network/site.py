@@ -27,11 +27,13 @@ from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
-from dure.split.client import Client, Kept
+from dure.split.client import Client, HeadError, Kept
+from dure.split.heads import Heads
 from dure.split.messages import SERVER, Handed, Own, Turn, client
 from dure.split.network.control import (
     Answer,
     Final,
+    HeadRefused,
     Hello,
     Measure,
     Measured,
@@ -39,7 +41,7 @@ from dure.split.network.control import (
     Query,
     Sealed,
 )
-from dure.split.network.frames import Frame, decode, encode
+from dure.split.network.frames import Frame, FrameError, decode, encode
 from dure.split.network.incoming import CheckedClient, Patience
 from dure.split.network.outgoing import Says, say
 from dure.split.received import ReceivedError
@@ -48,7 +50,7 @@ from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 from dure.wire.boxes import BoxKey, Member
 from dure.wire.roster import Pinned, Roster
-from dure.wire.sealing import About, seal, unseal
+from dure.wire.sealing import About, SealError, seal, unseal
 from dure.wire.signatures import Key
 
 
@@ -219,6 +221,7 @@ class Site:
             self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
             if self._working is None:
                 self._working = self.makes(frame)
+                self.machine.heads = Heads(self.machine.party.side)
                 self._read_kept()
             channel.allow(self.working.most)
             return []
@@ -229,11 +232,28 @@ class Site:
         if isinstance(frame, Measure):
             return [self._measures(frame, channel)]
         if isinstance(frame, Sealed):
-            handed = self.identity.opens(frame.turn, frame.peer, frame.content)
-            if not isinstance(handed, Handed) or handed.turn != frame.turn:
-                raise StateError(f"{client(frame.peer)} has sealed something else than its head")
-            return self._trains(client(frame.peer), handed)
+            return self._takes_head(frame)
         return self._trains(SERVER, frame)
+
+    def _takes_head(self, sealed: Sealed) -> list[Frame]:
+        """Train with the head of another client; where it cannot be, say so and wait."""
+        try:
+            return self._trains(client(sealed.peer), self._opened(sealed))
+        # It was damaged by the sender, or on the way: this client can go on.
+        except HeadError as error:
+            self.event("waiting", {"why": str(error)})
+            return [HeadRefused(sealed.turn, str(error))]
+
+    def _opened(self, sealed: Sealed) -> Handed:
+        """Raises HeadError for what is no head that the other client has sealed for this turn."""
+        try:
+            handed = self.identity.opens(sealed.turn, sealed.peer, sealed.content)
+        except (SealError, FrameError) as error:
+            raise HeadError(sealed.turn, str(error)) from error
+        if not isinstance(handed, Handed) or handed.turn != sealed.turn:
+            sender = client(sealed.peer)
+            raise HeadError(sealed.turn, f"{sender} has sealed something else than its head")
+        return handed
 
     def _trains(self, sender: str, message: Any) -> list[Frame]:
         self._tells(message)

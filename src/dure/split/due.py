@@ -1,0 +1,123 @@
+"""The order of messages of a turn: which message of each client is due.
+
+    the server says     the client says next
+    Turn                Smashed of step 0
+    Outputs             OutputGradients of the same step
+    Gradients           HeadGradients of the same step, where all heads make one step; else Smashed
+                        of the next step, or Ended after the last one
+    HeadSum             Smashed of the next step; Ended after the last step of all; nothing from a
+                        client that has no batch left, until then
+
+At most one message of a client is due. Every other message is an error of the client, except the
+one that was on its way when the server took a turn back: that one is late, and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dure.split.messages import (
+    Ended,
+    Envelope,
+    Gradients,
+    HeadGradients,
+    HeadSum,
+    Message,
+    OutputGradients,
+    Outputs,
+    Smashed,
+    Turn,
+)
+
+FromClient = Smashed | OutputGradients | HeadGradients | Ended
+
+
+class Due(NamedTuple):
+    """The kind of a message, and its step. The step of Ended is the number of steps."""
+
+    kind: type[FromClient]
+    step: int
+
+    def __str__(self) -> str:
+        if self.kind is Ended:
+            return f"Ended after {self.step} steps"
+        return f"{self.kind.__name__} of step {self.step + 1}"
+
+
+def _said(message: FromClient) -> str:
+    if isinstance(message, Ended):
+        return "Ended"
+    return str(Due(type(message), message.step))
+
+
+class DueMessages:
+    """The messages that are due from all clients.
+
+    sums: whether all heads make one step by the sum of their gradients.
+    """
+
+    def __init__(self, sums: bool) -> None:
+        self.sums = sums
+        self.turns: dict[str, Turn] = {}
+        """The newest turn of each client."""
+        self._due: dict[str, Due] = {}
+        self._late: dict[str, set[int]] = {}
+        """Turns that were taken back while a message of theirs was due, by client."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a message of this client is due."""
+        return name in self._due
+
+    def note(self, said: Iterable[Envelope]) -> None:
+        """Note what the server says: answers to it are due."""
+        for name, message in said:
+            due = self._answer(name, message)
+            if due is not None:
+                self._due[name] = due
+
+    def _answer(self, name: str, message: Message) -> Due | None:
+        if isinstance(message, Turn):
+            self.turns[name] = message
+            return self._batch(message, 0)
+        if isinstance(message, Outputs):
+            return Due(OutputGradients, message.step)
+        if isinstance(message, Gradients) and self.sums:
+            return Due(HeadGradients, message.step)
+        if isinstance(message, Gradients | HeadSum):
+            return self._batch(self.turns[name], message.step + 1)
+        return None
+
+    def _batch(self, turn: Turn, step: int) -> Due | None:
+        if step < turn.steps:
+            return Due(Smashed, step)
+        return Due(Ended, turn.steps) if step >= turn.until else None
+
+    def check(self, sender: str, message: Message) -> None:
+        """Raise ValueError for a message of a client's turn that is not due."""
+        if not isinstance(message, FromClient):
+            raise ValueError(f"the server is told {type(message).__name__} by {sender}")
+        due = self._due.get(sender)
+        given = Due(type(message), getattr(message, "step", -1))
+        if due is None or due.kind is not given.kind or (due.kind is not Ended and due != given):
+            raise ValueError(f"{_said(message)} came, and {due or 'nothing'} is due")
+
+    def take(self, sender: str, message: Message) -> None:
+        """Take a message that is due: the client waits now. Raises as `check` does."""
+        self.check(sender, message)
+        del self._due[sender]
+
+    def drop(self) -> None:
+        """Drop all that is due: the turns are taken back."""
+        for name in self._due:
+            self._late.setdefault(name, set()).add(self.turns[name].number)
+        self._due.clear()
+
+    def is_late(self, sender: str, turn: int) -> bool:
+        """Whether this is the one message that was due of a turn when it was taken back."""
+        late = self._late.get(sender, set())
+        if turn not in late:
+            return False
+        # Clients say one thing after another: what was due of turns before has come, or never will.
+        self._late[sender] = {one for one in late if one > turn}
+        return True

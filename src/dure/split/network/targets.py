@@ -1,0 +1,114 @@
+"""Targets that clients send: the form of each of their leaves, by examples of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dure.data.examples import Examples
+from dure.split.apart.form import Form, Tensors, dtype_of
+from dure.split.blame import WrongError
+from dure.tasks.known_losses import cross_entropy_of
+
+
+class Classes(NamedTuple):
+    """Class indices: 0 to `number` - 1, and one that the loss ignores."""
+
+    number: int
+    ignored: int
+
+
+class Leaf(NamedTuple):
+    """One leaf of the targets of a batch.
+
+    dtype: of a tensor; None of what is none. dimensions, dim: of a tensor: how many, and which of
+    them counts examples, if one does. classes: where it has class indices.
+    """
+
+    dtype: torch.dtype | None
+    dimensions: int = 0
+    dim: int | None = None
+    classes: Classes | None = None
+
+    def check(self, given: Any, examples: int) -> None:
+        """Raise WrongError for anything else, of a batch of so many examples."""
+        if not isinstance(given, Tensor):
+            if self.dtype is not None:
+                raise WrongError(f"a {type(given).__name__} came as a target, and not {self}")
+            return
+        fits = given.dtype == self.dtype and given.ndim == self.dimensions
+        if not fits or (self.dim is not None and given.shape[self.dim] != examples):
+            shape = f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+            raise WrongError(f"targets of {examples} examples are {shape}, and have to be {self}")
+        self._check_numbers(given)
+
+    def _check_numbers(self, given: Tensor) -> None:
+        if given.is_floating_point() and not bool(given.isfinite().all()):
+            raise WrongError("targets are not all finite numbers")
+        if self.classes is None or given.is_floating_point() or not given.numel():
+            return
+        number, ignored = self.classes
+        wrong = ((given < 0) | (given >= number)) & (given != ignored)
+        if bool(wrong.any()):
+            raise WrongError(
+                f"a target is {int(given[wrong][0])}, and the model has the classes 0 to "
+                f"{number - 1}"
+            )
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return "a number or text"
+        named = str(self.dtype).removeprefix("torch.")
+        sizes = ["B" if place == self.dim else "·" for place in range(self.dimensions)]
+        return f"{named} [{', '.join(sizes)}]"
+
+
+def leaves_of_examples(examples: Examples, classes: Classes | None) -> list[Leaf]:
+    """The leaves of the targets of some examples."""
+    few, many = (examples.batch(torch.arange(count) % len(examples))[1] for count in (1, 2))
+    return [
+        _leaf(one, other, classes)
+        for one, other in zip(tree_leaves(few), tree_leaves(many), strict=False)
+    ]
+
+
+def _leaf(few: Any, many: Any, classes: Classes | None) -> Leaf:
+    if not isinstance(few, Tensor):
+        return Leaf(None)
+    dim = None
+    if isinstance(many, Tensor) and few.ndim == many.ndim:
+        grown = [n for n, (a, b) in enumerate(zip(few.shape, many.shape, strict=True)) if a != b]
+        dim = grown[0] if len(grown) == 1 and many.shape[grown[0]] == 2 else None
+    return Leaf(few.dtype, few.ndim, dim, classes)
+
+
+def leaves_of_form(form: Form, classes: Classes | None) -> list[Leaf]:
+    """The leaves of targets of this form."""
+    tensors: Sequence[Any] = form.tensors
+    places = {id(one): place for place, one in enumerate(form.tensors)}
+    found: list[Leaf] = []
+    for leaf in tree_leaves(form.whole(tensors)):
+        if not isinstance(leaf, Tensors):
+            found.append(Leaf(None))
+            continue
+        dim = form.dim(places[id(leaf)])
+        # Its size counts examples only where one example is one place there.
+        exact = dim is not None and leaf.few[dim] == form.few
+        found.append(Leaf(dtype_of(leaf.dtype), len(leaf.few), dim if exact else None, classes))
+    return found
+
+
+def classes_of(loss: Any, outputs: Sequence[tuple[int, ...] | None]) -> Classes | None:
+    """The classes of a cross-entropy of torch's; None of any other loss.
+
+    outputs: the shapes of all leaves that the model gives.
+    """
+    known = cross_entropy_of(loss)
+    if known is None or len(outputs) != 1 or not outputs[0]:
+        return None
+    shape = outputs[0]
+    return Classes(shape[1] if len(shape) > 1 else shape[0], known.ignore_index)
