@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import stat
 from contextlib import closing, suppress
 from pathlib import Path
 
 from dure.errors import RunFolderError
 from dure.record.disk import told
+from dure.record.inside import opened
 from dure.record.run import RunFolder
 
 ATTEMPTS = 20
@@ -30,11 +32,14 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """
     source = Path(folder)
     target = Path(to)
-    RunFolder.open(source)
+    RunFolder.open(source)  # which refuses links, that would be followed
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
     with told(target):
-        target.mkdir(parents=True, exist_ok=True)
+        rights = stat.S_IMODE(source.stat().st_mode)
+        target.mkdir(mode=rights, parents=True, exist_ok=True)
+        if stat.S_IMODE(target.stat().st_mode) & ~rights:
+            target.chmod(rights)
     try:
         with told(target):
             return _copied(source, target)
@@ -68,14 +73,26 @@ def _copy(source: Path, target: Path) -> None:
         if file.name.startswith(_DATABASES) or file.name in _LEFT:
             continue
         if file.is_file() and not file.name.startswith("."):
-            with suppress(FileNotFoundError):
-                shutil.copy2(file, target / file.name)
+            _copy_file(file, target / file.name)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copy a file with its times and rights, unless it has just been deleted."""
+    with suppress(FileNotFoundError), opened(source) as there:
+        known = os.fstat(there.fileno())
+        rights = stat.S_IMODE(known.st_mode)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, rights & 0o700)
+        with open(descriptor, "wb") as copy:
+            shutil.copyfileobj(there, copy, 1 << 20)
+            copy.flush()
+            os.fchmod(copy.fileno(), rights)
+            os.utime(copy.fileno(), ns=(known.st_atime_ns, known.st_mtime_ns))
 
 
 def _copy_database(source: Path, target: Path) -> None:
     """Raises RunFolderError for one that cannot be read."""
     # Names of clients are nobody else's business in the copy either, from its first byte on.
-    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, source.stat().st_mode & 0o777))
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         with closing(sqlite3.connect(source)) as there, closing(sqlite3.connect(target)) as copy:
             # All pages in one step: else a server that writes on would make it begin anew.
@@ -90,11 +107,10 @@ def _copy_tree(source: Path, target: Path) -> None:
         return
     for directory, _, names in os.walk(source):
         place = target / Path(directory).relative_to(source)
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=stat.S_IMODE(os.stat(directory).st_mode), exist_ok=True)
         for name in names:
             if not name.startswith(".") and not name.endswith((".part", ".parts")):
-                with suppress(FileNotFoundError):
-                    shutil.copy2(Path(directory, name), place / name)
+                _copy_file(Path(directory, name), place / name)
 
 
 def _newest(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ import msgspec
 
 from dure.contracts.channels import Came, Channels
 from dure.record.disk import write_atomically
+from dure.record.inside import contents
 from dure.split.network.control import Hello
 from dure.split.network.frames import FrameError, decode
 from dure.wire.boxes import Member
@@ -35,7 +36,7 @@ class Entrance:
         self._here = -1
         self._members: dict[int, Member] = {}
         path = channels.folder / ROSTER
-        self.roster = Roster.from_json(path.read_bytes()) if path.exists() else None
+        self.roster = Roster.from_json(contents(path)) if path.exists() else None
         if self.roster is not None:
             self._members = {member.number: member for member in self.roster.members}
 
