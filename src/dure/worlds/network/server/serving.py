@@ -54,6 +54,12 @@ LEAST_RATE = 1 << 10
 """Bytes a second of a body, over `SILENT_SECONDS`; who sends less is gone."""
 
 
+_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
 class Hurried(HttpToolsProtocol):
     """uvicorn's HTTP/1.1, with deadlines for headers and bodies, and a bound on headers."""
 
@@ -73,7 +79,10 @@ class Hurried(HttpToolsProtocol):
         self._around += len(data)
         super().data_received(data)
         if self._around > MOST_HEADER:
-            self.transport.abort()
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_TOO_LONG)
+            self._around = 0
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
