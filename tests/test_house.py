@@ -25,7 +25,7 @@ FACES = {"dure", "dure.catalog"}
 """They name what others may import, and import nothing of it themselves until they are asked."""
 
 ROOMS = [
-    {"arguments", "errors", "references", "settings", "catalog"},
+    {"arguments", "errors", "peer_text", "references", "settings", "catalog"},
     {"machine", "tensors", "randomness"},
     {"record", "data"},
     {"collectives", "fleet", "memory", "protocol", "wire"},

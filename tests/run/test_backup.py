@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,17 +42,17 @@ def test_who_may_not_read_a_file_may_not_read_its_copy(run: Path, tmp_path: Path
 def test_nothing_is_left_of_a_copy_for_which_there_is_no_room(
     run: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    copied = shutil.copy2
+    copied = shutil.copyfileobj
     room = 2
 
-    def full(source: Path, target: Path, **options: bool) -> None:
+    def full(*arguments: Any) -> None:
         nonlocal room
         room -= 1
         if room < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        copied(source, target, **options)
+        copied(*arguments)
 
-    monkeypatch.setattr(module.shutil, "copy2", full)
+    monkeypatch.setattr(module.shutil, "copyfileobj", full)
     with pytest.raises(RunFolderWriteError, match=r"cannot write .*copy: No space left"):
         dure.backup(run, tmp_path / "copy")
     assert not any((tmp_path / "copy").iterdir())

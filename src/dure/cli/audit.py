@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.cli.flags import names_before_flags, parse_flags
-from dure.report.words import printable
+from dure.peer_text import printable
 
 if TYPE_CHECKING:
     from dure.federated.privacy.attacks.examine import Row

@@ -223,7 +223,7 @@ def show_comparison(
     for name, value in said.items():
         print(f"{name}: {value}", file=sys.stderr)
     for label, error in done.failed.items():
-        print(f"dure: {label}: {one_line(text_of(error))}", file=sys.stderr)
+        print(f"dure: {one_line(f'{label}: {text_of(error)}')}", file=sys.stderr)
     print(f"report: {done.report}", file=sys.stderr)
     if not any(run.summary["ended"] == "interrupt" for run in done.runs):
         return worst

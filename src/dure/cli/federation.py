@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from dure.peer_text import printable
 from dure.report.words import duration, listed, size
 
 SECONDS = 2.0
@@ -90,7 +91,7 @@ class FederationView:
         table.add_column(style="dim", no_wrap=True, min_width=9)
         table.add_column(overflow="ellipsis", no_wrap=True)
         for name, text in rows:
-            table.add_row(name, Text(text))
+            table.add_row(name, Text(printable(text)))
         return table
 
     def _clients(self) -> str:

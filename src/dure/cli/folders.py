@@ -7,6 +7,7 @@ take longer than to answer. A run that somebody trains is known by its lock (`du
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +18,12 @@ from typing import Any
 
 from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import RunFolderError
+from dure.peer_text import printable
 from dure.record.history import is_spread, judging
+from dure.record.inside import contents, opened
 from dure.record.lock import is_held
 from dure.report.values import mapping, number, text_of
-from dure.report.words import duration, metric_name, metric_value, printable
+from dure.report.words import duration, metric_name, metric_value
 
 _DEPTH = 3
 """Folders in folders, down to which runs are looked for."""
@@ -164,7 +167,7 @@ def _task(config: Mapping[str, Any]) -> str:
 def _read(path: Path) -> Mapping[str, Any]:
     """What a JSON file of a folder holds; nothing where it is missing or damaged."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(contents(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return mapping(value)
@@ -173,8 +176,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _last_line(path: Path) -> Mapping[str, Any]:
     """The last whole line of a history; of a killed run the very last may be half a one."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - _TAIL, 0))
+        with opened(path) as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
             lines = file.read().split(b"\n")
     except OSError:
         return {}

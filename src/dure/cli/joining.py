@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.cli.show import error_console, human_bytes
-from dure.report.words import duration, printable
+from dure.peer_text import printable
+from dure.report.words import duration
 
 About = Mapping[str, object]
 

@@ -30,6 +30,7 @@ from dure.cli.flags import (
     value_of,
 )
 from dure.cli.running import Hears, check_names, file_name, resumed, run_folder, show_run
+from dure.record.disk import make_folder, opened_itself
 from dure.wire.loopback import is_loopback
 
 if TYPE_CHECKING:
@@ -232,10 +233,11 @@ class Local:
     def _start(self, client: int, url: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dure", "join", url, self._task]
         state = self._folder / "clients" / f"{client}"
-        state.mkdir(parents=True, exist_ok=True)
+        make_folder(state.parent)
+        make_folder(state)
         command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
         command += ["--state", str(state), *_without_tls(url).split()]
-        with open(state / "output.txt", "ab") as output:
+        with open(state / "output.txt", "ab", opener=opened_itself) as output:
             # A group of its own: Ctrl-C goes to the server, and it ends its clients.
             return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 
@@ -268,7 +270,7 @@ def join(given: list[str]) -> int:
     check_names(reference, [])
     from dure.cli.joining import Joining
     from dure.cli.tokens import token_of
-    from dure.report.words import printable
+    from dure.peer_text import printable
     from dure.run import join as joins
     from dure.run.site import Reach
     from dure.tasks.builtin import load_task

@@ -15,7 +15,7 @@ from dure import catalog
 from dure.cli.flags import Limits, ResumeOptions, parse_flags
 from dure.cli.interrupted import interrupts_raise
 from dure.errors import DureError, suggestion
-from dure.report.words import printable
+from dure.peer_text import printable
 from dure.worlds.launched import leads_here, under_torchrun
 from dure.worlds.processes.fork_server import server
 
@@ -135,7 +135,7 @@ def _say_facts(folder: Path) -> None:
     run = read_run(folder)
     told = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
     for line in filter(None, told):
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def check_names(reference: str, systems: list[str]) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dure.cli.federation import FederationView
 from dure.contracts.stop import Stop
+from dure.peer_text import printable
 from dure.record import idleness
 from dure.record.history import is_spread, lower_is_better
 from dure.report.words import duration
@@ -104,12 +105,12 @@ class Display:
         if "unit" not in event:
             line = self.federation.hears(event)
             if line is not None and not self.console.is_terminal:
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
             return
         if label not in self._proven:
             self._proven.add(label)
             for what, seconds in event["proofs"]:
-                tried = f"{label}: {what} (tried in {duration(seconds)})"
+                tried = printable(f"{label}: {what} (tried in {duration(seconds)})")
                 self.console.print(tried, markup=False, highlight=False, soft_wrap=True)
         done = fraction_done(self.stop, event)
         if not self.console.is_terminal:
@@ -351,7 +352,9 @@ def _table(
             cells.append(
                 f"[bold]{written}[/bold]" if found is not None and found == top else written
             )
-        result.add_row(escape(summary["label"]), escape(_place(summary)), *cells)
+        result.add_row(
+            escape(printable(summary["label"])), escape(printable(_place(summary))), *cells
+        )
     return result
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import LineageError
-from dure.report.words import printable
+from dure.peer_text import printable
 
 USAGE = "dure verify RUN|MODEL"
 

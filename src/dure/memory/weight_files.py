@@ -29,7 +29,9 @@ from torch import Tensor
 
 from dure.errors import DataError
 from dure.memory.mapped import view
+from dure.record import inside
 from dure.record.checkpoint import name_of, place_of
+from dure.record.inside import contents
 from dure.record.weights import DTYPES, pairs_in
 
 _MODEL = "model.safetensors"
@@ -66,7 +68,7 @@ class Stored(NamedTuple):
     def read(self) -> Tensor:
         """Its values, mapped. Raises DataError where the file is gone."""
         try:
-            descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = inside.descriptor_of(self.file, links=True)
         except OSError as error:
             raise _unreadable(self.file, error) from error
         try:
@@ -118,7 +120,7 @@ def digest_of(path: Path) -> str:
 def _digest(file: Path, changed: int, size: int) -> bytes:
     """Of one file, as it was when it was changed last: the runs of a comparison share it."""
     own = sha256()
-    with open(file, "rb") as opened:
+    with inside.opened(file, links=True) as opened:
         while content := opened.read(_CHUNK):
             own.update(content)
     return own.digest()
@@ -177,7 +179,7 @@ def _indexed(path: Path) -> dict[Path, set[str] | None]:
 
 def _weight_map(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_bytes())["weight_map"]
+        content = json.loads(contents(path, links=True))["weight_map"]
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -191,9 +193,9 @@ def _tensors_of(file: Path) -> dict[str, Stored]:
     """The tensors of one file, by its header."""
     try:
         # The library looks at the header: whether it is one, and all elements are there.
-        with safe_open(file, "pt") as opened:
+        with inside.pinned(file, links=True) as name, safe_open(name, "pt") as opened:
             pairs = set(pairs_in(opened.metadata()))
-        with open(file, "rb") as content:
+        with inside.opened(file, links=True) as content:
             length = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(length))
     except OSError as error:

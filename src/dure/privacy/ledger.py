@@ -25,6 +25,7 @@ import msgspec
 from dure.errors import RunFolderError, warn
 from dure.privacy.accountant import Releases, epsilon
 from dure.record.disk import Lines, sync_folder
+from dure.record.inside import contents
 
 FILE = "privacy.jsonl"
 """Its name in a run folder."""
@@ -144,7 +145,7 @@ def _written(entry: Entry) -> str:
 
 def _read(path: Path) -> list[Entry]:
     found = []
-    for place, line in enumerate(path.read_bytes().splitlines(), 1):
+    for place, line in enumerate(contents(path).splitlines(), 1):
         try:
             found.append(msgspec.json.decode(line, type=_Line).entry())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -23,6 +23,7 @@ import msgspec
 
 from dure.errors import RunFolderError
 from dure.record.disk import write_atomically
+from dure.record.inside import contents
 
 FILE = "privacy-steps.json"
 
@@ -48,7 +49,7 @@ class StepCount:
         if self._path is None or not self._path.exists():
             return 0
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_Written).charged
+            return msgspec.json.decode(contents(self._path), type=_Written).charged
         except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise RunFolderError(
                 f"{self._path} cannot be read ({error}): it counts the noised steps of the run, "

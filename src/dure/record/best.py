@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from dure.errors import RunFolderError
 from dure.record.disk import told, write_atomically
+from dure.record.inside import pinned
 from dure.record.on_disk import Leaf, TensorsOnDisk
 from dure.record.weights import TensorFile, tensors_in
 
@@ -80,7 +81,7 @@ def best_weights(folder: Path) -> Mapping[str, Leaf] | None:
 
 def _step_of(path: Path) -> int | None:
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with pinned(path) as name, safe_open(name, framework="pt") as file:
             return int((file.metadata() or {})[_STEP])
     except (OSError, LookupError, ValueError, SafetensorError):
         return None

@@ -34,7 +34,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dure.errors import RunFolderError, described
-from dure.record.disk import Summed, sync_folder, told, write_atomically, write_synced
+from dure.record import inside
+from dure.record.disk import Summed, make_folder, sync_folder, told, write_atomically, write_synced
+from dure.record.inside import LARGE, contents
 from dure.record.on_disk import Leaf, OnDisk
 from dure.record.seal import Seal, begins_as_of, checksum_of, opened, sealed
 from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
@@ -107,7 +109,7 @@ def tree_from_bytes(content: bytes) -> Any:
 def read_tree(path: Path) -> dict[str, Any]:
     """The mapping in a file of `tree_to_bytes`. Raises RunFolderError if there is none."""
     try:
-        tree = tree_from_bytes(path.read_bytes())
+        tree = tree_from_bytes(contents(path, most=LARGE))
     except (OSError, *UNREADABLE) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
     if not isinstance(tree, dict):
@@ -166,7 +168,7 @@ def save_checkpoint(
     final = folder / name_of(step, past)
     with told(final):
         if not folder.is_dir():
-            folder.mkdir()
+            make_folder(folder)
             sync_folder(folder.parent)
         if final.exists():  # a run resumed here wrote it before, with the same bits
             return final
@@ -174,7 +176,7 @@ def save_checkpoint(
         beside = folder / f".{final.name}.partial"
         # What a kill left half written.
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
+        make_folder(beside)
         try:
             _write(beside, contents, seal)
             os.rename(beside, final)
@@ -233,7 +235,7 @@ def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[s
     if other.name in known:
         return True
     try:
-        with open(other / _PARTS[2], "rb") as file:
+        with inside.opened(other / _PARTS[2]) as file:
             return begins_as_of(file.read(200), run)
     except OSError:
         return False
@@ -276,7 +278,7 @@ def stored(folder: Path) -> Stored | None:
         return None
     path = folder / name_of(*newest)
     try:
-        content = (path / _PARTS[2]).read_bytes()
+        content = contents(path / _PARTS[2], most=LARGE)
         sums = {name: checksum_of(path / name) for name in _PARTS[:2]}
     except OSError as error:
         raise RunFolderError(

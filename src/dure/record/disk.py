@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
 
     content: as for `write_atomically`.
     """
-    with open(path, "wb", opener=_itself) as file:
+    with open(path, "wb", opener=opened_itself) as file:
         for piece in (content,) if isinstance(content, bytes) else content:
             file.write(piece)
         file.flush()
@@ -64,13 +65,72 @@ def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
 
 def cut(path: Path, length: int) -> None:
     """Removes what a file holds after so many bytes. Raises RunFolderWriteError."""
-    with told(path), open(path, "r+b", opener=_itself) as file:
+    with told(path), open(path, "r+b", opener=opened_itself) as file:
         file.truncate(length)
 
 
-def _itself(path: str, flags: int) -> int:
-    # Not what a link leads to: a folder that somebody sent may have one to a file of the user's.
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+def opened_itself(path: str, flags: int) -> int:
+    """Open a file for writing, with the rights of its folder: an opener for `open`.
+
+    Who may not look into a folder may not read what is written there, whatever the umask is. A
+    folder that somebody sent may have a link, a pipe, or another name of a file of the user's in
+    its place: nothing is written to those. Raises OSError.
+    """
+    rights = 0o666 & os.stat(os.path.dirname(path) or ".").st_mode
+    writes = os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags & ~os.O_TRUNC | writes, rights)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            reason = "it is no regular file, or has another name too (a hard link)"
+            raise OSError(errno.EINVAL, reason, path)
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with the rights of the one in which it lies, unless it is there.
+
+    Raises OSError.
+    """
+    try:
+        path.mkdir(0o777 & path.parent.stat().st_mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, or all that is in one, its owner's alone, whatever the umask is.
+
+    What is written into it later is private too (`opened_itself`). Private keys and tokens stay as
+    they are: one that others could read is refused where it is read. Raises RunFolderWriteError.
+    """
+    with told(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            folder.chmod(0o700)
+        for directory, folders, files in os.walk(folder):
+            for name in (*folders, *filter(_is_no_secret, files)):
+                _take_away(os.path.join(directory, name))
+
+
+def _is_no_secret(name: str) -> bool:
+    return not name.endswith((".key", ".pem", ".token"))
+
+
+def _take_away(path: str) -> None:
+    """Take the rights of everybody but the owner away from a file or folder, if it is there."""
+    with suppress(FileNotFoundError):
+        found = os.lstat(path)
+        mode = stat.S_IMODE(found.st_mode)
+        # Of a link, the rights of what it leads to would change.
+        if not stat.S_ISLNK(found.st_mode) and mode & 0o077:
+            os.chmod(path, mode & 0o700)
 
 
 def sync_folder(path: Path) -> None:
@@ -131,7 +191,7 @@ class Lines:
         """Not in `length` and `checksum` yet: `_rest`, and what was written before it."""
         with told(path):
             # Unbuffered, one write a call: a kill cuts off no more than the end.
-            self._file = open(path, "ab", buffering=0, opener=_itself)  # noqa: SIM115, see close()
+            self._file = open(path, "ab", buffering=0, opener=opened_itself)  # noqa: SIM115, see close()
             content = path.read_bytes()
             self.length = content.rfind(b"\n") + 1
             self.checksum = checksum(content[: self.length])

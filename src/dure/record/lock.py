@@ -28,7 +28,7 @@ class Lock:
         """
         try:
             flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            descriptor = os.open(path, flags, 0o666)
+            descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
         until = time.monotonic() + MOMENT
@@ -57,7 +57,8 @@ class Lock:
 def is_held(path: Path) -> bool:
     """Whether somebody has what is locked at `path`, a folder or a file that is there."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        # A pipe in its place must not be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -21,6 +21,9 @@ from typing import Any
 
 import msgspec
 
+from dure.record.disk import opened_itself
+from dure.record.inside import contents
+
 NOW = "now.json"
 """Its name in a run folder."""
 
@@ -67,7 +70,7 @@ def failed(folder: Path, why: str) -> None:
     path = folder / NOW
     told: Any = None
     with suppress(OSError, ValueError, RecursionError):
-        told = json.loads(path.read_bytes())
+        told = json.loads(contents(path))
     _replace(path, {**(told if isinstance(told, dict) else {}), "failed": why})
 
 
@@ -81,7 +84,8 @@ def _replace(path: Path, content: Mapping[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         try:
-            beside.write_bytes(msgspec.json.encode(content))
+            with open(beside, "wb", opener=opened_itself) as file:
+                file.write(msgspec.json.encode(content))
             os.replace(beside, path)
         except OSError:
             beside.unlink(missing_ok=True)

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dure.record.inside import descriptor_of
+
 PIECE = 4 << 20
 """Bytes that are in memory at once while a tensor is on its way."""
 
@@ -48,7 +50,7 @@ class File:
     @classmethod
     def of(cls, path: Path) -> File:
         """The file of this name, to be read. Raises OSError."""
-        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return cls(descriptor_of(path))
 
 
 class OnDisk:

@@ -30,6 +30,7 @@ from dure.record.checkpoint import (
 )
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record, is_spread
+from dure.record.inside import LARGE, check_whole, contents
 from dure.record.lock import Lock
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.seal import Seal, checksum, checksum_of, sha256
@@ -101,6 +102,7 @@ class RunFolder:
         """An existing run. Raises RunFolderError if there is none."""
         if not (path / "config.json").is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.json")
+        check_whole(path)
         return cls(path)
 
     @classmethod
@@ -244,7 +246,7 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """Raises RunFolderError if the file is missing or damaged."""
         try:
-            content = json.loads((self.path / name).read_bytes())
+            content = json.loads(contents(self.path / name))
         except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"cannot read {self.path / name}: {error}") from error
         if not isinstance(content, dict):
@@ -287,7 +289,7 @@ class RunFolder:
         """
         path = self.path / "history.jsonl"
         try:
-            return History.decode(path.read_bytes()) if path.exists() else History()
+            return History.decode(contents(path, most=LARGE)) if path.exists() else History()
         except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"cannot read {path}: {error}") from error
 
@@ -315,7 +317,7 @@ class RunFolder:
         """The lines up to a checkpoint, which are those that were there when it was written."""
         path = self.path / "history.jsonl"
         try:
-            text = path.read_bytes() if path.exists() else b""
+            text = contents(path, most=LARGE) if path.exists() else b""
         except OSError as error:
             raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
         if checkpoint.seal is not None:

@@ -23,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from dure.record import inside
+
 _BEGIN = b'{"checksum":"'
 _FIRST = len(_BEGIN) + len('1a2b3c4d",')
 """The first byte that the checksum of state.json covers."""
@@ -55,10 +57,16 @@ def checksum(content: bytes | memoryview, before: str = "00000000") -> str:
 def checksum_of(path: Path) -> str:
     """That of a file, read a few million bytes at a time. Raises OSError."""
     found = checksum(b"")
-    with open(path, "rb") as file:
+    with inside.opened(path) as file:
         while piece := file.read(_PIECE):
             found = checksum(piece, found)
     return found
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits. Raises OSError."""
+    with inside.opened(path) as file:
+        return sha256(iter(lambda: file.read(_PIECE), b""))
 
 
 def sha256(pieces: Iterable[bytes | memoryview]) -> str:

@@ -19,6 +19,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from dure.errors import described
+from dure.record.inside import pinned
 from dure.record.on_disk import File, Leaf, OnDisk, leaves_of
 
 _PAIRS = "complex128"
@@ -160,7 +161,7 @@ def tensors_in(path: Path) -> dict[str, OnDisk]:
     Raises OSError, SafetensorError or ValueError if there is no such file, or it is something else.
     """
     # The library compares what the header says with itself, and with the length of the file.
-    with safe_open(str(path), framework="pt"):
+    with pinned(path) as name, safe_open(name, framework="pt"):
         pass
     file = File.of(path)
     try:

@@ -13,7 +13,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dure.peer_text import printable
 from dure.report.words import escape
+
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 # Scripts and styles stand in the page itself ("inline"); images are those that plotly makes.
 _NO_NETWORK = (
@@ -85,7 +88,9 @@ def source(beside: str, name: str) -> str:
 def as_json(data: object) -> str:
     """JSON that may stand inside a script element: it cannot close the element or open another."""
     # allow_nan=False: a browser's JSON.parse knows no NaN, and would draw nothing at all.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    # What a chart shows of names is text like any other: nothing in it turns the reading order.
+    text = _BEYOND_ASCII.sub(lambda found: printable(found[0]), text)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dure.record.inside import opened
 from dure.report.runs import Line
 from dure.report.values import mapping, number
 
@@ -42,7 +43,7 @@ class HistoryFile:
     def read(self) -> bool:
         """Reads what is new; whether anything was."""
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 return self._go_on(file)
         except OSError:
             there = bool(self._read)

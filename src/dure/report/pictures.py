@@ -9,6 +9,8 @@ import base64
 import re
 from pathlib import Path
 
+from dure.record.inside import contents
+
 _NAME = re.compile(r"\d{3}\.png")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _LARGEST = 1_000_000
@@ -21,10 +23,7 @@ def picture_in(folder: Path, name: object) -> str | None:
         return None
     path = folder / name
     try:
-        # A link could lead anywhere.
-        if path.is_symlink() or path.stat().st_size > _LARGEST:
-            return None
-        content = path.read_bytes()
+        content = contents(path, most=_LARGEST)
     except OSError:
         return None
     if not content.startswith(_SIGNATURE):

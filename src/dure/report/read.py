@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
+from dure.record.inside import contents
 from dure.record.now import NOW
 from dure.report.answers import answers_of
 from dure.report.facts import (
@@ -150,7 +151,7 @@ def distinct_labels(runs: Sequence[Run]) -> list[Run]:
 
 def _object(path: Path, notes: list[str]) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(contents(path).decode(errors="replace"))
     except FileNotFoundError:
         return {}
     # RecursionError: a nest too deep, which no run writes.

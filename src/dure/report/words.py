@@ -8,14 +8,18 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from dure.peer_text import printable
 from dure.record.history import lower_is_better
 
 UNKNOWN = "–"
 
 
 def escape(text: object) -> str:
-    """Text from outside, made safe inside HTML elements and quoted attributes."""
-    return html.escape(str(text), quote=True)
+    """Text from outside, made safe inside HTML elements and quoted attributes.
+
+    Characters that nobody sees go, such as those that turn the reading order; line breaks stay.
+    """
+    return html.escape("\n".join(map(printable, str(text).split("\n"))), quote=True)
 
 
 def count(value: float | None) -> str:
@@ -97,8 +101,3 @@ def _three_digits(value: float) -> str:
     text = f"{value:.{digits}f}"
     # Rounded to 0.00: then one digit of what it is.
     return text if float(text) else f"{value:.1g}"
-
-
-def printable(text: str) -> str:
-    """Without what would move a terminal's cursor, and so write over what was said by others."""
-    return "".join(each if each.isprintable() else " " for each in text)

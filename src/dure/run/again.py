@@ -21,6 +21,7 @@ from dure.arguments import check_path
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
+from dure.record.inside import contents
 from dure.record.run import Run, RunFolder, load_run
 from dure.run.asked import check_function
 from dure.run.begun import Asks
@@ -147,7 +148,7 @@ def _has_ended(folder: Path) -> bool:
 def _summary(folder: Path) -> Mapping[str, Any]:
     # It is written last and at once; what is damaged counts as none, and is written again.
     try:
-        summary = json.loads((folder / "summary.json").read_bytes())
+        summary = json.loads(contents(folder / "summary.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return summary if isinstance(summary, dict) else {}

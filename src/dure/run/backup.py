@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dure.errors import RunFolderError
 from dure.record.disk import told
+from dure.record.inside import opened
 from dure.record.run import RunFolder
 
 ATTEMPTS = 20
@@ -37,13 +38,16 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """
     source = Path(folder)
     target = Path(to)
-    RunFolder.open(source)
+    RunFolder.open(source)  # which refuses links, that would be followed
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
     if target.resolve().is_relative_to(source.resolve()):
         raise RunFolderError(f"{target} lies in {source}, which is copied: choose another folder")
     with told(target):
-        target.mkdir(parents=True, exist_ok=True)
+        rights = stat.S_IMODE(source.stat().st_mode)
+        target.mkdir(mode=rights, parents=True, exist_ok=True)
+        if stat.S_IMODE(target.stat().st_mode) & ~rights:
+            target.chmod(rights)
     try:
         with told(target):
             return _copied(source, target)
@@ -84,7 +88,7 @@ def _copy_database(source: Path, target: Path) -> None:
     """Raises RunFolderError for one that cannot be read."""
     _check_own(source)
     # Names of clients are nobody else's business in the copy either, from its first byte on.
-    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, source.stat().st_mode & 0o777))
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         with closing(sqlite3.connect(source)) as there, closing(sqlite3.connect(target)) as copy:
             # All pages in one step: else a server that writes on would make it begin anew.
@@ -103,18 +107,28 @@ def _copy_tree(source: Path, target: Path) -> None:
             with suppress(FileNotFoundError):
                 _check_own(Path(directory, name), stat.S_ISDIR)
         place = target / Path(directory).relative_to(source)
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=stat.S_IMODE(os.stat(directory).st_mode), exist_ok=True)
         for name in names:
             if not name.startswith(".") and not name.endswith((".part", ".parts")):
                 _copy_file(Path(directory, name), place / name)
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copies a file, unless it was deleted meanwhile. Raises RunFolderError for a link."""
+    """Copy a file with its times and rights, unless it has just been deleted.
+
+    Raises RunFolderError for a link.
+    """
     with suppress(FileNotFoundError):
         _check_own(source)
-        # One that has become a link since is copied as a link.
-        shutil.copy2(source, target, follow_symlinks=False)
+        with opened(source) as there:
+            known = os.fstat(there.fileno())
+            rights = stat.S_IMODE(known.st_mode)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, rights & 0o700)
+            with open(descriptor, "wb") as copy:
+                shutil.copyfileobj(there, copy, 1 << 20)
+                copy.flush()
+                os.fchmod(copy.fileno(), rights)
+                os.utime(copy.fileno(), ns=(known.st_atime_ns, known.st_mtime_ns))
 
 
 def _check_own(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from dure.contracts.strategy import Sign
 from dure.errors import LineageError
+from dure.record.inside import contents
+from dure.record.seal import sha256_of
 
 FILE = "model.lineage.json"
 """Its name in a run folder, beside model.safetensors."""
@@ -84,8 +86,8 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
     path = path / "model.safetensors" if path.is_dir() else path
     beside = path.with_name(f"{path.stem}.lineage.json")
     try:
-        content = path.read_bytes()
-        said = json.loads(beside.read_bytes())
+        found = sha256_of(path)
+        said = json.loads(contents(beside))
         signature = bytes.fromhex(said.pop("signature"))
         lineage = said["lineage"]
         digest = said["model_sha256"]
@@ -97,7 +99,7 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
         raise LineageError(f"{beside} is no lineage that was signed") from error
     if not true:
         raise LineageError(f"{beside} was changed after it was signed")
-    if hashlib.sha256(content).hexdigest() != digest:
+    if found != digest:
         raise LineageError(f"{path} is not the model that was signed")
     if key is not None and public != key.lower():
         raise LineageError(f"{path} was signed by {public}, not by {key}")

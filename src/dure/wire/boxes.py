@@ -22,6 +22,7 @@ from typing import Annotated
 
 import msgspec
 
+from dure.peer_text import printable
 from dure.wire.key_files import kept_in
 from dure.wire.signatures import Key, is_signed
 
@@ -48,7 +49,7 @@ def check_run(run: str) -> None:
 
 def check_name(name: str) -> None:
     """Raises ValueError for what is no client's name: others print it, as it is."""
-    if not (0 < len(name) <= MOST_NAME and name.isprintable()):
+    if not (0 < len(name) <= MOST_NAME and printable(name) == name):
         raise ValueError(f"a name has 1 to {MOST_NAME} characters that can be printed")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dure.record.disk import sync_folder, told
+from dure.record.inside import opened
 
 try:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -68,7 +69,7 @@ def keep(private: Ed25519PrivateKey | X25519PrivateKey, path: Path) -> None:
 
 def _read(path: Path, kind: type[Private]) -> Private:
     try:
-        with path.open("rb") as file:
+        with opened(path, most=_MOST, links=True) as file:
             others = os.fstat(file.fileno()).st_mode & 0o077
             pem = file.read(_MOST)
     except OSError as error:

@@ -4,9 +4,10 @@
     POST  /v1/check-in        CheckIn -> Welcome    who I am, what I would train; how we go on
     POST  /v1/next            Ready -> Word         what am I to do? waits until there is something
     POST  /v1/watch           Watch -> Watched      is my work still wanted? waits while it is
-    GET   /v1/tensors/DIGEST                        tensors by their stream's digest, in ranges
+    GET   /v1/tensors/DIGEST?from=BYTE              tensors by their stream's digest, from a byte on
     POST  /v1/uploads         Reserve -> Reserved   I would send so many bytes with this digest
-    PATCH /v1/uploads/UPLOAD  bytes -> Reserved     a part, from an offset on; complete at the end
+    PATCH /v1/uploads/UPLOAD?offset=BYTE
+                              bytes -> Reserved     a part, from an offset on; complete at the end
     POST  /v1/failures        Failed                there will be no update, since my code raised
     POST  /v1/measured        MeasuredThis          how good a model is on what I hold out
     POST  /v1/ready           Holds                 my update is ready, and stays with me

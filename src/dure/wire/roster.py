@@ -34,6 +34,7 @@ from pathlib import Path
 import msgspec
 
 from dure.record.disk import write_atomically
+from dure.record.inside import contents
 from dure.wire.boxes import Member, PublicKey, Run, Signature, check_run
 from dure.wire.members import (
     RosterError,
@@ -178,8 +179,7 @@ class Pinned:
         check_run(run)
         path = folder / f"roster-{run}.json"
         try:
-            with path.open("rb") as file:
-                body = file.read(MOST_BODY + 1)
+            body = contents(path, most=MOST_BODY)
         except FileNotFoundError:
             return cls(path, run, None)
         except OSError as error:

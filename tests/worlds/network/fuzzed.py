@@ -191,12 +191,13 @@ class Target:
             with contextlib.suppress(ConnectionError):
                 link.sendall(sent)
             with contextlib.suppress(ConnectionError, TimeoutError):
-                return _answer(link, request.method)
+                return answer_of(link, request.method)
             assert not whole, f"no answer within {seconds} s"
             return 0, {}, b""
 
 
-def _answer(link: socket.socket, method: str) -> tuple[int, dict[str, str], bytes]:
+def answer_of(link: socket.socket, method: str) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of the next answer; status 0 where the link is closed."""
     content = b""
     # Who asked for that is first told to go on.
     while b"\r\n\r\n" not in content or content.startswith(b"HTTP/1.1 100"):

@@ -312,7 +312,7 @@ def test_a_copy_is_made_of_a_journal_that_runs(tmp_path: Path) -> None:
         assert delivered(journal) == [first]
     with pytest.raises(RunFolderError, match="there is no"):
         backup(tmp_path / "nowhere", tmp_path / "other.db")
-    with pytest.raises(RunFolderWriteError, match="cannot copy"):
+    with pytest.raises(RunFolderWriteError, match="cannot write"):
         backup(tmp_path, tmp_path / "nowhere" / "other.db")
 
 

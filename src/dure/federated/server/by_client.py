@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from dure.contracts.metric import Metric
+from dure.peer_text import one_line
 from dure.protocol.messages import Measured
 from dure.record.history import SPREAD, WHOSE, lower_is_better
 from dure.tasks.sums import added
@@ -136,7 +137,7 @@ def fit(measured: Measured, clients: int) -> Measured:
     each client a metric is left out, and so are sums that are not alike.
     """
     failures = {
-        client: _line(reason)
+        client: one_line(reason, LONGEST)
         for client, reason in measured.failures.items()
         if 0 <= client < clients
     }
@@ -165,12 +166,6 @@ def fit(measured: Measured, clients: int) -> Measured:
 def _finite(row: Sequence[float]) -> bool:
     """Whether there are sums, all of them finite."""
     return bool(row) and all(map(math.isfinite, row))
-
-
-def _line(reason: str) -> str:
-    """A reason that may come from anybody, as one line that is not too long."""
-    line = " ".join("".join(one if one.isprintable() else " " for one in reason).split())
-    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
 def _bare(name: str) -> str:

@@ -29,6 +29,7 @@ from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
 from dure.record.checkpoint import pack_tree, unpack_tree
 from dure.record.disk import write_atomically
+from dure.record.inside import LARGE, contents, pinned
 from dure.record.on_disk import Leaf
 from dure.record.weights import TensorFile, pairs_in, weights_from_bytes
 
@@ -192,12 +193,13 @@ class Checkpoint:
         self.folder = folder
         # If one file cannot be opened, those that were are closed again.
         with _whole(folder), ExitStack() as stack:
-            index = json.loads((folder / "index.json").read_bytes())
+            index = json.loads(contents(folder / "index.json"))
             _check_version(index, folder)
-            rest = weights_from_bytes((folder / _REST).read_bytes())
+            rest = weights_from_bytes(contents(folder / _REST, most=LARGE))
             self._files: list[Any] = []
             for rank in range(index["ranks"]):
-                name = str(folder / file_of(rank, index["ranks"]))
+                file = folder / file_of(rank, index["ranks"])
+                name = stack.enter_context(pinned(file))
                 self._files.append(stack.enter_context(safe_open(name, framework="pt")))
             self._read_index(index, rest)
             self._read_headers()

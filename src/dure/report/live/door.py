@@ -52,7 +52,11 @@ class Door:
 
     def enter(self, body: bytes) -> Answer | None:
         """The answer to a form with the token; None where it is another one."""
-        given = parse_qs(body.decode(errors="replace"), max_num_fields=4).get("token", [""])[0]
+        try:
+            fields = parse_qs(body.decode(errors="replace"), max_num_fields=4)
+        except ValueError:  # more fields than the form has
+            return None
+        given = fields.get("token", [""])[0]
         if not self._is(given.strip(), self._token):
             return None
         secure = "; Secure" if self._secure else ""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
+from dure.record.inside import contents
 from dure.record.lock import is_held
 from dure.record.now import NOW
 from dure.report.history_file import HistoryFile
@@ -147,6 +148,6 @@ def _stamp(path: Path) -> object:
 
 def _now(folder: Path) -> Mapping[str, Any]:
     try:
-        return mapping(json.loads((folder / NOW).read_bytes()))
+        return mapping(json.loads(contents(folder / NOW)))
     except (OSError, ValueError, RecursionError):
         return {}

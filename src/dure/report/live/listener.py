@@ -18,6 +18,9 @@ from dure.report.live.page import LivePage
 SILENT = 20.0
 """Seconds that a request, or somebody who takes an answer, may take for the next bytes."""
 
+MOST_CONNECTIONS = 128
+"""Connections at a time, of which each has a thread; one more is closed."""
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -56,6 +59,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], page: LivePage) -> None:
         self.page = page
         self._streams = 0
+        self._connections = 0
         self._changed = threading.Condition()
         super().__init__(address, _Handler)
 
@@ -64,6 +68,20 @@ class _Server(ThreadingHTTPServer):
         with self._changed:
             self._streams += more
             self._changed.notify_all()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a thread for one more connection."""
+        with self._changed:
+            return self._connections < MOST_CONNECTIONS
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        with self._changed:
+            self._connections += 1
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._changed:
+                self._connections -= 1
 
     def told(self, seconds: float) -> None:
         """Waits until all readers have heard of the end."""
@@ -89,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > MOST_BODY:
+        if not (length.isascii() and length.isdecimal()) or int(length[:9]) > MOST_BODY:
             self.close_connection = True
             self._send(Answer(413))
             return

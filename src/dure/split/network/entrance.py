@@ -13,6 +13,7 @@ import msgspec
 
 from dure.contracts.channels import Came, Channels, Said
 from dure.record.disk import write_atomically
+from dure.record.inside import contents
 from dure.split.network.checks import MOST_EXAMPLES
 from dure.split.network.control import Failed, Hello
 from dure.split.network.frames import FrameError, decode
@@ -60,7 +61,7 @@ class Entrance:
         self._here = -1
         self._members: dict[int, Member] = {}
         path = channels.folder / ROSTER
-        self.roster = Roster.from_json(path.read_bytes()) if path.exists() else None
+        self.roster = Roster.from_json(contents(path)) if path.exists() else None
         if self.roster is not None:
             self._members = {member.number: member for member in self.roster.members}
             self._examples = _read(channels.folder / EXAMPLES)

@@ -22,6 +22,7 @@ from dure.data.examples import Examples
 from dure.errors import PolicyError, StateError
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
+from dure.record.inside import LARGE, contents
 from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.network import sizes
@@ -303,7 +304,7 @@ class PartySite:
 def _read(path: Path) -> dict[str, Any]:
     """Raises StateError for a file that is damaged."""
     try:
-        tree: dict[str, Any] = tree_from_bytes(path.read_bytes())
+        tree: dict[str, Any] = tree_from_bytes(contents(path, most=LARGE))
     except Exception as error:
         raise StateError(f"{path} is damaged: {error}") from error
     return tree

@@ -26,6 +26,7 @@ from dure.fleet.virtual import Envelope, Node
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk import write_atomically
+from dure.record.inside import LARGE, contents
 from dure.record.weights import weights_to_bytes
 from dure.split.client import Client, HeadError, Kept
 from dure.split.heads import Heads
@@ -368,7 +369,7 @@ class Site:
         for path in sorted(self.folder.glob(f"head-{self.identity.run}-*.tree")):
             turn = int(path.stem.rpartition("-")[2])
             try:
-                found = tree_from_bytes(path.read_bytes())
+                found = tree_from_bytes(contents(path, most=LARGE))
                 self.machine.kept[turn] = Kept(read(found["own"]), found["memory"])
             except Exception as error:
                 raise StateError(f"{path} is damaged: {error}") from error

@@ -30,6 +30,7 @@ Source: SQLite's pages on write-ahead logging (https://sqlite.org/wal.html) and 
 from __future__ import annotations
 
 import math
+import os
 import queue
 import sqlite3
 import struct
@@ -45,7 +46,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dure.errors import RunFolderError, RunFolderWriteError
-from dure.record.disk import sync_folder
+from dure.record.disk import sync_folder, told
+from dure.record.inside import opened
 from dure.record.lock import Lock
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.local_disk import warn_if_remote
@@ -394,6 +396,8 @@ def backup(folder: Path, to: Path) -> None:
     if not path.is_file():
         raise RunFolderError(f"there is no {path}")
     try:
+        with told(to):
+            os.close(os.open(to, os.O_WRONLY | os.O_CREAT, 0o600))
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(to)) as copy:
             copy.execute("PRAGMA synchronous=FULL")
             # All pages in one step: else a server that writes on would make it begin anew.
@@ -421,6 +425,8 @@ def _make(path: Path, run: str) -> None:
     """An empty journal, at once or not at all: a file without tables is then a damaged one."""
     beside = path.with_name(f"{path.name}.new")
     beside.unlink(missing_ok=True)
+    # It names clients. SQLite gives its own files beside it the same rights.
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with closing(sqlite3.connect(beside)) as connection:
         # No other file: there is nothing to roll back to.
         connection.execute("PRAGMA journal_mode=MEMORY")
@@ -435,6 +441,10 @@ def _make(path: Path, run: str) -> None:
 
 def _connected(path: Path) -> sqlite3.Connection:
     # Not shared by threads at the same time: one writes, one reads.
+    for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        # Those of an earlier version could be read by others.
+        if file.exists():
+            file.chmod(0o600)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
     if mode != "wal":
@@ -477,7 +487,7 @@ def _check_log(log: Path) -> None:
     """
     if not log.exists():
         return
-    with open(log, "rb") as file:
+    with opened(log) as file:
         header = file.read(_LOG_HEADER.size)
         # Nothing, or what is left of a first use that the power cut off.
         if len(header) < _LOG_HEADER.size or not any(header):

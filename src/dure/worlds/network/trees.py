@@ -17,6 +17,7 @@ from typing import Any
 from dure.errors import RunFolderError
 from dure.record.checkpoint import UNREADABLE, pack_tree, unpack_tree
 from dure.record.disk import Piece, sync_folder, told, write_atomically
+from dure.record.inside import LARGE, contents
 from dure.record.weights import TensorFile, weights_from_bytes
 
 _TREE = "tree"
@@ -40,7 +41,7 @@ class Trees:
         pieces = _Hashed(TensorFile(tensors, {_TREE: json.dumps(packed)}))
         if not self.folder.is_dir():
             with told(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             sync_folder(self.folder.parent)
         write_atomically(self._path(number), pieces)
         return pieces.digest.hexdigest()
@@ -52,7 +53,7 @@ class Trees:
         """
         path = self._path(number)
         try:
-            content = path.read_bytes()
+            content = contents(path, most=LARGE)
         except OSError as error:
             raise RunFolderError(
                 f"cannot read {path}, which the journal names: {error.strerror}: put back a copy "

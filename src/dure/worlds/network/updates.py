@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.disk import sync_folder, told
+from dure.record.inside import contents, descriptor_of, opened
 from dure.wire.tensors import Form, TensorsError, receive_header
 from dure.worlds.network.local_disk import free_bytes
 
@@ -69,7 +70,7 @@ class Updates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with told(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder.parent)
         self._lock = threading.Lock()
         """Guards `_uploads`."""
@@ -222,7 +223,7 @@ class Upload:
     def _known_parts(self) -> list[_Part] | None:
         """What is said to be here; None if there is nothing, or it is of something else."""
         try:
-            first, *rest = self._parts.read_bytes().split(b"\n")
+            first, *rest = contents(self._parts).split(b"\n")
             if msgspec.json.decode(first, type=_Announced) != self.announced:
                 return None
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -236,7 +237,7 @@ class Upload:
     def _take_over(self, parts: list[_Part]) -> None:
         """Counts the parts whose bytes are what they were, and removes what follows them."""
         counted = []
-        with suppress(FileNotFoundError), open(self._part, "rb") as file:
+        with suppress(FileNotFoundError), opened(self._part) as file:
             for part in parts:
                 stream = self._stream.copy()
                 if not self.offset < part.end <= self.announced.bytes:
@@ -272,7 +273,7 @@ class Upload:
 
     def _is_here(self, offset: int, piece: memoryview) -> bool:
         path = self._part if self._part.exists() else self._whole
-        with open(path, "rb") as file:
+        with opened(path) as file:
             file.seek(offset)
             return file.read(len(piece)) == piece
 
@@ -424,7 +425,7 @@ def _remove(folder: Path, ticket: int) -> None:
 
 def _write_at(path: Path, offset: int, content: memoryview) -> None:
     """Writes all of it, or cuts off what was written. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         at = 0
         while at < len(content):
@@ -439,7 +440,7 @@ def _write_at(path: Path, offset: int, content: memoryview) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = descriptor_of(path)
     try:
         os.fsync(descriptor)
     finally:
@@ -447,8 +448,8 @@ def _sync(path: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return _digest_of_next(file, path.stat().st_size)
+    with opened(path) as file:
+        return _digest_of_next(file, os.fstat(file.fileno()).st_size)
 
 
 def _digest_of_next(file: BinaryIO, size: int, also: hashlib._Hash | None = None) -> str:

@@ -24,6 +24,7 @@ from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
+from dure.record.disk import make_private
 from dure.wire.layout import Federation
 from dure.wire.loopback import is_loopback
 from dure.wire.requests import Machine, Trains
@@ -386,6 +387,8 @@ class _Serves:
         if world.log is not None:
             self.ending.enter_context(logged_to(Path(world.log)))
         self.run = str(place.config.get("run", ""))
+        # Names of people, updates, models and keys come to lie there.
+        make_private(folder)
         self.folder = folder
         self.key = Key.kept_in(folder / SIGNING_KEY)
         place.signs = self.key

@@ -13,7 +13,8 @@ import pytest
 from dure.errors import RunFolderWriteError
 from dure.worlds.network.server.desk import Seat
 from dure.worlds.network.server.log_lines import SERVER, logged_to
-from dure.worlds.network.server.watching import MOST_LINES, Watching, told
+from dure.worlds.network.server.sparing import MOST_LINES
+from dure.worlds.network.server.watching import Watching, told
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from federation import Federation

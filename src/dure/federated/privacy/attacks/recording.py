@@ -25,6 +25,7 @@ from dure.errors import RunFolderError, warn
 from dure.protocol.carrier import Order
 from dure.protocol.messages import Update
 from dure.record.disk import write_atomically
+from dure.record.inside import LARGE, contents
 from dure.record.weights import TensorFile, weights_from_bytes
 
 UPDATES = "updates"
@@ -182,7 +183,7 @@ def _check_alike(path: Path, delta: Sequence[Tensor], weights: Sequence[Tensor])
 def _read(path: Path, kinds: Sequence[str]) -> Mapping[str, list[Tensor]]:
     """Tensors by their kind, in order."""
     try:
-        tensors = weights_from_bytes(path.read_bytes())
+        tensors = weights_from_bytes(contents(path, most=LARGE))
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
     return {kind: list(_numbered(tensors, kind)) for kind in kinds}
@@ -197,7 +198,7 @@ def _numbered(tensors: Mapping[str, Tensor], kind: str) -> Iterator[Tensor]:
 
 def _read_json(path: Path, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(contents(path), type=kind)
     except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
 

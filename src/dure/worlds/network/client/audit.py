@@ -38,7 +38,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from dure.errors import AuditError
-from dure.record.disk import sync_folder, told
+from dure.record.disk import opened_itself, sync_folder, told
+from dure.record.inside import LARGE, contents
 from dure.worlds.network.client.lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
 
@@ -101,7 +102,7 @@ class Audit:
                 ) from error
         try:
             with told(path):
-                content = path.read_bytes()
+                content = contents(path, most=LARGE)
             # The name too is to be on the disk before anything leaves.
             sync_folder(path.parent)
             # Where the next line goes.
@@ -228,7 +229,8 @@ class Audit:
         head = _head(self.path)
         beside = head.with_name(f".{head.name}.{os.getpid()}")
         with suppress(OSError):
-            beside.write_bytes(msgspec.json.encode(self._chain))
+            with open(beside, "wb", opener=opened_itself) as file:
+                file.write(msgspec.json.encode(self._chain))
             os.replace(beside, head)
 
 
@@ -238,7 +240,7 @@ def verify(path: Path) -> Chain:
     Raises AuditError with the first line that is not as it was written, or if it cannot be read.
     """
     try:
-        content = path.read_bytes()
+        content = contents(path, most=LARGE)
     except OSError as error:
         raise AuditError(f"cannot read {path}: {error.strerror}") from error
     chain = _chain(path, content[: content.rfind(b"\n") + 1])
@@ -290,6 +292,6 @@ def _head(path: Path) -> Path:
 def _read_head(path: Path) -> Chain | None:
     """What was noted of the log; None where nothing was, or a power failure has taken it."""
     try:
-        return msgspec.json.decode(_head(path).read_bytes(), type=Chain)
+        return msgspec.json.decode(contents(_head(path)), type=Chain)
     except (OSError, msgspec.DecodeError, RecursionError):
         return None

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from dure.errors import DureError
+from dure.peer_text import one_line
 from dure.wire.requests import (
     MOST_BODY,
     Body,
@@ -254,7 +255,7 @@ class Link:
             said = from_json(answer.body, kind)
         except RangeError as error:
             raise UnfitMessageError(
-                _one_line(f"an answer of {self.place} is refused: {error}")
+                one_line(f"an answer of {self.place} is refused: {error}")
             ) from error
         except RequestError as error:
             raise self._foreign(answer.status, str(error), answer.body) from error
@@ -263,7 +264,7 @@ class Link:
 
     def _foreign(self, status: int, about: str, body: bytes) -> RefusedError | BusyError:
         """An answer that is none of a server of dure."""
-        reason = _one_line(f"what answers at {self.place} is no server of dure: {about}")
+        reason = one_line(f"what answers at {self.place} is no server of dure: {about}")
         return BusyError(status, reason) if self.known else RefusedError(status, reason, body)
 
     def send(
@@ -543,7 +544,7 @@ def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
 def own_words(body: bytes) -> str | None:
     """Why a server of dure refuses; None of anybody else."""
     try:
-        return _one_line(from_json(body, Refusal).error)
+        return one_line(from_json(body, Refusal).error)
     except RequestError:
         return None
 
@@ -551,12 +552,7 @@ def own_words(body: bytes) -> str | None:
 def _status(response: http.client.HTTPResponse) -> str:
     to = response.headers.get("location")
     elsewhere = f", and names {to} instead: use that" if to else ""
-    return _one_line(f"it answers {response.status} {response.reason}{elsewhere}")
-
-
-def _one_line(text: str) -> str:
-    """What a server says is shown in a terminal: a line, without characters that move it."""
-    return "".join(each if each.isprintable() else " " for each in text)[:500]
+    return one_line(f"it answers {response.status} {response.reason}{elsewhere}")
 
 
 def _retry_after(text: str | None) -> float:

@@ -63,6 +63,7 @@ import torch
 from dure.catalog import SYSTEMS
 from dure.errors import PolicyError, suggestion
 from dure.machine.threads import set_own_threads
+from dure.record.inside import contents
 from dure.references import is_reference
 from dure.wire.members import key_said
 from dure.wire.requests import Trains, Welcome
@@ -121,7 +122,7 @@ class Policy:
     def read(cls, path: Path) -> Policy:
         """What the file says. Raises PolicyError with the file, the key and what is allowed."""
         try:
-            written = tomllib.loads(path.read_text(encoding="utf-8"))
+            written = tomllib.loads(contents(path, most=1 << 20, links=True).decode())
         except OSError as error:
             raise PolicyError(f"cannot read {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ so long is given up.
 from __future__ import annotations
 
 import hashlib
+import os
 import ssl
 import threading
 import time
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.errors import DureError, PolicyError
+from dure.record.inside import opened
 from dure.wire.layout import is_extra
 from dure.wire.requests import (
     AnswerTo,
@@ -532,7 +534,7 @@ def _long(seconds: float) -> str:
 def digest_of_file(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
     hashed = hashlib.sha256()
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while chunk := file.read(1 << 20):
             hashed.update(chunk)
     return hashed.hexdigest()
@@ -540,5 +542,6 @@ def digest_of_file(path: Path) -> str:
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a file in the safetensors format."""
-    with open(path, "rb") as file:
-        return receive(lambda memory: file.readinto(memory), path.stat().st_size)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return receive(lambda memory: file.readinto(memory), size)

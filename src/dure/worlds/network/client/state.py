@@ -44,7 +44,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.errors import StateError
-from dure.record.disk import sync_folder, told, write_atomically
+from dure.record.disk import opened_itself, sync_folder, told, write_atomically
+from dure.record.inside import contents, opened
 from dure.record.seal import checksum
 from dure.wire.requests import Reserve, from_json, to_json
 from dure.wire.tensors import TensorsError, digest_of, forms_of, pieces, receive, size_of
@@ -522,7 +523,7 @@ class ClientState:
         digest = hashlib.sha256()
         with told(beside):
             try:
-                with open(beside, "wb") as content:
+                with open(beside, "wb", opener=opened_itself) as content:
                     for piece in pieces(tensors):
                         digest.update(piece)
                         content.write(piece)
@@ -541,7 +542,7 @@ class ClientState:
     def _tensors(self, file: _File) -> dict[str, Tensor]:
         path = self.folder / file.name
         try:
-            with open(path, "rb") as content:
+            with opened(path) as content:
                 reading = _Reading(content)
                 tensors = receive(reading, os.fstat(content.fileno()).st_size)
         except (OSError, TensorsError) as error:
@@ -591,7 +592,7 @@ def _sync(path: Path) -> None:
 def _check(path: Path, digest: str) -> None:
     """Raises StateError if the file is not what its digest says."""
     try:
-        with open(path, "rb") as content:
+        with opened(path) as content:
             found = hashlib.sha256()
             while piece := content.read(1 << 20):
                 found.update(piece)
@@ -620,7 +621,7 @@ def _write(path: Path, what: object) -> None:
 def _read(path: Path, kind: type[_Content]) -> _Content | None:
     """What was written there; None without the file. Raises StateError if it is damaged."""
     try:
-        written = path.read_bytes()
+        written = contents(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -31,7 +31,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from dure.errors import DureError
-from dure.record.disk import sync_folder, told
+from dure.record.disk import opened_itself, sync_folder, told
 from dure.record.weights import header_of
 from dure.wire.requests import RequestError, Reserve, Reserved, from_json
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, receive
@@ -218,9 +218,12 @@ class _Coming:
     def _asked(self) -> Streamed:
         """The answer that goes on at byte `_at`."""
         headers = {}
+        path = f"/v1/tensors/{self._name}"
         if self._at:
+            # The query is signed, headers are not.
+            path = f"{path}?from={self._at}"
             headers = {"range": f"bytes={self._at}-", "if-range": f'"{self._name}"'}
-        asked = self._link.stream("GET", f"/v1/tensors/{self._name}", headers, most=self._size)
+        asked = self._link.stream("GET", path, headers, most=self._size)
         with ExitStack() as opened:
             answer = opened.enter_context(asked)
             begin = self._begin(answer)
@@ -261,7 +264,7 @@ class _Kept:
         if self._path is not None:
             self._beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             with told(self._path):
-                self._file = open(self._beside, "wb", buffering=0)
+                self._file = open(self._beside, "wb", buffering=0, opener=opened_itself)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -399,7 +402,8 @@ class _Going:
             "upload-offset": str(at),
             "dure-digest": digest,
         }
-        path = f"/v1/uploads/{urllib.parse.quote(upload, safe='')}"
+        # The query is signed, headers are not: a server of an earlier version reads the header.
+        path = f"/v1/uploads/{urllib.parse.quote(upload, safe='')}?offset={at}"
         body = Outgoing(count, digest, lambda: self._pieces(at, count))
         return self._link.send("PATCH", path, body, headers)
 

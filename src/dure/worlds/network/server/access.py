@@ -10,16 +10,17 @@ A request is looked at in this order, so that nobody can do harm in somebody els
     it was not revoked           403   revoked
     it does not ask too often    429   too fast
 
-A refusal counts against a client once the signature has shown that it was the client; before, it
-counts against the address that it came from. Many clients may share an address, so nobody is shut
-out for it; who goes on is told to wait.
+A refusal counts against a client if its signature covers what was refused: method, path and query,
+and the body whose digest is signed. All else counts against the address that it came from: a body
+with another digest, and headers besides the five, may have been changed on the way. Many clients
+may share an address, so nobody is shut out for it; who goes on is told to wait.
 
 `open` lets in whoever comes, in the order of their first check-in, until all places are taken: for
 demonstrations and this machine. `invited` asks for an invitation (`register.py`), once. Where the
 owner of the federation has signed a roster of its clients, those alone are enrolled in either way,
 each with its number there.
 
-The body is not read here. Its digest is signed; whoever reads the body compares it.
+The body is not read here. Its digest is signed; whoever reads the body compares it (`calls`).
 """
 
 from __future__ import annotations
@@ -200,6 +201,13 @@ class Access:
             reason = f"{reason}; after many refusals, come again in {math.ceil(away)} s"
             headers = _after(away)
         raise Refused(status, kind, reason, headers)
+
+    def refuse_unproven(self, address: str, status: int, kind: str, reason: str) -> NoReturn:
+        """Refuse what a client has not signed, and count it against the address it came from.
+
+        kind: in two words, to be counted; reason: what the client prints. Raises Refused.
+        """
+        self._refuse_stranger(status, kind, reason, address)
 
     def status(self) -> dict[str, Any]:
         """For /status: how many are enrolled, what was refused, who is in quarantine."""

@@ -10,12 +10,39 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from dure.wire.requests import MOST_BODY, RequestError, Said, from_json
+from dure.wire.requests import (
+    MOST_BODY,
+    Enrol,
+    Failed,
+    Holds,
+    Ready,
+    RequestError,
+    Said,
+    Watch,
+    from_json,
+)
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Admitted, Refused
 from dure.worlds.network.server.desk import Desk, Gone, Seat
 
 Body = TypeVar("Body", bound=Said)
+
+MOST_OF: dict[type[Said], int] = {
+    Enrol: 16 << 10,
+    Ready: 64 << 10,
+    Watch: 4 << 10,
+    Holds: 4 << 10,
+    Failed: 64 << 10,
+}
+"""Bytes of the bodies that are shorter than `MOST_BODY`, by what they say."""
+
+
+class UnprovenError(RequestError):
+    """What is wrong with a request is nothing that its client has signed. kind: to be counted."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 def target_of(request: Request) -> str:
@@ -39,9 +66,9 @@ def known(desk: Desk, admitted: Admitted) -> Seat:
 
 async def body_of(request: Request, admitted: Admitted | None, kind: type[Body]) -> Body:
     """The JSON body. Raises RequestError where it is not what was signed, or what it has to be."""
-    body = await read(request, MOST_BODY)
+    body = await read(request, MOST_OF.get(kind, MOST_BODY))
     if admitted is not None and hashlib.sha256(body).hexdigest() != admitted.digest:
-        raise RequestError("the body is not the one that was signed")
+        raise UnprovenError("another body", "the body is not the one that was signed")
     return from_json(body, kind)
 
 
@@ -65,7 +92,7 @@ async def read(request: Request, most: int) -> bytearray:
 def check_length(request: Request, most: int) -> int:
     """Bytes that the body is said to have, 0 where nothing is said. Raises Refused."""
     length = request.headers.get("content-length")
-    announced = 0 if length is None else whole_number(length)
+    announced = 0 if length is None else unsigned_number(length)
     if announced > most:
         raise Refused(413, "too long", f"the body has {length} bytes, and may have {most}")
     return announced
@@ -75,6 +102,22 @@ def whole_number(text: str) -> int:
     if not (text.isdecimal() and len(text) < 20):
         raise RequestError(f"{text[:20]!r} is no number of bytes")
     return int(text)
+
+
+def unsigned_number(text: str) -> int:
+    """A number of bytes from a header that no signature covers. Raises UnprovenError."""
+    try:
+        return whole_number(text)
+    except RequestError as error:
+        raise UnprovenError("wrong header", str(error)) from error
+
+
+def signed_number(request: Request, name: str) -> int | None:
+    """A number of bytes from the query, which is signed; None without it. Raises RequestError."""
+    texts = request.query_params.getlist(name)
+    if len(texts) > 1:
+        raise RequestError(f"{name} is said more than once")
+    return whole_number(texts[0]) if texts else None
 
 
 async def logged(

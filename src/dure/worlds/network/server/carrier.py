@@ -40,6 +40,7 @@ from dure.protocol.messages import (
     Update,
 )
 from dure.record.disk import write_atomically
+from dure.record.inside import contents
 from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
@@ -676,7 +677,7 @@ def _examples_in(cohort: Path) -> list[int]:
     The sum is a number of floating point in places, which larger ones would not be.
     """
     try:
-        found = msgspec.json.decode(cohort.read_bytes(), type=list[_Examples])
+        found = msgspec.json.decode(contents(cohort), type=list[_Examples])
     except (OSError, msgspec.DecodeError) as error:
         raise RunFolderError(f"cannot read {cohort}: {error}") from error
     if not found:

@@ -1,4 +1,8 @@
-"""What clients fetch: the tensors of a model by the digest of their stream, in ranges."""
+"""What clients fetch: the tensors of a model by the digest of their stream, in ranges.
+
+A client says in the query from which byte on it wants the stream, since the query is signed. It
+says the same in the header `Range`, for whatever stands between it and the server.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dure.wire.requests import RequestError
 from dure.worlds.network.server.access import Admitted, Refused
-from dure.worlds.network.server.calls import Call, whole_number
+from dure.worlds.network.server.calls import Call, UnprovenError, signed_number, unsigned_number
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
 
@@ -29,7 +32,13 @@ class Downloads:
         if stream is None:
             why = "there is no such model any more: ask again what to do"
             raise Refused(410, "no such model", why)
-        start, end = range_of(request.headers, stream.size, digest)
+        start = signed_number(request, "from")
+        if start is None:
+            start, end = range_of(request.headers, stream.size, digest)
+        else:
+            end = stream.size
+            if start > end or start == end > 0:
+                raise _no_such_range(end)
         seat = self.desk.seat(admitted.client)
         headers = {
             "etag": f'"{digest}"',
@@ -66,7 +75,10 @@ class Pieces(Response):
 
 
 def range_of(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, int]:
-    """Which bytes are asked for: [start, end). Raises RequestError."""
+    """Which bytes are asked for by a header, which is not signed: [start, end).
+
+    Clients of earlier versions ask so. Raises UnprovenError.
+    """
     asked = headers.get("range")
     # Of something else than the client began with: all of it.
     if asked is None or headers.get("if-range", f'"{digest}"') != f'"{digest}"':
@@ -74,10 +86,14 @@ def range_of(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, i
     unit, _, span = asked.partition("=")
     first, dash, last = span.partition("-")
     if unit != "bytes" or not dash or not first:
-        raise RequestError("a range is bytes=FIRST- or bytes=FIRST-LAST")
-    start = whole_number(first)
-    end = whole_number(last) + 1 if last else size
+        raise UnprovenError("wrong header", "a range is bytes=FIRST- or bytes=FIRST-LAST")
+    start = unsigned_number(first)
+    end = unsigned_number(last) + 1 if last else size
     if not start < min(end, size):
-        where = {"content-range": f"bytes */{size}"}
-        raise Refused(416, "no such range", f"there are {size} bytes", where)
+        raise _no_such_range(size)
     return start, min(end, size)
+
+
+def _no_such_range(size: int) -> Refused:
+    where = {"content-range": f"bytes */{size}"}
+    return Refused(416, "no such range", f"there are {size} bytes", where)

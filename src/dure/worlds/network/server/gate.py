@@ -6,23 +6,22 @@ ours is refused behind the same gate: strangers do not learn what there is.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from dure.errors import RunFolderWriteError
+from dure.peer_text import printable
 from dure.wire.requests import RequestError
 from dure.worlds.network.server.access import NEW, Access, Admitted, Refused
 from dure.worlds.network.server.answers import refusal
-from dure.worlds.network.server.calls import address_of, target_of
+from dure.worlds.network.server.at_once import AtOnce
+from dure.worlds.network.server.calls import UnprovenError, address_of, target_of
 from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.updates import PartError
-
-LOG = logging.getLogger("dure.server")
 
 Handler = Callable[..., Awaitable[Response]]
 
@@ -37,6 +36,7 @@ class Gate:
     access: Access
     watching: Watching
     is_open: Callable[[], bool]
+    at_once: AtOnce = field(default_factory=AtOnce)
 
     def route(self, path: str, method: str | None, handler: Handler, known: bool = True) -> Route:
         """The handler behind the checks that all share: is it open, and who calls?
@@ -55,12 +55,17 @@ class Gate:
 
             try:
                 if not known:
-                    return await handler(request)
+                    with self.at_once.of_stranger(address_of(request)):
+                        return await handler(request)
                 admitted = self.access.admit(
                     request.headers, request.method, target_of(request), address_of(request)
                 )
-                client = admitted.client if admitted.client != NEW else None
-                return await self._checked(handler, request, admitted)
+                if admitted.client == NEW:
+                    with self.at_once.of_stranger(address_of(request)):
+                        return await self._checked(handler, request, admitted)
+                client = admitted.client
+                with self.at_once.of_client(client):
+                    return await self._checked(handler, request, admitted)
             except Refused as refused:
                 note(refused.kind, refused.reason)
                 return refusal(refused.status, refused.reason, refused.headers)
@@ -76,8 +81,7 @@ class Gate:
                 return Response(status_code=400)
             # A mistake of ours: said in the log, and nothing of it to strangers.
             except Exception:
-                LOG.exception("%s %s", request.method, request.url.path)
-                self.watching.mistake()
+                self.watching.mistake(f"{request.method} {request.scope['path']}")
                 return refusal(500, "the server has made a mistake; its log says where")
 
         route = Route(path, endpoint, methods=[method or "GET"])
@@ -87,9 +91,15 @@ class Gate:
         return route
 
     async def _checked(self, handler: Handler, request: Request, admitted: Admitted) -> Response:
-        """What cannot be right is counted against the client that has sent it."""
+        """What cannot be right is counted against the client, if the client has signed it.
+
+        What it has not signed, such as bytes with another digest, may be somebody else's on the
+        way, and is counted against the address.
+        """
         try:
             return await handler(request, admitted)
+        except UnprovenError as error:
+            self.access.refuse_unproven(address_of(request), 400, error.kind, str(error))
         except RequestError as error:
             self.access.refuse(admitted.client, 400, "malformed", str(error))
         except PartError as error:
@@ -101,4 +111,5 @@ class Gate:
 
 
 async def _no_route(request: Request, admitted: Admitted) -> Response:
-    raise Refused(404, "no such route", f"nothing is served at {request.url.path[:200]!r}")
+    place = printable(request.scope["path"], 200)
+    raise Refused(404, "no such route", f"nothing is served at {place!r}")

@@ -13,6 +13,7 @@ import json
 import logging
 import logging.handlers
 import math
+import os
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderWriteError
+from dure.peer_text import printable
 
 SERVER = logging.getLogger("dure.server")
 """All that is said of a server is said to it, or to a logger below."""
@@ -49,8 +51,15 @@ class JsonLines(logging.Formatter):
 
 
 def as_json(value: Any) -> str:
-    """The value as JSON; what JSON has no word for as text, and no number for as null."""
-    return json.dumps(_finite(value), ensure_ascii=False, default=str)
+    """The value as JSON; what JSON has no word for as text, and no number for as null.
+
+    A line with characters that a terminal would obey, or that nobody sees, has escapes for all
+    beyond ASCII.
+    """
+    text = json.dumps(_finite(value), ensure_ascii=False, default=str)
+    if printable(text) == text:
+        return text
+    return json.dumps(_finite(value), default=str).replace("\x7f", "\\u007f")
 
 
 def _finite(value: Any) -> Any:
@@ -93,6 +102,8 @@ def _handler(path: Path) -> logging.Handler:
     if path == STANDARD_ERROR:
         return logging.StreamHandler(sys.stderr)
     try:
+        # It names clients: where it is made here, it is for its owner.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
         # It looks before each line whether the file is still the one that it has opened.
         return _File(path, encoding="utf-8")
     except OSError as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from dure.errors import RunFolderError, RunFolderWriteError
+from dure.peer_text import printable
 from dure.record.disk import sync_folder
 
 FILE = "clients.db"
@@ -310,7 +311,7 @@ _NEXT_CHANGE = "(SELECT COALESCE(MAX(change), 0) + 1 FROM clients)"
 def clean_name(name: str) -> str:
     """A name in one spelling. Raises EnrolError for what cannot be one."""
     name = unicodedata.normalize("NFC", name)
-    fit = name.isprintable() and name == name.strip() and 0 < len(name) <= MOST_NAME
+    fit = printable(name) == name == name.strip() and 0 < len(name) <= MOST_NAME
     # All digits: nobody could tell it from a number.
     if not fit or name.isdecimal():
         reason = f"a name has 1 to {MOST_NAME} characters that can be printed, not digits alone"

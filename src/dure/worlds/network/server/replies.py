@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dure.peer_text import one_line
 from dure.wire.requests import MOST_SAID, AnswerTo, Holds, Reserve, to_json
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Admitted, Refused
-from dure.worlds.network.server.answers import one_line
 from dure.worlds.network.server.calls import Call, body_of, known, logged
 from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.uploads import unwanted
@@ -77,7 +77,7 @@ class Replies:
         if said.body is not None and seat.wants and seat.lies != said.asking:
             why = "the tensors of the answer are to be sent before it"
             self.access.refuse(seat.number, 422, "no tensors", why)
-        kind = one_line(said.failure[:MOST_KIND])
+        kind = one_line(said.failure, MOST_KIND)
         self.desk.answer(seat, replace(said, failure=kind), digest)
 
 

@@ -1,8 +1,9 @@
 """The application behind a socket: uvicorn in a thread of its own, with deadlines and TLS.
 
 A connection that is silent before its first header is complete is closed (`HEADER_SECONDS`), so
-that thousands of idle strangers hold nothing. At the end, calls that wait are answered first, then
-connections are closed.
+that thousands of idle strangers hold nothing; so is one whose header is longer than `MOST_HEADER`,
+and one whose body comes more slowly than `LEAST_RATE`. At the end, calls that wait are answered
+first, then connections are closed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -20,6 +22,8 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dure.errors import ServeError
+from dure.worlds.network.server.log_lines import SERVER
+from dure.worlds.network.server.sparing import Sparing, log_mistake
 from dure.worlds.network.server.websocket import LimitedWebSocket
 
 HEADER_SECONDS = 15.0
@@ -44,11 +48,27 @@ GRACEFUL_SECONDS = 5
 """Seconds that answers under way have when the server stops."""
 
 
+MOST_HEADER = 64 << 10
+"""Bytes of the header of a request, and of everything else around its body."""
+
+LEAST_RATE = 1 << 10
+"""Bytes a second of a body, over `SILENT_SECONDS`; who sends less is gone."""
+
+
+_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
 class Hurried(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1, with a deadline for headers."""
+    """uvicorn's HTTP/1.1, with deadlines for headers and bodies, and a bound on headers."""
 
     _timer: asyncio.TimerHandle | None = None
-    _heard = 0.0
+    _since = 0
+    """Bytes of the body that have come in this span of `SILENT_SECONDS`."""
+    _around = 0
+    """Bytes of this request that are no body."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -56,8 +76,14 @@ class Hurried(HttpToolsProtocol):
         self._hurry()
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self.loop.time()
+        # Headers, trailers and the ends of chunks are kept by the parser, which knows no bound.
+        self._around += len(data)
         super().data_received(data)
+        if self._around > MOST_HEADER:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_TOO_LONG)
+            self._around = 0
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -65,11 +91,19 @@ class Hurried(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._relax()
+        self._since = 0
         self._timer = self.loop.call_later(SILENT_SECONDS, self._listen)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._since += len(body)
+        # A chunk of a body may have as much around it as is in it.
+        self._around = max(0, self._around - 2 * len(body))
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._relax()
+        self._around = 0
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
@@ -78,12 +112,14 @@ class Hurried(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def _listen(self) -> None:
-        """While a body is awaited: is anybody still sending it?"""
-        silent = self.loop.time() - self._heard
-        if silent >= SILENT_SECONDS:
+        """While a body is awaited: is anybody still sending it, and not a byte now and then?"""
+        # Nothing comes while the disk here is slow: that is nobody's fault.
+        waits = self.flow.read_paused
+        if not waits and self._since < LEAST_RATE * SILENT_SECONDS:
             self.transport.abort()
-        else:
-            self._timer = self.loop.call_later(SILENT_SECONDS - silent, self._listen)
+            return
+        self._since = 0
+        self._timer = self.loop.call_later(SILENT_SECONDS, self._listen)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._relax()
@@ -106,6 +142,33 @@ class _Loop(uvloop.Loop):
         if named.get("ssl") is not None:
             named.setdefault("ssl_handshake_timeout", HEADER_SECONDS)
         return await super().create_server(*arguments, **named)
+
+
+class _Guarded:
+    """An ASGI application whose errors are logged, a few times a minute, and end no server."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._sparing = Sparing()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        begun = False
+
+        async def sending(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception:
+            log_mistake(SERVER, self._sparing, f"{scope.get('method', '')} {scope.get('path', '')}")
+            if scope["type"] == "http" and not begun:
+                await send({"type": "http.response.start", "status": 500, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+            elif scope["type"] == "websocket":
+                with suppress(Exception):
+                    await send({"type": "websocket.close", "code": 1011})
 
 
 class Serving:
@@ -142,7 +205,7 @@ class Serving:
             ) from error
         self.port: int = self.socket.getsockname()[1]
         config = uvicorn.Config(
-            app,
+            _Guarded(app),
             http=Hurried,
             ws="none" if heartbeat is None else LimitedWebSocket,
             ws_max_size=MOST_FRAME,
@@ -159,9 +222,10 @@ class Serving:
         )
         config.load()
         config.ssl = context
-        # Its own words are for people who serve web pages; errors of handlers are still told.
+        # Its own words are for people who serve web pages.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        # It would say a line for each stranger who is refused a WebSocket (`_Guarded`).
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = uvicorn.Server(config)
         self._began = began
         self._error: BaseException | None = None

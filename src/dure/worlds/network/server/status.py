@@ -35,15 +35,20 @@ from starlette.routing import Route
 
 from dure.contracts.page import MOST_BODY, PACE, Page, Stream
 from dure.record.disk import sync_folder, told
+from dure.record.inside import opened
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Refused
+from dure.worlds.network.server.calls import target_of
 from dure.worlds.network.server.desk import Desk, Seat
-from dure.worlds.network.server.log_lines import SERVER, as_json
+from dure.worlds.network.server.log_lines import as_json
 from dure.worlds.network.server.watching import Watching
 
 TOKEN = "status.token"
 """Its name in a run folder."""
+
+_MOST_TOKEN = 4096
+"""Bytes of the file; a token has 64 digits."""
 
 
 @dataclass
@@ -84,10 +89,13 @@ class Status:
             body += piece
             if len(body) > MOST_BODY:
                 return Response(status_code=413, headers={"connection": "close"})
-        query = f"?{request.url.query}" if request.url.query else ""
-        asked = (request.method, f"{request.url.path}{query}", dict(request.headers), body)
-        # In a thread, since it reads files.
-        answer = await run_in_threadpool(self.page.answer, *asked)
+        asked = (request.method, target_of(request), dict(request.headers), body)
+        try:
+            # In a thread, since it reads files.
+            answer = await run_in_threadpool(self.page.answer, *asked)
+        except Exception:
+            self.watching.mistake(f"{request.method} {request.scope['path']}")
+            return _json({"error": "the server has made a mistake; its log says where"}, 500)
         headers = dict(answer.headers)
         if answer.stream is not None:
             return StreamingResponse(_due(answer.stream), answer.status, headers)
@@ -106,8 +114,7 @@ class Status:
             try:
                 return answer()
             except Exception:
-                SERVER.exception("GET %s", request.url.path)
-                self.watching.mistake()
+                self.watching.mistake(f"GET {request.scope['path']}")
                 return _json({"error": "the server has made a mistake; its log says where"}, 500)
 
         return endpoint
@@ -282,8 +289,9 @@ def kept_token(folder: Path) -> str:
         with told(path):
             _make(path)
     try:
-        mode = path.stat().st_mode
-        token = path.read_text(encoding="ascii").strip()
+        with opened(path, most=_MOST_TOKEN) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the token {path}: {error}") from error
     if stat.S_IMODE(mode) & 0o077:

@@ -8,29 +8,33 @@ an answer to a step of a protocol come the same way, and are in no journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dure.peer_text import one_line
 from dure.wire.requests import Failed, MeasuredThis, RequestError, Reserve, Reserved, to_json
 from dure.wire.tensors import size_of
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Admitted, Refused
-from dure.worlds.network.server.answers import answer, one_line
+from dure.worlds.network.server.answers import answer
 from dure.worlds.network.server.calls import (
     Call,
+    UnprovenError,
     body_of,
     check_length,
     known,
     logged,
-    whole_number,
+    signed_number,
+    unsigned_number,
 )
 from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.receiving import piece_of, receive
-from dure.worlds.network.updates import OvertakenError, Part, Updates, Upload
+from dure.worlds.network.updates import OvertakenError, PartError, Updates, Upload
 
 PART = 4 << 20
 """Bytes of an upload that are taken at once, and sent again where they did not arrive whole."""
@@ -127,7 +131,11 @@ class Uploads:
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
             check_length(request, PART)
-            offset = whole_number(request.headers.get("upload-offset", ""))
+            signed = signed_number(request, "offset")
+            if signed is None:
+                offset = unsigned_number(request.headers.get("upload-offset", ""))
+            else:
+                offset = signed
             said = self._wanted(seat, name)
             upload = await asyncio.to_thread(
                 self.updates.open, said.ticket, said.bytes, said.digest
@@ -136,11 +144,16 @@ class Uploads:
                 return _go_on(name, upload)
             part = upload.part(offset)
             try:
-                await receive(request, part, PART, piece_of(self.clients))
+                with _unproven():
+                    await receive(request, part, PART, piece_of(self.clients))
                 # One after another: what is written down as whole stays as it is.
                 async with seat.sending:
                     self._wanted(seat, name)
-                    await asyncio.to_thread(_finish, part, admitted.digest, not said.asking)
+                    with _unproven():
+                        await asyncio.to_thread(part.done, admitted.digest)
+                    # The digest of the whole is signed, and so is every part with its offset.
+                    with nullcontext() if signed is not None else _unproven():
+                        await asyncio.to_thread(_complete, upload, not said.asking)
                     return await self._received(seat, said, upload)
             except OvertakenError:
                 return _go_on(name, upload)
@@ -197,10 +210,18 @@ class Uploads:
         return Response(status_code=204)
 
 
-def _finish(part: Part, digest: str, lasts: bool) -> None:
-    part.done(digest)
-    if not part.upload.left:
-        part.upload.complete(lasts)
+def _complete(upload: Upload, lasts: bool) -> None:
+    if not upload.left:
+        upload.complete(lasts)
+
+
+@contextmanager
+def _unproven() -> Iterator[None]:
+    """What is wrong with bytes before their digest was compared, nobody has signed."""
+    try:
+        yield
+    except PartError as error:
+        raise UnprovenError("wrong bytes", str(error)) from error
 
 
 def _go_on(name: str, upload: Upload) -> Response:

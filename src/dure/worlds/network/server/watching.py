@@ -5,7 +5,7 @@ process, and begin anew with it, as Prometheus expects; what was gone through ag
 is not counted twice. Lines of the log go to the logger `dure.server.events`, each with its fields.
 
 A refusal may be had by anybody who can reach the port. So lines of refusals of one kind are at most
-`MOST_LINES` a minute; the next one says how many were left out.
+`sparing.MOST_LINES` a minute; the next one says how many were left out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from prometheus_client import Counter as Counts
 
 from dure.wire.requests import Reserve
 from dure.worlds.network.server.desk import Desk, Seat
+from dure.worlds.network.server.log_lines import SERVER
+from dure.worlds.network.server.sparing import Sparing, log_mistake
 
 EVENTS = logging.getLogger("dure.server.events")
 # Whoever has set up nothing is not told on standard error, as logging would do with warnings.
 EVENTS.addHandler(logging.NullHandler())
-
-MOST_LINES = 20
-"""Lines of refusals of one kind a minute."""
 
 RECENT = 50
 """Refusals that /status shows, the newest."""
@@ -77,7 +76,7 @@ class Watching:
         """What the newest round took."""
         self.training = False
         """Whether the first round has begun."""
-        self._kinds: dict[str, _Sparing] = {}
+        self._sparing = Sparing()
         self._lock = threading.Lock()
         self.registry = CollectorRegistry()
         self.rounds = self._counts("rounds", "models that were made")
@@ -209,14 +208,19 @@ class Watching:
             self.recent.append({"time": now(), **about})
             if client is not None:
                 self.refusals.setdefault(client, Counter())[kind] += 1
-            left_out = self._kinds.setdefault(kind, _Sparing()).take(time.monotonic())
+            left_out = self._sparing.take(kind)
         if left_out is not None:
             more = {"left_out": left_out} if left_out else {}
             told("refusal", logging.WARNING, **about, **more)
 
-    def mistake(self) -> None:
-        """An error of the server's own, whose traceback is in the log."""
+    def mistake(self, request: str) -> None:
+        """Log the error of the server's own that is being handled, with its traceback.
+
+        Of the same place of the code it does so a few times a minute: a stranger may have found
+        what brings it about. request: the method and the path.
+        """
         self.mistakes.inc()
+        log_mistake(SERVER, self._sparing, request)
 
     # The terminal
 
@@ -255,28 +259,6 @@ def told(event: str, level: int = logging.INFO, **about: Any) -> None:
 def now() -> str:
     """The time as logs have it."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-class _Sparing:
-    """How many lines of a kind were written in this minute."""
-
-    def __init__(self) -> None:
-        self._began = float("-inf")
-        self._written = 0
-        self._left_out = 0
-
-    def take(self, at: float) -> int | None:
-        """How many were left out before this one; None where this one is left out too."""
-        if at - self._began > 60:
-            self._began = at
-            self._written = 0
-        if self._written >= MOST_LINES:
-            self._left_out += 1
-            return None
-        self._written += 1
-        left_out = self._left_out
-        self._left_out = 0
-        return left_out
 
 
 class Metered:

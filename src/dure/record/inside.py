@@ -1,0 +1,208 @@
+"""Files of a folder that may come from somebody else, opened without being led elsewhere.
+
+A folder that was sent may hold a link to a file of the reader's, another name of one (a hard link),
+a pipe on which reading waits for ever, or a device that never ends. So every part of a path below
+the folder is opened by itself, without following links and without waiting, and what was opened is
+looked at before a byte is read: a regular file, with this one name, of no more bytes than expected.
+
+    opened       one file
+    contents     its bytes
+    check_whole  all of a folder, before something that opens files by their names reads it
+
+Source: openat(2), O_NOFOLLOW and O_NONBLOCK.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+from dure.errors import RunFolderError
+
+MOST = 1 << 28
+"""Bytes of a file that is read as a whole, such as a JSON file: 256 MiB."""
+
+LARGE = 1 << 36
+"""Bytes of a file of tensors, or of one that grows all through a run, that is read as a whole."""
+
+MOST_ENTRIES = 1_000_000
+"""Files of a folder; a run that keeps every update has one for each client and round."""
+
+MOST_DEPTH = 16
+"""Folders in folders. Those of a run are four deep."""
+
+
+# Without waiting for somebody who writes into a pipe.
+_READS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class UnfitFileError(OSError):
+    """A file that is not read: a link, a pipe, a device, or larger than any such file."""
+
+    def __init__(self, reason: str, path: Path) -> None:
+        super().__init__(errno.EINVAL, reason, str(path))
+
+
+def opened(
+    path: Path, folder: Path | None = None, most: int | None = None, links: bool = False
+) -> BufferedReader:
+    """Open a file of a folder for reading.
+
+    Args:
+        path: of the file.
+        folder: in which it lies, at any depth; by default the one that the path names. It may
+            itself be reached by links: the user has named it.
+        most: bytes that the file may have; None for any number.
+        links: follow links, and take a file with several names, as caches of downloaded models
+            have them: of a path that the user has named.
+
+    Raises OSError, also for whatever is no regular file of that folder (`UnfitFileError`).
+    """
+    return os.fdopen(descriptor_of(path, folder, most, links), "rb")
+
+
+def contents(
+    path: Path, folder: Path | None = None, most: int = MOST, links: bool = False
+) -> bytes:
+    """Return the bytes of a file of a folder. Arguments and errors are those of `opened`."""
+    with opened(path, folder, most, links) as file:
+        content = file.read()
+    # It may have grown meanwhile.
+    if len(content) > most:
+        raise _too_long(path, most)
+    return content
+
+
+def descriptor_of(
+    path: Path, folder: Path | None = None, most: int | None = None, links: bool = False
+) -> int:
+    """Open a file of a folder. Arguments and errors are those of `opened`."""
+    if links:
+        found = os.open(path, _READS)
+    else:
+        found = _below(path, path.parent if folder is None else folder)
+    try:
+        _check(os.fstat(found), path, most, links)
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def _below(path: Path, folder: Path) -> int:
+    """Open what the path names below the folder, one part after another."""
+    *folders, name = path.relative_to(folder).parts
+    if ".." in (*folders, name):
+        raise UnfitFileError("it lies outside the folder", path)
+    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for each in folders:
+            below = _open_at(there, each, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, path)
+            os.close(there)
+            there = below
+        return _open_at(there, name, _READS, path)
+    finally:
+        os.close(there)
+
+
+@contextmanager
+def pinned(path: Path, folder: Path | None = None, links: bool = False) -> Iterator[str]:
+    """A name of the opened file for libraries that open files by name.
+
+    The name leads to the file that was looked at, even if another one has its path by then.
+    Arguments and errors are those of `opened`.
+    """
+    descriptor = descriptor_of(path, folder, links=links)
+    try:
+        name = f"/proc/self/fd/{descriptor}"
+        # Without /proc, as on a Mac, the path itself was looked at a moment ago.
+        yield name if os.path.exists(name) else str(path)
+    finally:
+        os.close(descriptor)
+
+
+def check_whole(folder: Path) -> None:
+    """Check that a folder holds folders and files of its own alone.
+
+    Raises RunFolderError, with the name of what is a link, a pipe, a socket or a device, has a name
+    outside the folder too, or lies too deep. What vanishes meanwhile is passed over.
+    """
+    names: Counter[tuple[int, int]] = Counter()
+    several: dict[tuple[int, int], tuple[str, int]] = {}
+    for count, (entry, found) in enumerate(_entries(folder, MOST_DEPTH)):
+        if count >= MOST_ENTRIES:
+            raise RunFolderError(f"{folder} holds more than {MOST_ENTRIES:,} files")
+        if stat.S_ISLNK(found.st_mode):
+            raise _unfit(entry, "is a link: put what it leads to in its place")
+        if stat.S_ISREG(found.st_mode):
+            if found.st_nlink > 1:
+                key = (found.st_dev, found.st_ino)
+                names[key] += 1
+                several[key] = (entry, found.st_nlink)
+        elif not stat.S_ISDIR(found.st_mode):
+            raise _unfit(entry, "is neither a file nor a folder: remove it")
+    for key, (entry, links) in several.items():
+        # A kill leaves a key with two names, both of them here.
+        if names[key] < links:
+            raise _unfit(entry, "has a name outside this folder too (a hard link): copy the folder")
+
+
+def _entries(folder: Path | str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below a folder, with what is known of it itself."""
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        try:
+            known = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        yield entry.path, known
+        if stat.S_ISDIR(known.st_mode):
+            if not depth:
+                raise _unfit(entry.path, "lies too deep")
+            try:
+                yield from _entries(entry.path, depth - 1)
+            except FileNotFoundError:
+                continue
+
+
+def _open_at(there: int, name: str, flags: int, path: Path) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=there)
+    except OSError as error:
+        # ENXIO: a socket.
+        if error.errno in (errno.ELOOP, errno.ENXIO) or _is_link(there, name):
+            raise UnfitFileError("it is a link, or no file", path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_link(there: int, name: str) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=there, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _check(found: os.stat_result, path: Path, most: int | None, links: bool) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise UnfitFileError("it is no regular file", path)
+    if found.st_nlink > 1 and not links:
+        raise UnfitFileError("it has another name too (a hard link)", path)
+    if most is not None and found.st_size > most:
+        raise _too_long(path, most)
+
+
+def _too_long(path: Path, most: int) -> UnfitFileError:
+    return UnfitFileError(f"it has more than {most:,} bytes", path)
+
+
+def _unfit(entry: str, reason: str) -> RunFolderError:
+    return RunFolderError(f"{entry} {reason}")
