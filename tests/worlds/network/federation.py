@@ -39,7 +39,9 @@ class Federation:
         self._hears = hears
         self._serves = threading.Event()
 
-    def run(self, out: Path, rounds: int = 3, **world: Any) -> dure.Run:
+    def run(
+        self, out: Path, rounds: int = 3, checkpoint_every: int | None = None, **world: Any
+    ) -> dure.Run:
         """Trains a small task by FedAvg."""
         threads = [
             threading.Thread(target=self._client, args=(number,), daemon=True)
@@ -54,6 +56,7 @@ class Federation:
                 Network(port=0, access="open", **world),
                 dure.Stop(rounds=rounds),
                 out=out,
+                checkpoint_every=checkpoint_every,
                 on_progress=self._told,
             )
         finally:

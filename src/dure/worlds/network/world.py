@@ -208,6 +208,7 @@ class Network(World):
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
             watching=server.watching,
+            models=server.models,
             exchange_seconds=self.exchange_seconds,
         )
 
@@ -464,6 +465,7 @@ class _Server(_Serves):
         from dure.worlds.network.server.app import App
         from dure.worlds.network.server.attendance import Served
         from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.model_digests import FILE, ModelDigests
         from dure.worlds.network.server.shelf import Shelf
         from dure.worlds.network.updates import Updates
 
@@ -473,6 +475,8 @@ class _Server(_Serves):
         self.ending.callback(self.journal.close)
         self.journal.synced = self.watching.sync_seconds.observe
         self.updates = Updates(self.folder / "updates")
+        self.models = ModelDigests(self.folder / FILE)
+        self.ending.callback(self.models.close)
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
         self.machine = machine(federation.threads)
