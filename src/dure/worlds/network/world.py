@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import ServeError, warn
+from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.extras import check_extra
@@ -333,6 +333,18 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _check_there(folder: Path, name: str, what: str) -> None:
+    """Raise RunFolderError where a file is missing without which nothing later was written."""
+    later = [folder / one for one in ("cohort.json", "models.jsonl") if (folder / one).exists()]
+    later += (folder / "updates").glob("*.safetensors")
+    later += (folder / "checkpoint").glob("[0-9]*")
+    if later and not (folder / name).exists():
+        raise RunFolderError(
+            f"{folder / name} ({what}) is missing, but {later[0].name} is there: put back a copy "
+            f"of it, or begin another run"
+        )
+
+
 def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> OwnersRoster | None:
     """The roster of the run in `folder`. Raises ValueError for one that it was not begun with."""
     from dure.wire.owners_roster import FILE, Pinned, check_count
@@ -374,13 +386,16 @@ class _Serves:
             self.ending.enter_context(logged_to(Path(world.log)))
         self.run = str(place.config.get("run", ""))
         self.folder = folder
+        self.resumed = (folder / "clients.db").exists()
+        if self.resumed and not (folder / SIGNING_KEY).exists():
+            warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
         self.key = Key.kept_in(folder / SIGNING_KEY)
         place.signs = self.key
         self.watching = Watching(place.report)
         place.report = _both(self.watching.hears, place.report)
         # All rounds are to be in the log.
         place.report_seconds = 0.0
-        self.resumed = (folder / "clients.db").exists()
+        _check_there(folder, "clients.db", "who is enrolled")
         # Before the first client can be enrolled.
         self.roster = _roster_of(world, clients, folder, self.resumed)
         place.identities = None if self.roster is None else self.roster.identities
@@ -470,6 +485,7 @@ class _Server(_Serves):
         from dure.worlds.network.updates import Updates
 
         super().__init__(world, federation.clients, place)
+        _check_there(self.folder, "journal.db", "all that clients have said")
         self.clock = Clock()
         self.journal = Journal(self.folder, self.clock, self.run)
         self.ending.callback(self.journal.close)

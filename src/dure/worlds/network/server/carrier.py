@@ -40,6 +40,7 @@ from dure.protocol.messages import (
     Update,
 )
 from dure.record.disk import write_atomically
+from dure.record.seal import checksum
 from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
@@ -198,6 +199,11 @@ class NetworkCarrier:
         cohort = self.folder / COHORT
         if cohort.exists():
             return Join(_examples_in(cohort))
+        if any((self.folder / "checkpoint").glob("[0-9]*")):
+            raise RunFolderError(
+                f"{cohort} is missing, and there is a checkpoint of a run that had begun: put back "
+                f"a copy of it"
+            )
         present: dict[int, int] = {}
         begun = False
         while not begun:
@@ -221,7 +227,7 @@ class NetworkCarrier:
                 self.journal.write("begin", body=FOLLOWS)
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
         # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
-        write_atomically(cohort, msgspec.json.encode(sizes))
+        write_atomically(cohort, _cohort_written(sizes))
         # What making the model took.
         give_back()
         return Join(sizes)
@@ -701,15 +707,32 @@ def _in_short(outcome: str, why: str) -> tuple[str, str]:
 def _examples_in(cohort: Path) -> list[int]:
     """How many each client had as the first round began. Raises RunFolderError for a damaged file.
 
-    The sum is a number of floating point in places, which larger ones would not be.
+    The sum is a number of floating point in places, which larger ones would not be. One of dure up
+    to 0.1 is the list alone, without a checksum.
     """
     try:
-        found = msgspec.json.decode(cohort.read_bytes(), type=list[_Examples])
+        content = cohort.read_bytes()
+        written = msgspec.json.decode(content, type=list[_Examples] | _Cohort)
     except (OSError, msgspec.DecodeError) as error:
         raise RunFolderError(f"cannot read {cohort}: {error}") from error
+    found = written if isinstance(written, list) else written.examples
     if not found:
         raise RunFolderError(f"{cohort} is damaged: nobody took part")
+    if not isinstance(written, list) and content != _cohort_written(found):
+        raise RunFolderError(
+            f"{cohort} is damaged: its checksum is not that of its content: put back a copy of it"
+        )
     return found
 
 
+def _cohort_written(sizes: Sequence[int]) -> bytes:
+    said = checksum(msgspec.json.encode(sizes))
+    return msgspec.json.encode({"checksum": said, "examples": sizes})
+
+
 _Examples = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _Cohort(msgspec.Struct):
+    checksum: str
+    examples: list[_Examples]
