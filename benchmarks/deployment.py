@@ -27,6 +27,10 @@ grpc.aio and Flower need a Python that has them, and are skipped without:
     python -m venv peers && peers/bin/pip install grpcio flwr
     python benchmarks/deployment.py --only rounds --peers peers/bin/python
 
+Whether all of it still runs is seen in about two minutes:
+
+    python benchmarks/deployment.py --quick
+
 `link` needs root. Progress goes to standard error, the result as JSON to standard output, or
 (`--into`) into a file, where what was measured before of other questions stays.
 """
@@ -66,6 +70,11 @@ MEASURES = {
     "link": measure_link.measure,
 }
 
+QUICK = ["--turns", "1", "--sizes", "2 x 0.8 MB"]
+QUICK += ["--contenders", "dure, disk", "dure, memory, light clients"]
+QUICK += ["--idle", "100", "--idle-seconds", "3", "--clients", "2", "--kills", "2", "--places", "1"]
+"""Every part runs, in about two minutes: it shows that they can, and measures nothing well."""
+
 
 def certificates(folder: Path) -> Path:
     """An authority and a server's certificate for this machine."""
@@ -94,12 +103,17 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", help='as "2 x 40 MB"; all by default (rounds)')
     parser.add_argument("--idle", type=int, default=5000, help="clients (idle)")
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 50], help="(memory)")
+    parser.add_argument("--idle-seconds", type=float, default=60.0, help="that all wait (idle)")
     parser.add_argument("--kills", type=int, default=50, help="of the server (resume)")
+    parser.add_argument("--places", type=int, default=3, help="clients that are killed (resume)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (resume)")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; ./ by default")
     parser.add_argument("--into", type=Path, help="a result, whose other parts stay")
     parser.add_argument("--page", type=Path, help="whose tables are filled")
-    asked = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help=f"small: {' '.join(QUICK)}")
+    given = sys.argv[1:]
+    # What is said beside it counts.
+    asked = parser.parse_args([*QUICK, *given] if "--quick" in given else given)
     signal.signal(signal.SIGTERM, _leave)
     folder = Path(tempfile.mkdtemp(prefix="deployment-", dir=asked.folder or Path.cwd()))
     found: JSON = {"benchmark": "deployment"}

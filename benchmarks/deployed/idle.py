@@ -18,7 +18,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from light import Signer
+from light import VERSION, Signer
 
 
 class Connection:
@@ -83,7 +83,7 @@ class Idle:
         began = time.perf_counter()
         self.connection = self.make()
         await self.connection.open()
-        await self.ask("/v1/check-in", {"version": 1, "name": self.name, "examples": 10})
+        await self.ask("/v1/check-in", {"version": VERSION, "name": self.name, "examples": 10})
         return time.perf_counter() - began
 
     async def wait(self) -> None:

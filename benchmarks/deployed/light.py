@@ -18,6 +18,9 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+VERSION = 2
+"""Of the protocol that it speaks."""
+
 PIECE = 1 << 18
 
 
@@ -85,7 +88,7 @@ class Light:
         return found
 
     def check_in(self) -> dict[str, Any]:
-        return self.ask("/v1/check-in", {"version": 1, "name": self.name, "examples": 10})
+        return self.ask("/v1/check-in", {"version": VERSION, "name": self.name, "examples": 10})
 
     def fetch(self, digest: str, size: int) -> bytearray:
         response = self.request("GET", f"/v1/tensors/{digest}")

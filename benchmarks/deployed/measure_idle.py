@@ -2,6 +2,7 @@
 
 The server's memory is told in its two kinds: anonymous memory, and pages of files, which are
 libraries (most of them torch's) that other processes share and that the system takes back first.
+All of them wait for `--idle-seconds`: in 60 s each is answered twice, by the patience of 30 s.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ JSON = dict[str, Any]
 DRIVERS = 2
 RATE = 25.0
 """Check-ins a second and driver, while they arrive."""
-
-SECONDS = 60.0
-"""How long all of them wait: each is answered twice in it, by the patience of 30 s."""
 
 PATIENCE = 600.0
 
@@ -46,7 +44,8 @@ def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
         for number in range(DRIVERS):
             first, last = (asked.idle * each // DRIVERS for each in (number, number + 1))
             about = ["--url", url, "--tls", tls, "--first", first, "--count", last - first]
-            drivers.append(Talking("idle.py", [*about, "--rate", RATE, "--seconds", SECONDS]))
+            about += ["--rate", RATE, "--seconds", asked.idle_seconds]
+            drivers.append(Talking("idle.py", about))
         started.extend(drivers)
         arrived = [one for each in drivers for one in each.hears("arrived", PATIENCE)["arrived"]]
         print(f"arrived: {spread(arrived)}", file=sys.stderr, flush=True)

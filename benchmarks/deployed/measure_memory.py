@@ -52,7 +52,7 @@ def peak(clients: int, size: int, folder: Path, tls: Path) -> Weighed:
         for k in range(clients):
             about = ["--url", f"https://127.0.0.1:{port}", "--tls", tls, "--name", f"c{k}"]
             started.append(Talking("light.py", about))
-        server.hears("rounds", PATIENCE)
+        server.hears("rounds", PATIENCE, started)
         server.process.wait()
     weighed.ended()
     shutil.rmtree(run)

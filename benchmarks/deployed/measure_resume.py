@@ -2,8 +2,8 @@
 
 The server is killed 50 times in one run, each time a random moment after a client was served again.
 Its clients train a small network and keep their state; the model's bits have to be those of a run
-that nobody has interrupted. Then, in other runs, a client is killed in mid-work, and another one
-has to be asked in its place.
+that nobody has interrupted. In `--places` other runs a client is killed in mid-work, and another
+one has to be asked in its place.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from processes import Talking, ended, free_port
 
 JSON = dict[str, Any]
 CLIENTS = 3
-PLACES = 3
-"""Clients that are killed, one in each of so many runs."""
-
 PATIENCE = 60.0
 
 
@@ -142,7 +139,7 @@ def _trains(site: Talking) -> bool:
 
 
 def measure(asked: argparse.Namespace, folder: Path, tls: Path) -> JSON:
-    places = [place_filled(folder, tls, number) for number in range(PLACES)]
+    places = [place_filled(folder, tls, number) for number in range(asked.places)]
     print(f"places filled after {places}", file=sys.stderr, flush=True)
     found = killed(asked.kills, asked.seed, folder, tls)
     found["place_filled"] = {"median": statistics.median(places), "samples": places}

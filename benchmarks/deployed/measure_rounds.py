@@ -56,7 +56,7 @@ def dure(size: Size, folder: Path, tls: Path, light: bool) -> JSON:
             started.append(Talking("light.py" if light else "site.py", own))
         weighed = _weighed(started)
         serving = server.hears("serving", PATIENCE)
-        said = server.hears("rounds", PATIENCE)
+        said = server.hears("rounds", PATIENCE, started)
         shutil.rmtree(run)
         return {
             "seconds": statistics.median(said["rounds"]),
@@ -84,7 +84,7 @@ def peer(program: str, python: str, size: Size, tls: Path) -> JSON:
         for _ in range(size.clients):
             started.append(Talking(program, ["client", *about], python))
         weighed = _weighed(started)
-        said = server.hears("rounds", PATIENCE)
+        said = server.hears("rounds", PATIENCE, started)
         return {
             "seconds": statistics.median(said["rounds"]),
             "first_round_from_cold": said["first_round"] - server.began,

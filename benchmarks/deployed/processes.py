@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+LOOK = 0.5
+"""Seconds between two looks at whether the others are still there."""
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -44,18 +47,28 @@ class Talking:
                 self.lines.put(json.loads(line))
         self.lines.put(None)
 
-    def hears(self, name: str, seconds: float) -> dict[str, Any]:
-        """The next line that has this name. Raises RuntimeError where the process ends before."""
+    def hears(self, name: str, seconds: float, others: Sequence[Talking] = ()) -> dict[str, Any]:
+        """The next line that has this name. Raises RuntimeError where the process ends before, or
+        one of the `others`, without which it would wait in vain, fails."""
         until = time.monotonic() + seconds
         while True:
             try:
-                line = self.lines.get(timeout=max(0.0, until - time.monotonic()))
+                left = max(0.0, until - time.monotonic())
+                line = self.lines.get(timeout=min(LOOK, left))
             except queue.Empty:
+                for other in others:
+                    if other.process.poll():
+                        raise RuntimeError(f"{other} failed before {name}") from None
+                if time.monotonic() < until:
+                    continue
                 raise RuntimeError(f"no {name} within {seconds} s") from None
             if line is None:
                 raise RuntimeError(f"it ended with {self.process.wait()} before {name}")
             if name in line or line.get("event") == name:
                 return line
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.process.args))  # type: ignore[arg-type]
 
     def kill(self) -> None:
         """As a power failure would."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dure.protocol.messages import Answer, Say
 from dure.run.join import join
 from dure.run.site import Reach, context_for
 from dure.wire.requests import (
@@ -48,6 +49,7 @@ class Echo:
     held_out = 0
     share_errors = False
     folder = None
+    holds = False
 
     def __init__(self, name: str, wants: int | None, work: float) -> None:
         self.name = name
@@ -78,10 +80,25 @@ class Echo:
         )
         return Answered(reserve, tensors, None)
 
+    def hold(
+        self,
+        train: Train,
+        tensors: Mapping[str, Tensor],
+        reserve: Reserve,
+        update: Mapping[str, Tensor],
+    ) -> None:
+        pass
+
+    def answer(self, say: Say) -> Answer | None:
+        return None
+
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
         return MeasuredThis(measure.round)
 
     def settle(self, outcome: Outcome) -> None:
+        pass
+
+    def remember(self, memory: Sequence[Tensor] | None) -> None:
         pass
 
 

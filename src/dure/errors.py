@@ -114,6 +114,15 @@ class RunFolderWriteError(RunFolderError):
     exit_code = 1
 
 
+class DamagedUpdateError(RunFolderError):
+    """The file of an update is missing, or is not the one that its client has sent.
+
+    The message names the file, the round and the client.
+    """
+
+    exit_code = 1
+
+
 class StateError(DureError):
     """The folder of a client cannot be used: another process has it, it is another's, or damaged.
 

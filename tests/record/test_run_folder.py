@@ -30,7 +30,7 @@ def lines(path) -> int:
 def test_a_new_folder_holds_what_was_asked_with_its_parents_made(tmp_path):
     path = tmp_path / "a" / "b"
     folder = RunFolder.create(path, {"label": "größer", "seed": 3})
-    assert folder.read_json("config.json") == {"label": "größer", "seed": 3}
+    assert folder.config(whole=True) == {"label": "größer", "seed": 3}
     assert [p.name for p in path.iterdir()] == ["config.json"]
     assert len(RunFolder.open(path).history().records) == 0
 

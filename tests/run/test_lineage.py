@@ -15,7 +15,8 @@ import dure
 from dure.cli.main import main
 from dure.errors import LineageError
 from dure.record.run import load_run
-from dure.run.lineage import FILE, METADATA, config_digest, signed, verify
+from dure.record.settings import config_digest
+from dure.run.lineage import FILE, METADATA, signed, verify
 from dure.wire.signatures import Key
 from small import small_task
 
@@ -129,7 +130,7 @@ def test_a_lineage_cannot_write_over_what_is_said_of_it(copy, capsys) -> None:
     lineage = verify(copy).lineage
     forged = "\x1b[2J\x1b[Hfed\nas it was signed by 00ff"
     sign(copy, {**lineage, "system": {"name": forged}, "run": forged})
-    assert main(["verify", str(copy)]) == 0
+    assert main(["verify", str(copy / "model.safetensors")]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert len([line for line in said.splitlines() if line.startswith("as it was signed")]) == 1

@@ -22,6 +22,7 @@ from dure.peer_text import printable
 from dure.record.history import is_spread, judging
 from dure.record.inside import contents, opened
 from dure.record.lock import is_held
+from dure.record.settings import LINEAGE, altered, without_sums
 from dure.report.values import mapping, number, text_of
 from dure.report.words import duration, metric_name, metric_value
 
@@ -94,7 +95,10 @@ def show(given: list[str]) -> int:
     if not (folder / "config.json").is_file():
         raise RunFolderError(f"{folder} is not a run folder: it has no config.json")
     if how.json:
-        content = {**listed(folder), "config": _read(folder / "config.json")}
+        config = _read(folder / "config.json")
+        lineage = mapping(_read(folder / LINEAGE).get("lineage"))
+        wrong = altered(config, lineage.get("config_sha256"))
+        content = {**listed(folder), "config": without_sums(config), "altered": wrong}
         print(json.dumps({**content, "summary": _read(folder / "summary.json")}))
         return 0
     for name, value in _facts(folder):

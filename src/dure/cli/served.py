@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dure.cli.flags import given_options, names_before_flags, options_of_task, parse_flags
 from dure.cli.running import check_names
+
+if TYPE_CHECKING:
+    from dure.run.replay import Replayed
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,22 @@ def replay(given: list[str]) -> int:
 
     found = replayed(names[0], task=how.task, strategy=how.strategy)
     print(f"{found.rounds} models, the last one is {found.digest}")
+    if not found.compared:
+        print("the run has no models.jsonl: only the last model can be compared", file=sys.stderr)
+    if not found.ended:
+        print("the run has not ended: there is no model.safetensors to compare", file=sys.stderr)
     if found.same is None:
-        print("the run has not ended: there is no model to compare with", file=sys.stderr)
         return 0
-    print("the same bits as the run's" if found.same else "NOT the bits of the run's")
+    if found.compared:
+        print(f"{found.compared} models were compared with the digests in models.jsonl")
+    print(
+        "the same bits as the run's" if found.same else f"NOT the bits of the run's{_where(found)}"
+    )
     return 0 if found.same else 1
+
+
+def _where(found: Replayed) -> str:
+    return f", from model {found.differ[0]} on" if found.differ else ": the last model is another"
 
 
 def backup(given: list[str]) -> int:

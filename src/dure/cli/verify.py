@@ -44,6 +44,10 @@ def main(given: list[str]) -> int:
     print(f"as it was signed by {found.key}")
     for line in lines:
         print(printable(line))
+    if found.compared:
+        print(f"as it was signed, too: {', '.join(found.compared)}")
+    else:
+        print("config.json was not compared: name the run folder for that")
     if how.key is None:
         print("any key would do: name with --key the one that the server's owner has told you")
     return 0

@@ -9,7 +9,8 @@ goes on from there. Where noise is drawn from the run's seed (a simulation) the 
 same noise again, which tells nothing new and costs nothing; where it comes from the system, a round
 that is done again is paid for again.
 
-The file has one JSON object a line: {"number": 7, "rate": 0.1, "noise": 1.2, "times": 1}.
+The file has one JSON object a line: {"number": 7, "rate": 0.1, "noise": 1.2, "times": 1,
+"checksum": "1a2b3c4d"}, with the CRC-32 of the others. Lines of dure up to 0.1 have none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dure.errors import RunFolderError, warn
 from dure.privacy.accountant import Releases, epsilon
 from dure.record.disk import Lines, sync_folder
 from dure.record.inside import contents
+from dure.record.seal import checksum
 
 FILE = "privacy.jsonl"
 """Its name in a run folder."""
@@ -134,13 +136,34 @@ class _Line(msgspec.Struct):
     rate: Annotated[float, msgspec.Meta(ge=0, le=1)]
     noise: Annotated[float, msgspec.Meta(ge=0)]
     times: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    checksum: str | None = None
 
     def entry(self) -> Entry:
-        return Entry(self.number, Releases(self.rate, self.noise, self.times))
+        """Raises ValueError for a line that is not as it was written."""
+        entry = Entry(self.number, Releases(self.rate, self.noise, self.times))
+        if self.checksum not in (None, _sum(_said(entry))):
+            raise ValueError("its checksum is not that of its content")
+        return entry
 
 
 def _written(entry: Entry) -> str:
-    return json.dumps({"number": entry.number, **entry.releases._asdict()})
+    said = _said(entry)
+    return json.dumps({**said, "checksum": _sum(said)})
+
+
+def _said(entry: Entry) -> dict[str, float]:
+    # A whole number may come back as one of floating point, or the other way round.
+    rate, noise, times = entry.releases
+    return {
+        "number": entry.number,
+        "rate": float(rate),
+        "noise": float(noise),
+        "times": times,
+    }
+
+
+def _sum(said: dict[str, float]) -> str:
+    return checksum(json.dumps(said).encode())
 
 
 def _read(path: Path) -> list[Entry]:
@@ -148,7 +171,7 @@ def _read(path: Path) -> list[Entry]:
     for place, line in enumerate(contents(path).splitlines(), 1):
         try:
             found.append(msgspec.json.decode(line, type=_Line).entry())
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise RunFolderError(
                 f"{path}, line {place}, is no line of a privacy ledger: what was spent is not "
                 f"known, and the run cannot go on; take the file from a backup"

@@ -24,12 +24,19 @@ import msgspec
 from dure.errors import RunFolderError
 from dure.record.disk import write_atomically
 from dure.record.inside import contents
+from dure.record.seal import checksum
 
 FILE = "privacy-steps.json"
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     charged: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    checksum: str | None = None
+    """Of the number; files of dure up to 0.1 have none."""
+
+    @classmethod
+    def of(cls, charged: int) -> _Written:
+        return cls(charged, checksum(str(charged).encode()))
 
 
 class StepCount:
@@ -49,8 +56,11 @@ class StepCount:
         if self._path is None or not self._path.exists():
             return 0
         try:
-            return msgspec.json.decode(contents(self._path), type=_Written).charged
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            written = msgspec.json.decode(contents(self._path), type=_Written)
+            if written.checksum not in (None, _Written.of(written.charged).checksum):
+                raise ValueError("its checksum is not that of its content")
+            return written.charged
+        except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
             raise RunFolderError(
                 f"{self._path} cannot be read ({error}): it counts the noised steps of the run, "
                 f"which cannot go on without; put back a copy of it"
@@ -74,4 +84,4 @@ class StepCount:
     def _write(self, charged: int) -> None:
         self._charged = charged
         if self._path is not None:
-            write_atomically(self._path, msgspec.json.encode(_Written(charged)))
+            write_atomically(self._path, msgspec.json.encode(_Written.of(charged)))

@@ -2,7 +2,8 @@
 
 It is replaced as soon as a better one is measured, and so may be newer than the newest checkpoint.
 A run that goes on from that checkpoint needs the best one of then: until the next checkpoint it is
-kept as best.before.safetensors.
+kept as best.before.safetensors. The file has the CRC-32 of all its bytes in its metadata, counted
+with zeros in its place.
 
     a better model      best -> before, if there is no before yet; then the new best
     a checkpoint        before goes
@@ -12,7 +13,7 @@ kept as best.before.safetensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -21,11 +22,19 @@ from dure.errors import RunFolderError
 from dure.record.disk import told, write_atomically
 from dure.record.inside import pinned
 from dure.record.on_disk import Leaf, TensorsOnDisk
+from dure.record.seal import checksum
 from dure.record.weights import TensorFile, tensors_in
 
 BEST = "best.safetensors"
 BEFORE = "best.before.safetensors"
 _STEP = "dure.step"
+_SUM = "dure.checksum"
+_NONE = "00000000"
+_PLACE = b'"' + _SUM.encode() + b'":"'
+_HEAD = 4096
+"""Bytes at the beginning of a file in which its metadata are."""
+
+_PIECE = 4 << 20
 
 
 def keep_best(folder: Path, weights: Mapping[str, Leaf], step: int) -> None:
@@ -35,7 +44,7 @@ def keep_best(folder: Path, weights: Mapping[str, Leaf], step: int) -> None:
     if best.exists() and not (folder / BEFORE).exists():
         with told(best):
             os.replace(best, folder / BEFORE)
-    write_atomically(best, TensorFile(weights, {_STEP: str(step)}))
+    write_atomically(best, _sealed(TensorFile(weights, {_STEP: str(step), _SUM: _NONE})))
 
 
 def settle_best(folder: Path) -> None:
@@ -56,8 +65,10 @@ def go_back(folder: Path, step: int | None) -> None:
         with told(best):
             best.unlink(missing_ok=True)
     elif _step_of(best) == step:
+        _check(best)
         settle_best(folder)
     elif _step_of(before) == step:
+        _check(before)
         with told(best):
             os.replace(before, best)
     else:
@@ -74,9 +85,44 @@ def best_weights(folder: Path) -> Mapping[str, Leaf] | None:
     """
     path = folder / BEST
     try:
-        return TensorsOnDisk(tensors_in(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        _check(path)
+        return TensorsOnDisk(tensors_in(path))
     except (OSError, ValueError, SafetensorError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
+
+
+def _sealed(file: TensorFile) -> Iterator[bytes | memoryview]:
+    """The pieces of the file, with its checksum in the header."""
+    found = checksum(b"")
+    for piece in file:
+        found = checksum(piece, found)
+    pieces = iter(file)
+    header = bytes(next(pieces))
+    yield header.replace(_PLACE + _NONE.encode(), _PLACE + found.encode(), 1)
+    yield from pieces
+
+
+def _check(path: Path) -> None:
+    """Raise RunFolderError where the file is not as it was written.
+
+    One of dure up to 0.1 has no checksum, and passes.
+    """
+    with open(path, "rb") as file:
+        # The metadata come first in the header.
+        head = file.read(_HEAD)
+        at = head.find(_PLACE) + len(_PLACE)
+        if at < len(_PLACE):
+            return
+        said = head[at : at + len(_NONE)]
+        found = checksum(head[:at] + _NONE.encode() + head[at + len(_NONE) :])
+        while piece := file.read(_PIECE):
+            found = checksum(piece, found)
+    if found.encode() != said:
+        raise RunFolderError(
+            f"{path} is damaged: its checksum is not that of its content: put back a copy of it"
+        )
 
 
 def _step_of(path: Path) -> int | None:

@@ -34,7 +34,14 @@ from dure.record.inside import LARGE, check_whole, contents
 from dure.record.lock import Lock
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.seal import Seal, checksum, checksum_of, sha256
-from dure.record.settings import edited, other_run, settings
+from dure.record.settings import (
+    changed,
+    edited,
+    other_run,
+    settings,
+    with_sums,
+    without_sums,
+)
 from dure.record.trace import Lane, write_trace
 from dure.record.weights import TensorFile, tensors_in
 from dure.tensors.buffers import load_weights
@@ -83,10 +90,13 @@ class RunFolder:
         try:
             # Again: somebody else may have made it meanwhile.
             folder._refuse_if_used()
-            folder.write_json("config.json", config)
+            folder._write_config(config)
         finally:
             folder.close()
         return folder
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self.write_json("config.json", with_sums(config))
 
     def _refuse_if_used(self) -> None:
         # An empty folder will do: the command line makes it before anything else.
@@ -165,11 +175,15 @@ class RunFolder:
         """
         self.hold()
         try:
-            begun = self.read_json("config.json")
+            written = self.read_json("config.json")
+            begun = without_sums(written)
             if entered:
                 self._check_same(begun, config)
             # All is read before anything is changed: damage is told while all is as it was.
             checkpoint = self._checked(oldest_checkpoint)
+            # A seal says what has changed.
+            if checkpoint is None or checkpoint.seal is None:
+                self._check_config(written, whole=False)
             if checkpoint is not None:
                 self._check_settings(checkpoint, begun, config, named_again, moves)
                 _check_shapes(checkpoint, model or {})
@@ -187,7 +201,7 @@ class RunFolder:
                 # The checkpoint first: until it says so, config.json would seem to be edited.
                 if checkpoint.seal.config != asked:
                     reseal(checkpoint, asked)
-            self.write_json("config.json", config)
+            self._write_config(config)
             with told(self.path / "summary.json"):
                 # A summary says that the run has ended, which is no longer so.
                 (self.path / "summary.json").unlink(missing_ok=True)
@@ -252,6 +266,31 @@ class RunFolder:
         if not isinstance(content, dict):
             raise RunFolderError(f"{self.path / name} is damaged: it holds no JSON object")
         return content
+
+    def config(self, whole: bool = False) -> dict[str, Any]:
+        """Return what config.json says.
+
+        whole: nothing of it may be other than it was written; else limits, intervals and the like
+        may, of which it warns. Raises RunFolderError where it is missing, damaged or has changed.
+        """
+        written = self.read_json("config.json")
+        self._check_config(written, whole)
+        return without_sums(written)
+
+    def _check_config(self, written: Mapping[str, Any], whole: bool) -> None:
+        file = self.path / "config.json"
+        what = changed(written)
+        if what == "settings" or (what is not None and whole):
+            raise RunFolderError(
+                f"{file} has changed since dure wrote it (its checksum is not that of its "
+                f"content): put it back as it was, or begin another run"
+            )
+        if what is not None:
+            warnings.warn(
+                f"{file} has changed since dure wrote it, though not in what decides the numbers: "
+                f"the run is taken as it says now",
+                stacklevel=4,
+            )
 
     def append(self, record: Record) -> None:
         """Adds a line to history.jsonl; it is on disk within `flush_seconds` of the next append."""
@@ -365,7 +404,7 @@ class RunFolder:
         """What config.json says, read once: whoever holds the folder may rely on it."""
         if self._config is None:
             there = (self.path / "config.json").is_file()
-            self._config = self.read_json("config.json") if there else {}
+            self._config = without_sums(self.read_json("config.json")) if there else {}
         return self._config
 
     @property

@@ -3,13 +3,26 @@
 Limits, intervals, the label, how many ranks there are and how they reach one another may change
 between one part of a run and the next; the rest is written into every checkpoint
 (`dure.record.seal`) and compared.
+
+config.json also has checksums of its own, `checksums`: one of these settings, and one of all that
+it says. They are CRC-32, against accidents.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from dure.record.seal import checksum
+
+SUMS = "checksums"
+"""The entry of config.json that has its checksums."""
+
+LINEAGE = "model.lineage.json"
+"""The file beside the model in which the server of a run has signed what it was."""
 
 _LEFT_OUT = {
     # How tables call it; where its first weights lie, which have a digest.
@@ -48,6 +61,63 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
                 if name not in left_out and not moves:
                     found[f"{part}.{name}"] = _without_place(part, value)
     return found
+
+
+def with_sums(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json with its checksums."""
+    plain = without_sums(config)
+    return {**plain, SUMS: _sums(plain)}
+
+
+def without_sums(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says, without its checksums."""
+    return {name: value for name, value in config.items() if name != SUMS}
+
+
+def changed(config: Mapping[str, Any]) -> str | None:
+    """Return what of config.json is not as dure wrote it: "settings", "rest", or None.
+
+    None also for one without checksums, as an older dure wrote it.
+    """
+    if SUMS not in config:
+        return None
+    written = config[SUMS]
+    found = _sums(without_sums(config))
+    if written == found:
+        return None
+    same = isinstance(written, Mapping) and written.get("settings") == found["settings"]
+    return "rest" if same else "settings"
+
+
+def altered(config: Mapping[str, Any], signed: Any = None) -> str | None:
+    """Return why config.json is not to be believed as it stands, in words; None where it may be.
+
+    signed: the SHA-256 of what it said, by the lineage beside the model; None without one.
+    """
+    if signed is not None and signed != config_digest(config):
+        return "config.json is not what was signed: its settings may be false (see dure verify)"
+    if changed(config) is not None:
+        return "config.json has changed since dure wrote it: its settings may be false"
+    return None
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what config.json says, however it is written; without its checksums."""
+    return hashlib.sha256(spelled(without_sums(config))).hexdigest()
+
+
+def spelled(value: object) -> bytes:
+    """JSON in one spelling."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _sums(config: Mapping[str, Any]) -> dict[str, str]:
+    return {"settings": _sum(settings(config)), "all": _sum(config)}
+
+
+def _sum(said: Mapping[str, Any]) -> str:
+    # Parsed again, so that it does not matter how it was written.
+    return checksum(spelled(json.loads(spelled(said))))
 
 
 def edited(

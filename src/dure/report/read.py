@@ -20,6 +20,7 @@ from typing import Any
 from dure.errors import RunFolderError
 from dure.record.inside import contents
 from dure.record.now import NOW
+from dure.record.settings import LINEAGE, altered, without_sums
 from dure.report.answers import answers_of
 from dure.report.facts import (
     divided_of,
@@ -95,7 +96,7 @@ def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
     lines: its history, where somebody reads it again and again while it grows.
     """
     notes: list[str] = []
-    config = _object(folder / "config.json", notes)
+    config = _config(folder, notes)
     summary = _object(folder / "summary.json", notes)
     lines = HistoryFile(folder / "history.jsonl") if lines is None else lines
     lines.read()
@@ -124,6 +125,19 @@ def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
         audit=audit_of(folder, _object(folder / "audit.json", notes)),
         answers=answers_of(folder, _object(folder / "answers.json", notes)),
     )
+
+
+def _config(folder: Path, notes: list[str]) -> Mapping[str, Any]:
+    """What was asked. A note says where the file is not what was written, or was signed."""
+    config = _object(folder / "config.json", notes)
+    lineage = mapping(_object(folder / LINEAGE, notes).get("lineage"))
+    wrong = altered(config, lineage.get("config_sha256"))
+    if wrong is not None:
+        notes.append(wrong)
+    served = mapping(config.get("world")).get("name") == "network"
+    if served and not lineage and (folder / "summary.json").is_file():
+        notes.append("nobody has signed this run: what its files say may have been changed")
+    return without_sums(config)
 
 
 def _is_run(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from dure.contracts.task import Task
 from dure.errors import RunFolderError
 from dure.record.inside import contents
 from dure.record.run import Run, RunFolder, load_run
+from dure.record.settings import SUMS
 from dure.run.asked import check_function
 from dure.run.begun import Asks
 from dure.run.compare import COMPARISON, Comparison, noted, reported
@@ -47,7 +48,7 @@ def task_of(folder: Path, task: Task | str | None = None) -> Task:
     """
     if isinstance(task, Task):
         return task
-    config = RunFolder.open(folder).read_json("config.json")
+    config = RunFolder.open(folder).config()
     return task_again(folder, asked_in(folder, config), task, Asks(folder, config))
 
 
@@ -121,7 +122,9 @@ def _asked(folder: Path) -> dict[str, Any]:
     away = [name for name in planned if not isinstance(name, str) or Path(name).name != name]
     if away:
         raise RunFolderError(f"{folder / COMPARISON} is damaged: {away[0]!r} is no folder in it")
-    return {key: value for key, value in asked.items() if key not in ("runs", "failed")}
+    # Checksums are of what was planned, and go when its end is written.
+    came = ("runs", "failed", SUMS)
+    return {key: value for key, value in asked.items() if key not in came}
 
 
 def stop_of(folder: Path) -> Stop:

@@ -71,7 +71,7 @@ def audit(
     not fit.
     """
     path = Path(folder)
-    config = RunFolder.open(path).read_json("config.json")
+    config = RunFolder.open(path).config()
     updates = read_updates(path)
     asked = asked_in(path, config)
     named = [one for one in (strategy,) if isinstance(one, str)]

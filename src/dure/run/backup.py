@@ -2,6 +2,10 @@
 
 A folder is data: a link in it may lead to any file of this machine, which a copy would give away.
 So links are not followed, and one in the place of a file or a folder of the run ends the copy.
+
+What was copied is compared with its checksums and digests before the copy counts: its checkpoint,
+config.json, the rows of the journal, and each update that the journal names. That reads the copy
+once more.
 """
 
 from __future__ import annotations
@@ -14,10 +18,16 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from dure.errors import RunFolderError
+from dure.errors import DamagedUpdateError, RunFolderError
+from dure.record.checkpoint import stored
 from dure.record.disk import told
 from dure.record.inside import opened
 from dure.record.run import RunFolder
+from dure.wire.requests import Reserve, from_json
+from dure.worlds.network.journal import events_in
+from dure.worlds.network.server.model_digests import FILE as MODELS
+from dure.worlds.network.server.model_digests import ModelDigests
+from dure.worlds.network.updates import DamagedError, Updates
 
 ATTEMPTS = 20
 """Times that a copy is begun again because a checkpoint came in between."""
@@ -32,9 +42,9 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """Copies the run in `folder`, which may be served meanwhile, to a new folder.
 
     The copy can be resumed as the run itself could have been at this moment. Raises RunFolderError
-    if there is no run, `to` is not empty or lies in the run's folder, or the folder has a link in
-    the place of a file, and RunFolderWriteError if it cannot be written: then
-    nothing is left in it, which could be taken for a whole one.
+    if there is no run, `to` is not empty or lies in the run's folder, the folder has a link in the
+    place of a file, or a file of the run is damaged; and RunFolderWriteError if the copy cannot be
+    written: then nothing is left in it, which could be taken for a whole one.
     """
     source = Path(folder)
     target = Path(to)
@@ -64,6 +74,7 @@ def _copied(source: Path, target: Path) -> Path:
         _copy(source, target)
         # What a checkpoint makes useless is deleted after it: without a new one, nothing was.
         if _newest(source) == before:
+            _check(target)
             return target
         _empty(target)
     raise RunFolderError(f"{source} writes checkpoints faster than it can be copied to {target}")
@@ -138,6 +149,31 @@ def _check_own(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> Non
             f"{path} is a link or no file: a backup copies what lies in the run's folder, and "
             f"follows no links; put the file itself there, or remove it"
         )
+
+
+def _check(copy: Path) -> None:
+    """Compare the files of a copy with what was written down of them. Raises RunFolderError."""
+    config = RunFolder(copy).config()
+    stored(copy / "checkpoint")
+    ModelDigests(copy / MODELS, writes=False)
+    if not (copy / "journal.db").exists():
+        return
+    updates = Updates(copy / "updates")
+    # Of others, a checkpoint may have made the update useless.
+    recorded = bool(config.get("world", {}).get("record"))
+    for event in events_in(copy):
+        if event.kind != "update":
+            continue
+        said = from_json(event.body, Reserve)
+        there = (copy / "updates" / f"{event.ticket}.safetensors").exists()
+        if said.failure is None and (there or (recorded and said.bytes)):
+            try:
+                updates.check(event.ticket, said.digest)
+            except DamagedError as error:
+                raise DamagedUpdateError(
+                    f"{error}: it is an update of client {event.client}, and no copy of a damaged "
+                    f"run is kept: put back an earlier copy of the file"
+                ) from error
 
 
 def _newest(folder: Path) -> list[str]:

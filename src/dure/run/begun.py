@@ -37,6 +37,7 @@ from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
 from dure.machine import state
+from dure.record.settings import without_sums
 
 
 class Begun(msgspec.Struct):
@@ -173,7 +174,7 @@ def _is_installed_module(place: str) -> bool:
 def _name(config: Mapping[str, Any]) -> str:
     """What is kept of a config.json has its digest as its name."""
     # Parsed again, so that it does not matter how it was written.
-    plain = json.dumps(json.loads(json.dumps(config)), sort_keys=True).encode()
+    plain = json.dumps(json.loads(json.dumps(without_sums(config))), sort_keys=True).encode()
     return f"begun-{hashlib.blake2b(plain, digest_size=20).hexdigest()}"
 
 

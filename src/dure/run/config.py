@@ -18,6 +18,7 @@ from dure.contracts.task import Task
 from dure.errors import RunFolderError
 from dure.memory.weight_files import digest_of
 from dure.record.run import RunFolder
+from dure.record.settings import without_sums
 from dure.run.job import Job
 from dure.run.learning import learning_of
 from dure.run.registry import encode
@@ -73,7 +74,7 @@ def _learning_of(task: Task) -> dict[str, Any]:
 
 def asked_of(folder: Path) -> Asked:
     """What was asked of the run in `folder`; as `asked_in`, of its config.json."""
-    return asked_in(folder, RunFolder.open(folder).read_json("config.json"))
+    return asked_in(folder, without_sums(RunFolder.open(folder).read_json("config.json")))
 
 
 def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:

@@ -12,7 +12,6 @@ nothing of them, and not by their names.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -20,12 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dure.contracts.strategy import Sign
-from dure.errors import LineageError
+from dure.errors import LineageError, RunFolderError
 from dure.record.inside import contents
+from dure.record.run import RunFolder
 from dure.record.seal import sha256_of
+from dure.record.settings import LINEAGE, config_digest, spelled
 
-FILE = "model.lineage.json"
+FILE = LINEAGE
 """Its name in a run folder, beside model.safetensors."""
+
+MODELS = "models.jsonl"
+"""The digests of all models of the run (`dure.worlds.network.server.model_digests`)."""
 
 METADATA = "dure_lineage"
 """The key of the lineage in the metadata of model.safetensors."""
@@ -47,43 +51,45 @@ def lineage_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[st
             "updates": sum(number for _, number in turns),
         },
         "bits": facts.get("bits"),
+        **({"models_sha256": facts["models_sha256"]} if "models_sha256" in facts else {}),
         "versions": config.get("versions", {}),
         "config_sha256": config_digest(config),
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def config_digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of what config.json says, however it is written."""
-    return hashlib.sha256(_spelled(config)).hexdigest()
-
-
 def signed(lineage: Mapping[str, Any], model: str, sign: Sign) -> dict[str, Any]:
     """The content of model.lineage.json. model: the SHA-256 of the file of the weights."""
     said = {"lineage": lineage, "model_sha256": model, "key": sign.public}
     # As it will be read again: a tuple, for one, comes back as a list.
-    said = json.loads(_spelled(said))
+    said = json.loads(spelled(said))
     return {**said, "signature": sign.sign(_message(said)).hex()}
 
 
 class Verified(NamedTuple):
-    """A lineage that is as it was signed. key: the public key of whom."""
+    """A lineage that is as it was signed.
+
+    key: the public key of whom. compared: the other files of the run that are what it says.
+    """
 
     lineage: dict[str, Any]
     key: str
+    compared: tuple[str, ...] = ()
 
 
 def verify(model: str | Path, key: str | None = None) -> Verified:
     """Checks a model against the lineage that lies beside it.
 
-    model: the file of the weights, or a run folder. key: the public key of whoever is to have
-    signed it; None takes any. Raises LineageError for what is not as it was signed, and ImportError
-    without the libraries of the extra `deploy`.
+    model: the file of the weights, or a run folder, of which config.json, models.jsonl and
+    summary.json are compared too. key: the public key of whoever is to have signed it; None takes
+    any. Raises LineageError for what is not as it was signed, and ImportError without the libraries
+    of the extra `deploy`.
     """
     from dure.wire.signatures import is_signed
 
-    path = Path(model)
-    path = path / "model.safetensors" if path.is_dir() else path
+    folder = Path(model)
+    whole = folder.is_dir()
+    path = folder / "model.safetensors" if whole else folder
     beside = path.with_name(f"{path.stem}.lineage.json")
     try:
         found = sha256_of(path)
@@ -103,13 +109,38 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
         raise LineageError(f"{path} is not the model that was signed")
     if key is not None and public != key.lower():
         raise LineageError(f"{path} was signed by {public}, not by {key}")
-    return Verified(lineage, public)
+    return Verified(lineage, public, _compared(folder, lineage) if whole else ())
+
+
+def _compared(folder: Path, lineage: Mapping[str, Any]) -> tuple[str, ...]:
+    """The files of a run that are what was signed. Raises LineageError for one that is not."""
+    # What else somebody has signed says nothing of a run.
+    if not isinstance(lineage, Mapping) or "config_sha256" not in lineage:
+        return ()
+    try:
+        config = RunFolder(folder).read_json("config.json")
+        summary = RunFolder(folder).read_json("summary.json")
+    except RunFolderError as error:
+        raise LineageError(f"{error}, and what it said was signed") from error
+    found = {"config.json": config_digest(config) == lineage.get("config_sha256")}
+    found["summary.json"] = summary.get("lineage") == lineage
+    if "models_sha256" in lineage:
+        found[MODELS] = _sha256_of(folder / MODELS) == lineage["models_sha256"]
+    for name, same in found.items():
+        if not same:
+            raise LineageError(
+                f"{folder / name} is not what was signed: put back a copy of it, and believe "
+                f"nothing that it says"
+            )
+    return tuple(found)
+
+
+def _sha256_of(file: Path) -> str:
+    try:
+        return sha256_of(file)
+    except OSError as error:
+        raise LineageError(f"cannot read {file}, which was signed: {error.strerror}") from error
 
 
 def _message(said: Mapping[str, Any]) -> bytes:
-    return b"dure lineage 1\n" + _spelled(said)
-
-
-def _spelled(value: object) -> bytes:
-    """JSON in one spelling."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+    return b"dure lineage 1\n" + spelled(said)

@@ -27,10 +27,12 @@ from dure.machine.compiler import left_out
 from dure.machine.own_code import begun_with, files_of
 from dure.memory.undivided import beside, why_not
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.record.disk import told
 from dure.record.history import is_spread
 from dure.record.now import failed
 from dure.record.now import forget as forget_now
 from dure.record.run import Run, RunFolder
+from dure.record.settings import LINEAGE
 from dure.references import is_reference
 from dure.run.answers import write_answers
 from dure.run.asked import check_asked, check_function
@@ -261,6 +263,9 @@ def resume(
             moves=strategy.moves,
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
+        # It says of an earlier end what is no longer so, as a summary did.
+        with told(path / LINEAGE):
+            (path / LINEAGE).unlink(missing_ok=True)
     job = dataclasses.replace(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
     )

@@ -39,7 +39,14 @@ class Federation:
         self._hears = hears
         self._serves = threading.Event()
 
-    def run(self, out: Path, rounds: int = 3, **world: Any) -> dure.Run:
+    def run(
+        self,
+        out: Path,
+        rounds: int = 3,
+        checkpoint_every: int | None = None,
+        held_out: float = 0.2,
+        **world: Any,
+    ) -> dure.Run:
         """Trains a small task by FedAvg."""
         threads = [
             threading.Thread(target=self._client, args=(number,), daemon=True)
@@ -50,10 +57,11 @@ class Federation:
         try:
             run = dure.train(
                 small_task(),
-                dure.FedAvg(clients=self.clients, batch_size=4, held_out=0.2),
+                dure.FedAvg(clients=self.clients, batch_size=4, held_out=held_out),
                 Network(port=0, access="open", **world),
                 dure.Stop(rounds=rounds),
                 out=out,
+                checkpoint_every=checkpoint_every,
                 on_progress=self._told,
             )
         finally:

@@ -17,7 +17,13 @@ from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record.weights import header_of
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, pieces
 from dure.worlds.network import updates as module
-from dure.worlds.network.updates import OvertakenError, PartError, Updates, Upload
+from dure.worlds.network.updates import (
+    DamagedError,
+    OvertakenError,
+    PartError,
+    Updates,
+    Upload,
+)
 
 TENSORS = {
     "weight": torch.arange(600.0).reshape(20, 30),
@@ -214,7 +220,7 @@ def test_reading_a_large_update_takes_no_memory_for_it(tmp_path: Path) -> None:
     updates = Updates(tmp_path)
     (tmp_path / "1.safetensors").write_bytes(stream)
     before = anonymous_bytes()
-    found = updates.read(1, forms_of(large))
+    found = updates.read(1, forms_of(large), digest(stream))
     float(found["weight"].sum())
     assert anonymous_bytes() - before < len(stream) // 4
 
@@ -247,6 +253,52 @@ def test_what_is_no_update_of_this_model_is_refused(
     received(updates, 1, stream)
     with pytest.raises(TensorsError, match=reason):
         updates.read(1, forms_of(TENSORS))
+
+
+def flipped(content: bytes, place: float, bits: int) -> bytes:
+    """place: of the byte, as a share of the content."""
+    changed = bytearray(content)
+    changed[int(place * len(content))] ^= bits
+    return bytes(changed)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), restart=st.booleans())
+def test_a_byte_that_has_changed_is_found_before_an_update_is_read(
+    place: float, bits: int, restart: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        updates = Updates(Path(name))
+        received(updates, 1)
+        whole = Path(name) / "1.safetensors"
+        whole.write_bytes(flipped(STREAM, place, bits))
+        # Clocks of file systems may stand still for some milliseconds.
+        os.utime(whole, (1.0, 1.0))
+        updates = Updates(Path(name)) if restart else updates
+        with pytest.raises(DamagedError, match=r"1\.safetensors is damaged"):
+            updates.read(1, forms_of(TENSORS), digest(STREAM))
+
+
+@pytest.mark.parametrize("other", [b"", STREAM[:-1], STREAM + b"\0", STREAM[::-1], None])
+def test_an_update_that_was_cut_exchanged_or_removed_is_found(
+    tmp_path: Path, other: bytes | None
+) -> None:
+    received(Updates(tmp_path), 1)
+    whole = tmp_path / "1.safetensors"
+    if other is None:
+        whole.unlink()
+    else:
+        whole.write_bytes(other)
+    with pytest.raises(DamagedError, match=r"1\.safetensors"):
+        Updates(tmp_path).check(1, digest(STREAM))
+
+
+def test_what_this_process_has_received_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = Updates(tmp_path)
+    received(updates, 1)
+    monkeypatch.setattr(module, "_digest", lambda path: pytest.fail("it was hashed again"))
+    assert equal(updates.read(1, forms_of(TENSORS), digest(STREAM)), TENSORS)
 
 
 def test_a_header_of_any_length_is_read(tmp_path: Path) -> None:

@@ -409,6 +409,26 @@ def backup(folder: Path, to: Path) -> None:
     sync_folder(to.parent)
 
 
+def events_in(folder: Path) -> Iterator[Event]:
+    """Read the rows of a journal that nobody serves, such as a copy.
+
+    Raises RunFolderError for a row that is missing or not as it was written.
+    """
+    path = folder / NAME
+    try:
+        with closing(sqlite3.connect(path)) as connection:
+            before = None
+            rows = connection.execute(f"SELECT {_COLUMNS} FROM events ORDER BY seq")
+            for *fields, found in rows:
+                event = Event(*fields)
+                if not _is_whole(event, found) or before not in (None, event.seq - 1):
+                    raise _damaged(path, f"row {event.seq} is not as it was written, or the last")
+                before = event.seq
+                yield event
+    except sqlite3.Error as error:
+        raise _damaged(path, error) from error
+
+
 def _is_missing(path: Path) -> bool:
     """Whether there is no journal. Raises RunFolderError for a part of one, or a link."""
     if path.is_symlink():

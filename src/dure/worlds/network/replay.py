@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -26,6 +27,7 @@ from dure.worlds.network.journal import Event, Journal, backup
 from dure.worlds.network.server.carrier import COHORT, ONCE, NetworkCarrier
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.events import LOOK, Events
+from dure.worlds.network.server.model_digests import FILE, ModelDigests
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
 from dure.worlds.network.world import ENGINE, machine, run_server
@@ -50,6 +52,11 @@ class Replay(World):
     @property
     def conditions(self) -> Conditions:
         return Conditions(engine=ENGINE)
+
+    @cached_property
+    def models(self) -> ModelDigests:
+        """The digests that the run has written down, with which its models are compared."""
+        return ModelDigests(self.folder / FILE, writes=False)
 
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
@@ -80,6 +87,7 @@ class Replay(World):
             budget=Budget(self._budget(place)),
             interrupted=place.interrupted,
             tell=lambda text: None,
+            models=self.models,
             once=self.folder / ONCE,
         )
 

@@ -9,6 +9,9 @@ power failure leaves is read against it: the parts that are whole count, and the
 go on after them. Only what is complete is promised: the file is synced, then renamed, then the
 folder is synced.
 
+A complete file is compared with its digest before it is read. One that this process has received
+was hashed as it came, and is hashed again only if its file is another one by then, or was written.
+
 Memory: a piece of a part, however large parts are. An update is read as a private mapping of its
 file: what is not touched takes no memory, and what is written into its tensors does not change the
 file.
@@ -22,7 +25,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import torch
@@ -50,6 +53,10 @@ class PartError(ValueError):
     """
 
 
+class DamagedError(RunFolderError):
+    """The file of an update is missing, or has other bytes than its client has sent. Says which."""
+
+
 class OvertakenError(Exception):
     """Another part of the same update has begun in the place of this one."""
 
@@ -64,6 +71,22 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
 
 
+class _Whole(NamedTuple):
+    """A file that was compared with its digest, as long as it is this one and nobody writes it."""
+
+    digest: str
+    device: int
+    number: int
+    bytes: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: Path, digest: str) -> _Whole:
+        """Raises OSError."""
+        found = path.stat()
+        return cls(digest, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 class Updates:
     """The files in `folder`, which is made where there is none. Any thread may call anything."""
 
@@ -73,9 +96,11 @@ class Updates:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder.parent)
         self._lock = threading.Lock()
-        """Guards `_uploads`."""
+        """Guards `_uploads` and `_whole`."""
         self._uploads: dict[int, Upload] = {}
         """Those that were opened since the server came up."""
+        self._whole: dict[int, _Whole] = {}
+        """Files of an earlier life of the server that were compared with their digests."""
 
     def open(self, ticket: int, size: int, digest: str) -> Upload:
         """Where the update of `ticket` is received: a stream of `size` bytes with this SHA-256.
@@ -111,19 +136,45 @@ class Updates:
             f"bytes may be used, and {others} are promised to other updates: make room there"
         )
 
-    def read(self, ticket: int, expected: Mapping[str, Form]) -> dict[str, Tensor]:
-        """The tensors of a complete update, in the order of `expected`, on the CPU.
+    def read(
+        self, ticket: int, expected: Mapping[str, Form], digest: str | None = None
+    ) -> dict[str, Tensor]:
+        """Return the tensors of a complete update, in the order of `expected`, on the CPU.
 
         They may be written to, which changes neither the file nor what is read later.
 
-        Raises TensorsError if they are not what is expected, RunFolderError if there is no file.
+        digest: as for `check`. Raises DamagedError as that does, TensorsError if the tensors are
+        not what is expected.
         """
+        self.check(ticket, digest)
         path = self._complete(ticket)
         try:
             tensors = _mapped(path, expected)
         except OSError as error:
-            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
         return {name: tensors[name] for name in expected}
+
+    def check(self, ticket: int, digest: str | None = None) -> None:
+        """Compare the file of a complete update with its digest.
+
+        digest: SHA-256 of the stream that its client has sent; None is the one that was announced
+        to this process. Raises DamagedError where the file is missing or another one.
+        """
+        path = self._complete(ticket)
+        with self._lock:
+            upload = self._uploads.get(ticket)
+            whole = self._whole.get(ticket)
+        if digest is None and upload is not None:
+            digest = upload.announced.digest
+        try:
+            found = _Whole.of(path, digest or "")
+            if whole != found and (upload is None or upload.whole != found):
+                if _digest(path) != digest:
+                    raise DamagedError(f"{path} is damaged: its SHA-256 is another one")
+                with self._lock:
+                    self._whole[ticket] = found
+        except OSError as error:
+            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
 
     def digest(self, ticket: int) -> str:
         """SHA-256 of a complete update, read from the disk. Raises RunFolderError without one."""
@@ -153,6 +204,7 @@ class Updates:
         with self._lock:
             for ticket in tickets:
                 upload = self._uploads.pop(ticket, None)
+                self._whole.pop(ticket, None)
                 if upload is not None:
                     upload.end()
                 _remove(self.folder, ticket)
@@ -170,10 +222,11 @@ class Updates:
 class Upload:
     """An update that is being received. Any thread may call anything.
 
-    offset: how many bytes of the stream are here.
+    offset: how many bytes of the stream are here. whole: the complete file, once it was hashed.
     """
 
     def __init__(self, folder: Path, ticket: int, announced: _Announced) -> None:
+        self.whole: _Whole | None = None
         self.ticket = ticket
         self.announced = announced
         self.offset = 0
@@ -218,7 +271,10 @@ class Upload:
             same_size = self._whole.stat().st_size == self.announced.bytes
         except FileNotFoundError:
             return False
-        return same_size and _digest(self._whole) == self.announced.digest
+        if not same_size or _digest(self._whole) != self.announced.digest:
+            return False
+        self.whole = _Whole.of(self._whole, self.announced.digest)
+        return True
 
     def _known_parts(self) -> list[_Part] | None:
         """What is said to be here; None if there is nothing, or it is of something else."""
@@ -317,6 +373,7 @@ class Upload:
                     os.replace(self._part, self._whole)
                     if lasts:
                         sync_folder(self._folder)
+                    self.whole = _Whole.of(self._whole, self.announced.digest)
             except RunFolderWriteError:
                 # Nobody can tell what a failed sync has left on the disk.
                 self._empty()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.strategy import Kind, Place, World
-from dure.errors import ServeError, warn
+from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.extras import check_extra
@@ -208,6 +208,7 @@ class Network(World):
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
             watching=server.watching,
+            models=server.models,
             exchange_seconds=self.exchange_seconds,
         )
 
@@ -342,6 +343,18 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _check_there(folder: Path, name: str, what: str) -> None:
+    """Raise RunFolderError where a file is missing without which nothing later was written."""
+    later = [folder / one for one in ("cohort.json", "models.jsonl") if (folder / one).exists()]
+    later += (folder / "updates").glob("*.safetensors")
+    later += (folder / "checkpoint").glob("[0-9]*")
+    if later and not (folder / name).exists():
+        raise RunFolderError(
+            f"{folder / name} ({what}) is missing, but {later[0].name} is there: put back a copy "
+            f"of it, or begin another run"
+        )
+
+
 def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> OwnersRoster | None:
     """The roster of the run in `folder`. Raises ValueError for one that it was not begun with."""
     from dure.wire.owners_roster import FILE, Pinned, check_count
@@ -390,13 +403,16 @@ class _Serves:
         # Names of people, updates, models and keys come to lie there.
         make_private(folder)
         self.folder = folder
+        self.resumed = (folder / "clients.db").exists()
+        if self.resumed and not (folder / SIGNING_KEY).exists():
+            warn(f"{folder / SIGNING_KEY} is missing: the model will be signed by a new key")
         self.key = Key.kept_in(folder / SIGNING_KEY)
         place.signs = self.key
         self.watching = Watching(place.report)
         place.report = _both(self.watching.hears, place.report)
         # All rounds are to be in the log.
         place.report_seconds = 0.0
-        self.resumed = (folder / "clients.db").exists()
+        _check_there(folder, "clients.db", "who is enrolled")
         # Before the first client can be enrolled.
         self.roster = _roster_of(world, clients, folder, self.resumed)
         place.identities = None if self.roster is None else self.roster.identities
@@ -481,15 +497,19 @@ class _Server(_Serves):
         from dure.worlds.network.server.app import App
         from dure.worlds.network.server.attendance import Served
         from dure.worlds.network.server.desk import Desk
+        from dure.worlds.network.server.model_digests import FILE, ModelDigests
         from dure.worlds.network.server.shelf import Shelf
         from dure.worlds.network.updates import Updates
 
         super().__init__(world, federation.clients, place)
+        _check_there(self.folder, "journal.db", "all that clients have said")
         self.clock = Clock()
         self.journal = Journal(self.folder, self.clock, self.run)
         self.ending.callback(self.journal.close)
         self.journal.synced = self.watching.sync_seconds.observe
         self.updates = Updates(self.folder / "updates")
+        self.models = ModelDigests(self.folder / FILE)
+        self.ending.callback(self.models.close)
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
         self.machine = machine(federation.threads)

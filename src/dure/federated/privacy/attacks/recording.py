@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from dure.protocol.carrier import Order
 from dure.protocol.messages import Update
 from dure.record.disk import write_atomically
 from dure.record.inside import LARGE, contents
+from dure.record.seal import checksum, sha256
 from dure.record.weights import TensorFile, weights_from_bytes
 
 UPDATES = "updates"
@@ -50,6 +52,15 @@ class About(msgspec.Struct, frozen=True):
     steps: int
     loss: float
     batch_size: int | None = None
+    files: dict[str, str] = {}
+    """The SHA-256 of the other files of the update, by name."""
+    checksum: str | None = None
+    """The CRC-32 of all else here. Recordings of dure up to 0.1 have neither."""
+
+    def sealed(self) -> About:
+        """With the checksum of what it says."""
+        plain = replace(self, checksum=None)
+        return replace(plain, checksum=checksum(msgspec.json.encode(plain)))
 
 
 _Place = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -89,7 +100,8 @@ class Keeper:
         self.rounds = rounds
         self.batch_size = batch_size
         self.written = 0
-        self._models: set[int] = set()
+        self._models: dict[int, str] = {}
+        """The SHA-256 of each round's model that is written."""
         self._full = False
 
     def __call__(self, order: Order, update: Update, steps: Sequence[Tensor]) -> None:
@@ -98,11 +110,11 @@ class Keeper:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         if asked.round not in self._models:
-            self._models.add(asked.round)
             model = {"weight": asked.weights, "buffer": asked.buffers}
-            self._write(_model(asked.round), model)
+            self._models[asked.round] = self._write(_model(asked.round), model)
         sent = {"delta": update.delta, "buffer": update.buffers, "extra": update.extra}
-        self._write(_update(update.ticket), sent)
+        digest = self._write(_update(update.ticket), sent)
+        truth = msgspec.json.encode(Truth([step.tolist() for step in steps]))
         about = About(
             ticket=update.ticket,
             client=update.client,
@@ -112,11 +124,15 @@ class Keeper:
             steps=order.work.steps,
             loss=update.loss,
             batch_size=self.batch_size,
+            files={
+                _model(asked.round): self._models[asked.round],
+                _update(update.ticket): digest,
+                _truth(update.ticket): sha256([truth]),
+            },
         )
-        truth = Truth([step.tolist() for step in steps])
-        write_atomically(self.folder / _truth(update.ticket), msgspec.json.encode(truth))
+        write_atomically(self.folder / _truth(update.ticket), truth)
         # Last: an update that has it is whole.
-        write_atomically(self.folder / _about(update.ticket), msgspec.json.encode(about))
+        write_atomically(self.folder / _about(update.ticket), msgspec.json.encode(about.sealed()))
 
     def _is_full(self, update: Update) -> bool:
         """Whether nothing more is kept; warns when that begins."""
@@ -128,14 +144,17 @@ class Keeper:
             )
         return self._full
 
-    def _write(self, name: str, groups: Mapping[str, Sequence[Tensor]]) -> None:
+    def _write(self, name: str, groups: Mapping[str, Sequence[Tensor]]) -> str:
+        """Writes a file of tensors; returns its SHA-256."""
         tensors = {
             f"{kind}:{place}": tensor
             for kind, group in groups.items()
             for place, tensor in enumerate(group)
         }
         self.written += sum(tensor.nbytes for tensor in tensors.values())
-        write_atomically(self.folder / name, TensorFile(tensors))
+        file = TensorFile(tensors)
+        write_atomically(self.folder / name, file)
+        return sha256(file)
 
 
 def read_updates(run: Path) -> list[Recorded]:
@@ -150,9 +169,14 @@ def read_updates(run: Path) -> list[Recorded]:
             f"{run} has no recorded updates: train the simulation with --keep-updates 5, say"
         )
     models: dict[int, Mapping[str, list[Tensor]]] = {}
+    checked: set[tuple[str, str]] = set()
     updates = []
     for path in found:
-        about = _read_json(path, About)
+        about = _about_in(path)
+        # A round's model is of many updates.
+        for name, digest in set(about.files.items()) - checked:
+            _check(folder / name, digest)
+            checked.add((name, digest))
         if about.round not in models:
             models[about.round] = _read(folder / _model(about.round), ("weight", "buffer"))
         sent = _read(folder / _update(about.ticket), ("delta", "buffer", "extra"))
@@ -170,6 +194,34 @@ def read_updates(run: Path) -> list[Recorded]:
             )
         )
     return sorted(updates, key=lambda one: (one.about.round, one.about.client, one.about.ticket))
+
+
+def _about_in(path: Path) -> About:
+    """What a file says of an update. Raises RunFolderError for one that is damaged."""
+    about: About = _read_json(path, About)
+    if about.checksum is not None:
+        named = {_model(about.round), _update(about.ticket), _truth(about.ticket)}
+        if (
+            about.sealed() != about
+            or path.name != _about(about.ticket)
+            or set(about.files) != named
+        ):
+            raise RunFolderError(
+                f"{path} is damaged: its checksum is not that of its content: put back a copy of it"
+            )
+    return about
+
+
+def _check(path: Path, digest: str) -> None:
+    try:
+        found = sha256([path.read_bytes()])
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from error
+    if found != digest:
+        raise RunFolderError(
+            f"{path} is damaged: its SHA-256 is not the one that was written down: put back a copy "
+            f"of it"
+        )
 
 
 def _check_alike(path: Path, delta: Sequence[Tensor], weights: Sequence[Tensor]) -> None:

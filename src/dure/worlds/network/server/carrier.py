@@ -23,7 +23,7 @@ import msgspec
 from torch import Tensor
 
 from dure.contracts.strategy import Interrupted
-from dure.errors import RunFolderError
+from dure.errors import DamagedUpdateError, RunFolderError
 from dure.fleet.budget import Budget
 from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Draft, Flight
@@ -41,6 +41,7 @@ from dure.protocol.messages import (
 )
 from dure.record.disk import write_atomically
 from dure.record.inside import contents
+from dure.record.seal import checksum
 from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,
@@ -58,12 +59,13 @@ from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.events import Events
 from dure.worlds.network.server.exchanging import Exchanging
 from dure.worlds.network.server.measuring import Measuring
+from dure.worlds.network.server.model_digests import ModelDigests
 from dure.worlds.network.server.once import Once, steps
 from dure.worlds.network.server.sending import Sending
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.trees import Trees
-from dure.worlds.network.updates import Updates
+from dure.worlds.network.updates import DamagedError, Updates
 
 COHORT = "cohort.json"
 """In the run folder: the examples of each client at the beginning of the first round."""
@@ -104,7 +106,8 @@ class NetworkCarrier:
     round, or a ticket where there are no rounds, may take where the strategy names none.
     measure_seconds: how long clients may take to measure a model. exchange_seconds: how long a step
     of a protocol may take. interrupted: whether the user wants the server to stop. once: where the
-    files of what was made once are; in the run folder by default.
+    files of what was made once are; in the run folder by default. models: the digests with which
+    models are compared.
     """
 
     checked = False
@@ -133,6 +136,7 @@ class NetworkCarrier:
         tell: Callable[[str], None],
         watching: Watching | None = None,
         exchange_seconds: float = 60.0,
+        models: ModelDigests | None = None,
         once: Path | None = None,
     ) -> None:
         self.federation = federation
@@ -161,6 +165,7 @@ class NetworkCarrier:
         self.exchanging = Exchanging(
             self.events, desk, updates, self.making, exchange_seconds, interrupted, self.watching
         )
+        self.models = models or ModelDigests(None)
         self.flown: list[Flight] = []
         self._begun = False
         self._kept_to = 1
@@ -169,6 +174,8 @@ class NetworkCarrier:
         """Whether any event says that time has passed; for earlier versions, ticks alone do."""
         self._again: list[int] = []
         """Tickets of a checkpoint, whose assignments are to be put on the desk again."""
+        self._restored: list[Arrived] = []
+        """Updates of a checkpoint, whose files are still to be compared."""
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Arrived] = {}
         self._unsettled: dict[int, int] = {}
@@ -177,6 +184,8 @@ class NetworkCarrier:
         """Tickets of which nothing more is made, and whose files a checkpoint makes useless."""
         self._covered: list[int] = []
         self._newest: tuple[int, Sequence[Tensor], Sequence[Tensor]] | None = None
+        self._models_digest: str | None = None
+        """SHA-256 of the file of digests, once the run has ended."""
 
     @property
     def now(self) -> float:
@@ -193,6 +202,11 @@ class NetworkCarrier:
         cohort = self.folder / COHORT
         if cohort.exists():
             return Join(_examples_in(cohort))
+        if any((self.folder / "checkpoint").glob("[0-9]*")):
+            raise RunFolderError(
+                f"{cohort} is missing, and there is a checkpoint of a run that had begun: put back "
+                f"a copy of it"
+            )
         present: dict[int, int] = {}
         begun = False
         while not begun:
@@ -220,7 +234,7 @@ class NetworkCarrier:
                 self.journal.write("begin", body=FOLLOWS)
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
         # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
-        write_atomically(cohort, msgspec.json.encode(sizes))
+        write_atomically(cohort, _cohort_written(sizes))
         # What making the model took.
         give_back()
         return Join(sizes)
@@ -263,6 +277,10 @@ class NetworkCarrier:
         """After a checkpoint was read: puts on the desk what was there then."""
         again = self._again
         self._again = []
+        # They came before the checkpoint, and are combined after it.
+        for arrived in self._restored:
+            self._check_file(arrived)
+        self._restored = []
         for ticket in again:
             if coordinator.waits_for(ticket):
                 self._hand(coordinator, coordinator.assignment(ticket))
@@ -276,9 +294,13 @@ class NetworkCarrier:
             asked = coordinator.assignment(ticket)
             began = time.perf_counter()
             # Not held here: its memory goes before the next one comes.
-            yield self.sending.update(arrived.said, asked, coordinator)
+            yield self._read(arrived, asked, coordinator)
             # It has been taken when the next one is asked for.
             self.watching.fold_seconds.observe(time.perf_counter() - began)
+
+    def _read(self, arrived: Arrived, asked: Assignment, coordinator: Coordinator) -> Update:
+        with self._blames(arrived):
+            return self.sending.update(arrived.said, asked, coordinator)
 
     def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
         """They do so: clients were told when they were asked. They hear what became of them by
@@ -314,6 +336,9 @@ class NetworkCarrier:
         self.sending.forget_unwanted()
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        # Nobody has trained from the one before: it was hashed for no client.
+        if self._newest is not None and self._newest[0] not in self.models.met:
+            self.models.note(self._newest[0], "made", self.sending.digest(*self._newest[1:]))
         self._newest = (number, weights, buffers)
 
     def ended(self, reason: str) -> None:
@@ -322,9 +347,12 @@ class NetworkCarrier:
         Not of an interruption: the run may go on later.
         """
         if reason == "interrupt":
+            self._models_digest = self.models.sha256()
             return
         if self._newest is not None:
             self.desk.final = self.sending.measured(*self._newest)
+            self.models.note(self._newest[0], "made", self.desk.final.tensors)
+        self._models_digest = self.models.sha256()
         self.desk.end("the run is over")
 
     def measure(self, measure: Measure) -> Measured:
@@ -363,12 +391,22 @@ class NetworkCarrier:
             "why": "clients on a network train with it",
             "chunk": 0,
             "threads": self.machine.threads,
-            **self.cohort.facts(self.now),
+            **self._bits(),
+            **({"models_sha256": self._models_digest} if self._models_digest else {}),
             **({"out_of_transfers": out} if out else {}),
         }
 
+    def _bits(self) -> dict[str, Any]:
+        """Who takes part, and whether models have the bits of a simulation."""
+        found = dict(self.cohort.facts(self.now))
+        if self.models.differ:
+            again = f"a server that went on made model {self.models.differ[0]} with other bits"
+            found |= {"bits": "close", "differs": [*found["differs"], again]}
+        return found
+
     def saved(self) -> None:
         """A checkpoint with the newest `state` is on the disk: what it contains can go."""
+        self.models.sync()
         if not self.record:
             self.files.delete(self._covered)
             self.journal.forget_before(self.events.applied - len(self.events.aside))
@@ -463,11 +501,37 @@ class NetworkCarrier:
         self.desk.done(event.client, ticket)
         self.cohort.reports(event.client, said)
         under = self._underway.get(ticket)
-        self._arrived[ticket] = Arrived(event.client, under.round if under else -1, said)
+        arrived = Arrived(event.client, under.round if under else -1, said)
+        self._arrived[ticket] = arrived
         actions = coordinator.update(ticket, self.now)
         whys = [one.reason for one in actions if isinstance(one, Refuse) and one.ticket == ticket]
+        if not whys:
+            self._check_file(arrived)
         self._land(ticket, "late" if whys else "accepted", said.bytes, "; ".join(whys))
         return actions
+
+    def _check_file(self, arrived: Arrived) -> None:
+        """Raise DamagedUpdateError unless the file of an update is what its client has sent.
+
+        While the server goes through its journal again, no client is told anything: damage ends it
+        before anybody trains.
+        """
+        if not self.federation.holds and arrived.said.failure is None:
+            with self._blames(arrived):
+                self.files.check(arrived.said.ticket, arrived.said.digest)
+
+    @contextmanager
+    def _blames(self, arrived: Arrived) -> Iterator[None]:
+        """Damage is told with the client and the round."""
+        try:
+            yield
+        except DamagedError as error:
+            name = self.desk.seat(arrived.client).name
+            raise DamagedUpdateError(
+                f"{error}: it is what client {arrived.client} ({name!r}) has sent in round "
+                f"{arrived.round + 1}, and later models are made of it: put back a copy of this "
+                f"file, or go on from a backup of the run"
+            ) from error
 
     def _expire(self, coordinator: Coordinator) -> list[Action]:
         """Tickets whose time is up, where no round ends them."""
@@ -580,6 +644,7 @@ class NetworkCarrier:
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> None:
         """Puts an assignment on the desk."""
         sent = self.sending.sent(coordinator, asked)
+        self.models.note(asked.round, "sent", sent.digest)
         train = Train(
             ticket=asked.ticket,
             round=asked.round,
@@ -662,6 +727,7 @@ class NetworkCarrier:
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))
         self._again = list(self._underway)
+        self._restored = list(self._arrived.values())
 
 
 def _in_short(outcome: str, why: str) -> tuple[str, str]:
@@ -674,15 +740,32 @@ def _in_short(outcome: str, why: str) -> tuple[str, str]:
 def _examples_in(cohort: Path) -> list[int]:
     """How many each client had as the first round began. Raises RunFolderError for a damaged file.
 
-    The sum is a number of floating point in places, which larger ones would not be.
+    The sum is a number of floating point in places, which larger ones would not be. One of dure up
+    to 0.1 is the list alone, without a checksum.
     """
     try:
-        found = msgspec.json.decode(contents(cohort), type=list[_Examples])
+        content = contents(cohort)
+        written = msgspec.json.decode(content, type=list[_Examples] | _Cohort)
     except (OSError, msgspec.DecodeError) as error:
         raise RunFolderError(f"cannot read {cohort}: {error}") from error
+    found = written if isinstance(written, list) else written.examples
     if not found:
         raise RunFolderError(f"{cohort} is damaged: nobody took part")
+    if not isinstance(written, list) and content != _cohort_written(found):
+        raise RunFolderError(
+            f"{cohort} is damaged: its checksum is not that of its content: put back a copy of it"
+        )
     return found
 
 
+def _cohort_written(sizes: Sequence[int]) -> bytes:
+    said = checksum(msgspec.json.encode(sizes))
+    return msgspec.json.encode({"checksum": said, "examples": sizes})
+
+
 _Examples = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _Cohort(msgspec.Struct):
+    checksum: str
+    examples: list[_Examples]

@@ -6,19 +6,21 @@ random token; kept is its SHA-256, and when it expires.
 
 Several processes may have the file open: the server, and `dure clients` beside it. Each change is
 one transaction that is on the disk when it returns, and each change of a client has a number, so
-that the others read what is new and nothing else.
+that the others read what is new and nothing else. Each client's row has a checksum (`seals`), which
+is compared when the file is opened.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import sqlite3
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -26,6 +28,7 @@ from typing import Literal, NamedTuple, TypeVar
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.peer_text import printable
 from dure.record.disk import sync_folder
+from dure.record.seal import checksum
 
 FILE = "clients.db"
 """Its name in a run folder."""
@@ -58,6 +61,9 @@ CREATE TABLE invitations (
     used INTEGER
 );
 """
+
+_SEALS = "CREATE TABLE IF NOT EXISTS seals (number INTEGER PRIMARY KEY, sum TEXT NOT NULL);"
+"""The checksum of each client's row. Registers of dure up to 0.1 get it as they are opened."""
 
 State = Literal["enrolled", "revoked", "forgotten"]
 
@@ -113,9 +119,34 @@ class Register:
             [version] = self._db.execute("PRAGMA user_version").fetchone()
             if version != _VERSION:
                 raise RunFolderError(f"{path} is of another version of dure, or not whole")
+            self._seal()
             [self.places] = self._db.execute("SELECT clients FROM run").fetchone()
         if clients is not None and clients != self.places:
             raise RunFolderError(f"{path} is of a run with {self.places} clients, not {clients}")
+
+    def _seal(self) -> None:
+        """Compare every client's row with its checksum; an older register gets them."""
+        names = "SELECT count(*) FROM sqlite_master WHERE name = 'seals'"
+        if not self._db.execute(names).fetchone()[0]:
+            with self._change() as db:
+                db.execute(_SEALS)
+                rows = db.execute(f"SELECT {_COLUMNS} FROM clients").fetchall()
+                sums = [(row[0], _sum(row)) for row in rows]
+                db.executemany("INSERT OR REPLACE INTO seals VALUES (?, ?)", sums)
+        # One view of both, while another process may change them.
+        self._db.execute("BEGIN")
+        try:
+            rows = self._db.execute(f"SELECT {_COLUMNS} FROM clients").fetchall()
+            seals = dict(self._db.execute("SELECT number, sum FROM seals").fetchall())
+        finally:
+            self._db.execute("COMMIT")
+        found = {row[0]: _sum(row) for row in rows}
+        wrong = [one for one in {*found, *seals} if found.get(one) != seals.get(one)]
+        if wrong:
+            raise RunFolderError(
+                f"{self.path} is damaged: client {min(map(str, wrong))} is not as it was enrolled: "
+                f"put back a copy of it"
+            )
 
     def close(self) -> None:
         self._db.close()
@@ -175,6 +206,7 @@ class Register:
                 self._check_free(db, name, None)
             row = (number, key, name, self._wall(), "enrolled")
             db.execute(f"INSERT INTO clients VALUES (?, ?, ?, ?, ?, {_NEXT_CHANGE})", row)
+            db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", (number, _sum(row)))
             if token is not None:
                 used = (number, _hash(token))
                 db.execute("UPDATE invitations SET used = ? WHERE hash = ?", used)
@@ -302,10 +334,20 @@ class Register:
             f"change = {_NEXT_CHANGE} WHERE number = ?",
             (*client[1:], client.number),
         )
+        row = (client.number, _sum(client))
+        db.execute("INSERT OR REPLACE INTO seals VALUES (?, ?)", row)
 
 
 _COLUMNS = "number, key, name, enrolled, state"
 _NEXT_CHANGE = "(SELECT COALESCE(MAX(change), 0) + 1 FROM clients)"
+
+
+def _sum(row: Sequence[object]) -> str:
+    """The checksum of a client: number, key, name, when it was enrolled, state."""
+    number, key, name, enrolled, state = row
+    # As SQLite gives it again.
+    when = float(enrolled) if isinstance(enrolled, int) else enrolled
+    return checksum(json.dumps([number, key, name, when, state], default=repr).encode())
 
 
 def clean_name(name: str) -> str:
@@ -367,7 +409,7 @@ def _make(path: Path, clients: int) -> None:
             raise RunFolderWriteError(f"cannot write {path}: {error.strerror}") from error
         db = sqlite3.connect(beside, isolation_level=None)
         try:
-            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+            db.executescript(f"BEGIN; {_SCHEMA} {_SEALS} PRAGMA user_version = {_VERSION}; COMMIT;")
             db.execute("INSERT INTO run VALUES (?)", (clients,))
         finally:
             db.close()

@@ -16,7 +16,7 @@ from dure.protocol.carrier import Coordinator
 from dure.protocol.messages import Assignment, Update
 from dure.wire.layout import Federation
 from dure.wire.requests import MeasureThis, Reserve
-from dure.wire.tensors import Form, TensorsError
+from dure.wire.tensors import Form, TensorsError, digest_of
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
@@ -65,6 +65,10 @@ class Sending:
         self._measured = digest
         return MeasureThis(round, digest, size)
 
+    def digest(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> str:
+        """SHA-256 of the stream of a model, as `measured` would send it."""
+        return digest_of(self._layout.named(weights, buffers, ()))
+
     def _put(
         self, weights: Sequence[Tensor], buffers: Sequence[Tensor], extra: Sequence[Tensor]
     ) -> tuple[str, int]:
@@ -88,7 +92,8 @@ class Sending:
         failure = said.failure
         if failure is None:
             try:
-                tensors = self._files.read(said.ticket, self._expected(coordinator, asked))
+                expected = self._expected(coordinator, asked)
+                tensors = self._files.read(said.ticket, expected, said.digest)
                 weights, buffers, extra = self._layout.apart(tensors)
             # Its digest is that of these bytes, so this is what its client has sent.
             except TensorsError as error:
