@@ -9,7 +9,7 @@ second by this process. Phases are told apart: "start" until the first step is d
 "training" until the run's limit is reached, "end" while the result goes to the user.
 
     python benchmarks/part_memory.py [--megabytes 400] [--optimizer sgd|adam]
-        --result benchmarks/results/part_memory.json
+        --page docs/larger-than-memory.md --result benchmarks/results/part_memory.json
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from outcome import give, takes_result
+from pages import fill, table
 from torch import nn
 from torch.nn import functional as F
 
@@ -174,13 +175,45 @@ def compared(system: str, megabytes: int, optimizer: str) -> dict[str, Any]:
     }
 
 
+NAMES = {
+    "tensor 2": "tensor parallel, 2",
+    "pipeline 2": "pipeline, 2",
+    "zero 3 x 2": "ZeRO 3 x 2",
+    "mesh 1x2x2": "pipeline 2 x tensor 2",
+}
+"""Names of the systems on the page."""
+
+
+def cells(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the page."""
+    head = [
+        "system",
+        "base, MB",
+        "formula, MB",
+        "peak until the last step, MB",
+        "over the formula",
+    ]
+    lines = [
+        [
+            NAMES[row["system"]],
+            f"{row['base_mb']:.0f}",
+            f"{row['formula_mb']:.0f}",
+            f"{row['peak_mb']:.0f}",
+            f"{row['peak_over_formula']:.2f}",
+        ]
+        for row in rows
+    ]
+    return table(head, lines)
+
+
 def main() -> None:
-    """Compares all systems."""
+    """Compare all systems."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=400, help="of weights")
     parser.add_argument("--optimizer", choices=list(COPIES), default="sgd")
     parser.add_argument("--systems", nargs="*", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--only", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--page", type=Path, help="the page whose table is filled")
     takes_result(parser)
     asked = parser.parse_args()
     if asked.only:
@@ -188,6 +221,8 @@ def main() -> None:
         train(system, int(blocks), optimizer, Path(phase))
         return
     rows = [compared(system, asked.megabytes, asked.optimizer) for system in asked.systems]
+    if asked.page is not None:
+        fill(asked.page, {"part memory": cells(rows)})
     give({"optimizer": asked.optimizer, "rows": rows}, asked.result, indent=1)
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 
@@ -22,6 +23,12 @@ def run_here(script: Path, *arguments: str) -> str:
     ):
         runpy.run_path(str(script), run_name="__main__")
     return said.getvalue()
+
+
+def functions_of(script: Path) -> dict[str, Any]:
+    """Return the global names of a script, which is not run as `__main__`."""
+    with _modules_beside(script):
+        return runpy.run_path(str(script))
 
 
 @contextmanager

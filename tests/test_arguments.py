@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +53,11 @@ def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> 
         (lambda: dure.resume(7), "folder is 7, but it has to be a path"),  # type: ignore[arg-type]
         (lambda: dure.load_task(7), "a task is loaded by its name"),  # type: ignore[arg-type]
         (lambda: dure.load_task("digits", lr="0.1"), "lr is '0.1', but it has to be a number"),
+        (
+            trained(dure.SplitLearning(cut=(1,))),
+            "cut is \\(1,\\), but .* each element of which is a",
+        ),  # type: ignore[arg-type]
+        (lambda: dure.SecureAggregation(range=float("inf")), "range is inf, but it is above 0"),
         (lambda: small_task(loss=nn.MSELoss), "Task\\(loss=MSELoss\\) is a class"),
         (lambda: small_task(train="digits"), "a str cannot be trained on"),
         (lambda: small_task(train={"inputs": torch.ones(3)}), "a dict cannot be trained on"),
@@ -57,6 +66,29 @@ def trained(strategy: Any, world: Any = None, stop: Any = None, **more: Any) -> 
 def test_a_slip_is_answered_by_what_to_write(call: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: dure.Stop(epoch=3), "Stop has no 'epoch', did you mean 'epochs'"),  # type: ignore[call-arg]
+        (lambda: dure.DataParallel(clip_norm=1.0), "it is an argument of dure.Task"),  # type: ignore[call-arg]
+        (lambda: dure.FedAvg(epochs=3), "it is an argument of dure.Stop"),  # type: ignore[call-arg]
+        (lambda: dure.Task(modle=nn.Identity), "Task has no 'modle', did you mean 'model'"),  # type: ignore[call-arg]
+        (lambda: dure.Simulated(engin="loop"), "did you mean 'engine'"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_unknown_argument_is_answered_by_the_one_that_is_meant(
+    call: Callable[[], Any], sentence: str
+) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        call()
+
+
+def test_copies_pickles_and_signatures_of_settings_are_as_ever() -> None:
+    stop = dure.Stop(epochs=2)
+    assert copy.deepcopy(stop) == pickle.loads(pickle.dumps(stop)) == dataclasses.replace(stop)
+    assert list(inspect.signature(dure.Stop).parameters)[:2] == ["epochs", "steps"]
 
 
 @pytest.mark.parametrize(

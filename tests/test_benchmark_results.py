@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import run_here
+from scripts import functions_of, run_here
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OLD = '{"rows": "of last week"}'
@@ -44,3 +44,13 @@ def test_one_that_comes_to_its_end_replaces_it_or_prints(tmp_path: Path) -> None
     assert json.loads(result.read_text())["ids"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["alignment.json"]
     assert json.loads(run_here(BENCHMARKS / "alignment.py", "--ids", "4"))["ids"] == 4
+
+
+@pytest.mark.parametrize(
+    ("script", "page"),
+    [("part_memory", "larger-than-memory.md"), ("study_memory", "study-memory.md")],
+)
+def test_the_table_of_a_page_is_that_of_its_result(script: str, page: str) -> None:
+    result = json.loads((BENCHMARKS / "results" / f"{script}.json").read_text())
+    table = functions_of(BENCHMARKS / f"{script}.py")["cells"](result["rows"])
+    assert table in (BENCHMARKS.parent / "docs" / page).read_text()

@@ -41,6 +41,7 @@ ROOMS = [
 """From the ground up. Rooms of one floor know nothing of each other, but for those in `MAY`."""
 
 MAY = {
+    ("arguments", "errors"),
     ("averaging", "parallel"),
     ("parameter_server", "parallel"),
     ("privacy", "tasks"),

@@ -15,7 +15,12 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
+
+from dure.errors import suggestion
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LARGEST_COUNT = 10**15
 """Nothing that is counted here, in examples, steps, clients or bytes, comes to as many."""
@@ -31,7 +36,41 @@ _WORDS: dict[Any, str] = {
 }
 
 
-class Told:
+class Named:
+    """The base of dataclasses that users make: an unknown argument is refused with a suggestion."""
+
+    _ELSEWHERE: ClassVar[list[type]] = []
+    """Classes whose arguments are looked for when another class does not have them."""
+
+    def __init_subclass__(cls, common: bool = False, **options: Any) -> None:
+        """common: arguments of this class are suggested where another class lacks them."""
+        super().__init_subclass__(**options)
+        if common:
+            Named._ELSEWHERE.append(cls)
+
+    # Before `__init__`, which the dataclass makes and which would name the argument alone.
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        if given and dataclasses.is_dataclass(cls):
+            known = _arguments_of(cls)
+            for name in given:
+                if name not in known and "__init__" in vars(cls):
+                    raise TypeError(_unknown(cls, name, known))
+        return super().__new__(cls)
+
+
+def _arguments_of(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _unknown(kind: type, name: str, known: list[str]) -> str:
+    """Say that a class has no such argument, and which class has it or which name is near."""
+    owners = [each for each in Named._ELSEWHERE if name in _arguments_of(each)]
+    if owners:
+        return f"{kind.__name__} has no {name!r}: it is an argument of dure.{owners[0].__name__}"
+    return f"{kind.__name__} has no {name!r}{suggestion(name, known)}"
+
+
+class Told(Named):
     """The base of settings whose `__post_init__` may meet values of a wrong type.
 
     What it then stumbles over is said as `check_fields` says it.
@@ -131,15 +170,28 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, kind) and not isinstance(value, bool)
     # A list passes for a tuple; a text is no list of texts.
     if origin in (tuple, list) or origin is Sequence:
-        return isinstance(value, Sequence) and not isinstance(value, str)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return False
+        return _fit_in_turn(value, typing.get_args(hint))
     if origin in (dict, Mapping):
-        return isinstance(value, Mapping)
+        if not isinstance(value, Mapping):
+            return False
+        keys, values = typing.get_args(hint) or (Any, Any)
+        return all(_fits(key, keys) and _fits(one, values) for key, one in value.items())
     if origin is Callable:
         return callable(value)
     try:
         return isinstance(value, hint) if isinstance(hint, type) else True
     except TypeError:  # Any, a protocol, a TypedDict: nothing that can be asked
         return True
+
+
+def _fit_in_turn(values: Sequence[Any], hints: tuple[Any, ...]) -> bool:
+    """Tell whether the elements of a sequence are what its type says of them."""
+    # tuple[str, ...], list[str], Sequence[str]: each element is alike.
+    if len(hints) == 1 or hints[1:] == (...,):
+        return all(_fits(value, hints[0]) for value in values)
+    return not hints or (len(values) == len(hints) and all(map(_fits, values, hints)))
 
 
 def _in_words(hint: Any) -> str:
@@ -150,5 +202,10 @@ def _in_words(hint: Any) -> str:
         return " or ".join(repr(one) for one in typing.get_args(hint))
     if hint in _WORDS:
         return _WORDS[hint]
+    inner = typing.get_args(hint)
+    if origin in (tuple, list) or origin is Sequence:
+        if len(inner) == 1 or inner[1:] == (...,):
+            return f"a sequence, each element of which is {_in_words(inner[0])}"
+        return f"a sequence of {len(inner)}: {', '.join(map(_in_words, inner))}"
     kind = origin if isinstance(origin, type) else hint
     return f"a {kind.__name__}" if isinstance(kind, type) else str(hint)

@@ -164,6 +164,10 @@ def idx(magic: int, *shape: int, content: bytes) -> bytes:
             "evaluate_every is 0, but it counts steps: at least 1",
         ),
         ("train digits single-worker --out .", "is not empty"),
+        ("train digits single-worker --out mine.py", "mine.py is a file, and no folder"),
+        (f"train digits single-worker --out {'a' * 300}", "File name too long"),
+        ("bench all-reduce --out mine.py", "mine.py is a file, and the result goes into a folder"),
+        (f"show {'a' * 300}", "File name too long"),
         ("train digits single-worker --out mine.py/run", "cannot make the run folder"),
         ("train --resume nowhere", "nowhere is not a run folder"),
         ("report nowhere", "nowhere is not a run folder"),
@@ -429,3 +433,43 @@ def test_the_module_is_the_command():
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert os.listdir() == ["mine.py"]
+
+
+def test_standard_output_that_cannot_be_written_is_said_in_a_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dure", "systems"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("dure: cannot write what is to be printed: No space left")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "clients list nowhere",
+        "clients invite nowhere",
+        "show nowhere",
+        "list .",
+        "systems",
+        "report nowhere",
+        "certificates init --folder authority",
+        "roster owner owner.pem",
+        "roster show nowhere.json",
+        "audit nowhere.jsonl",
+    ],
+)
+def test_commands_that_need_no_tensor_do_not_load_torch(line, tmp_path):
+    code = (
+        "import sys; from dure.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line.split()], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert done.returncode == 0

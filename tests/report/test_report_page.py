@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sample_runs import write_run
 
+import dure.report
 from dure.errors import RunFolderError
 from dure.report import write_report
 from dure.report.read import read_run
@@ -99,6 +100,39 @@ def test_the_table_says_what_each_run_came_to(comparison: Path, report: Report) 
         "scaffold failed: client 3 failed in round 1: ValueError: the model has <BatchNorm2d>"
         in text
     )
+
+
+class Tables(HTMLParser):
+    """Whether headings and cells hold words, by table, row and column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[list[list[tuple[str, bool]]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr" and self.tables:
+            self.tables[-1].append([])
+        elif tag in ("td", "th") and self.tables:
+            words = "text" in (dict(attrs).get("class") or "").split()
+            self.tables[-1][-1].append((tag, words))
+
+
+def test_headings_stand_above_their_values(comparison: Path, report: Report) -> None:
+    found = Tables()
+    found.feed(report(comparison))
+    compared = 0
+    for head, *rows in found.tables:
+        for row in rows:
+            # What spans columns stands below none of them; those at the edges are always at left.
+            if len(row) == len(head):
+                compared += 1
+                inner = zip(head[1:-1], row[1:-1], strict=True)
+                assert all(above[1] >= below[1] for above, below in inner)
+    assert compared
+    style = (Path(dure.report.__file__).parent / "style.css").read_text()
+    assert "th.text, td.text, th:first-child, th:last-child { text-align: left; }" in style
 
 
 def test_every_metric_has_a_column_and_the_tenth_of_clients_a_section(

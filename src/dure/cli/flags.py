@@ -12,7 +12,7 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -371,15 +371,14 @@ def parse_flags(
     """
     import tyro
 
-    from dure.run.registry import TEXTS
-
     _check_own_names(parts)
     registry = tyro.constructors.ConstructorRegistry()
+    texts = _texts(parts.values())
 
     @registry.primitive_rule
     def text_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
         # None leaves the type to tyro.
-        return _text(info.type) if info.type in TEXTS else None
+        return _text(info.type, texts[info.type]) if info.type in texts else None
 
     # Without prefixes flags are short, but two of the same name would be one.
     short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
@@ -409,6 +408,24 @@ def parse_flags(
     return {name: _instance(kind, getattr(parsed, name)) for name, kind in parts.items()}
 
 
+_PLAIN = ("builtins", "pathlib", "types", "typing")
+"""Modules of types that tyro reads by itself."""
+
+
+def _texts(kinds: Iterable[Any]) -> Mapping[type[Any], Callable[[str], Any]]:
+    """Return the readers of fields that are written as text, by their types.
+
+    Commands whose flags are plain need none, and are not to wait for torch.
+    """
+    hints = [hint for kind in kinds for hint in typing.get_type_hints(kind).values()]
+    named = [one for hint in hints for one in (hint, *typing.get_args(hint))]
+    if all(getattr(one, "__module__", "builtins") in _PLAIN for one in named):
+        return {}
+    from dure.run.registry import TEXTS
+
+    return TEXTS
+
+
 def _together(
     parts: Mapping[str, Any], description: str, left_out: Collection[str] = ()
 ) -> type[Any]:
@@ -425,14 +442,12 @@ def _together(
     return together
 
 
-def _text(kind: type[Any], optional: bool = False) -> Any:
+def _text(kind: type[Any], parse: Callable[[str], Any], optional: bool = False) -> Any:
     """How a field is read that is written as text. optional: or None."""
     import tyro
 
-    from dure.run.registry import TEXTS
-
     def read(texts: list[str]) -> Any:
-        return None if optional and texts[0] == "None" else TEXTS[kind](texts[0])
+        return None if optional and texts[0] == "None" else parse(texts[0])
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
@@ -450,16 +465,15 @@ def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
     """
     import tyro
 
-    from dure.run.registry import TEXTS
-
     changed: list[Any] = []
+    texts = _texts([kind])
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = field.name
-        inner = [one for one in typing.get_args(hints[name]) if one in TEXTS]
+        inner = [one for one in typing.get_args(hints[name]) if one in texts]
         annotated: Any = hints[name]
         if inner:
-            annotated = Annotated[annotated, _text(inner[0], optional=True)]
+            annotated = Annotated[annotated, _text(inner[0], texts[inner[0]], optional=True)]
         given: Any = field
         # What no help tells of is not asked for in it either.
         if name in left_out and _is_required(field):

@@ -7,6 +7,7 @@ torch. Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -203,14 +204,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # of which the traceback says more.
         foreseen = isinstance(error, (DureError, ValueError, ImportError))
         own = foreseen and not isinstance(error, WorkerFailedError)
-        text = (foreseen and text_of(error).strip()) or described(error)
+        text = (foreseen and text_of(error).strip()) or _said_of(error)
         print(
             f"dure: {one_line(text)}{'' if own or debug else f' ({DEBUG} shows the traceback)'}",
             file=sys.stderr,
         )
         if isinstance(error, DureError):
             return error.exit_code
+        if isinstance(error, OSError) and not isinstance(error, UnicodeError):
+            _forget_what_was_printed()
+            return 2 if error.filename is not None else 1
         return 2 if foreseen else 1
+
+
+def _said_of(error: BaseException) -> str:
+    """Describe an error that nobody foresaw; of a file by its path, shortened, and the reason."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return described(error)
+    if error.filename is not None:
+        path = str(error.filename)
+        shown = path if len(path) <= 120 else f"{path[:80]}…{path[-30:]}"
+        return f"cannot use {shown}: {error.strerror}"
+    if error.errno == errno.ENOSPC:
+        return f"cannot write what is to be printed: {error.strerror}"
+    return described(error)
+
+
+def _forget_what_was_printed() -> None:
+    """Let Python not complain again, at its end, of standard output that cannot be written."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager
@@ -388,6 +413,8 @@ def _bench(given: list[str]) -> int:
     from dure.bench import options
 
     plan = options.plan(how.sizes, how.ranks, how.contenders, how.repeats, how.quick, how.fit)
+    if how.out is not None and how.out.exists() and not how.out.is_dir():
+        raise ValueError(f"{how.out} is a file, and the result goes into a folder: name another")
     start_fork_server()
     from dure.bench.page import write
     from dure.bench.progress import Progress

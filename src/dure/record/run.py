@@ -101,7 +101,9 @@ class RunFolder:
     def _refuse_if_used(self) -> None:
         # An empty folder will do: the command line makes it before anything else.
         path = self.path
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"{path} is a file, and no folder: choose another with --out")
+        if path.exists() and any(path.iterdir()):
             raise RunFolderError(
                 f"the run folder {path} is not empty: choose another with --out, or go on with "
                 f"--resume {path}"

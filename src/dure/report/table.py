@@ -44,7 +44,10 @@ def table(runs: Runs) -> str:
     columns = _columns(runs.runs)
     # Of each column over all runs, before any row is written.
     best = [_best(column, runs.runs) for column in columns]
-    head = "".join(map(_heading, ("run, world", *(column.title for column in columns))))
+    head = _heading("run, world") + "".join(
+        _heading(column.title, any(isinstance(column.value(run), str) for run in runs.runs))
+        for column in columns
+    )
     rows = ""
     notes = ""
     for index, run in enumerate(runs.runs):
@@ -79,8 +82,9 @@ _FILTER = (
 """What narrows the page to some of its runs."""
 
 
-def _heading(title: str) -> str:
-    return f'<th scope="col"><button type="button">{escape(title)}</button></th>'
+def _heading(title: str, is_text: bool = False) -> str:
+    kind = ' class="text"' if is_text else ""
+    return f'<th scope="col"{kind}><button type="button">{escape(title)}</button></th>'
 
 
 def _failed(failed: Mapping[str, str], columns: int) -> str:

@@ -65,6 +65,20 @@ def test_interleaved_is_no_longer_than_1f1b_where_p_does_not_divide_m(p, m, v):
     assert run.makespan <= simulated("interleaved", p, -(-m // p) * p, v).makespan
 
 
+def test_the_example_of_the_study_in_which_p_does_not_divide_m():
+    run = simulated("interleaved", 3, 16, 3)
+    page = (Path(__file__).parents[3] / "docs" / "study-interleaving.md").read_text()
+    assert f"are idle for {run.bubble:.1%}".replace("%", " %") in page
+    assert f"not for\n{2 / (3 * 16 + 2):.1%}".replace("%", " %") in page
+
+
+@given(RANKS, MICROBATCHES, st.integers(1, 4))
+def test_the_idle_time_of_interleaving_lies_between_its_bounds(p, m, v):
+    idle = simulated("interleaved", p, m, v).idle_over_busy
+    assert idle is not None
+    assert (p - 1) / (v * m) - 1e-9 <= idle <= (p - 1) / m + 1e-9
+
+
 @pytest.mark.parametrize(("v", "idle"), [(1, 0.2188), (2, 0.1094), (4, 0.0547)])
 def test_the_idle_time_of_8_ranks_and_32_microbatches(v, idle):
     run = simulated("interleaved", 8, 32, v, 1 / v, 2 / v)

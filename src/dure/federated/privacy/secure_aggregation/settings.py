@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,8 +33,8 @@ class SecureAggregation(Protection):
                 f"have to be there to the end: else a server that tells two halves two things "
                 f"sees both"
             )
-        if not self.range > 0:
-            raise ValueError(f"{self.name}: range is {self.range}, but a range is above 0")
+        if not 0 < self.range < math.inf:
+            raise ValueError(f"{self.name}: range is {self.range}, but it is above 0 and finite")
         if self.most_examples < 1:
             raise ValueError(
                 f"{self.name}: most_examples is {self.most_examples}, but it counts 1 or more"
