@@ -10,13 +10,14 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.strategy import another, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.federated.client.clients import Clients
 from dure.federated.halves import layout, one_client
@@ -34,6 +35,7 @@ from dure.protocol.messages import (
     nbytes,
 )
 from dure.run.registry import decode_strategy
+from dure.tasks.dtypes import check_dtypes
 from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
@@ -96,6 +98,7 @@ class Training:
             )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
+        check_dtypes(self.task, self.model, partial(another, self.model, self.task, 0))
 
     def look(self) -> CheckIn:
         """A check-in that only looks at what is served."""
