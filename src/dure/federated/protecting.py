@@ -28,6 +28,7 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.private import Private
 from dure.federated.server.sampling import Selection
+from dure.privacy.padding import padding_rows
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
@@ -154,6 +155,7 @@ def noised(
         once=carrier.once,
         secret=secret,
         folder=place.folder,
+        padding=padding_rows(task, copy),
     )
 
 

@@ -2,12 +2,13 @@
 
     batch      every example by its own coin, with probability q = B / n     (`poisson`)
     clip       g_i <- g_i · min(1, C / ‖g_i‖)                                 (`per_example`)
-    noise      sum of the g_i + N(0, z² C²) on every coordinate
+    noise      sum of the g_i + N(0, z² C²) on every coordinate, but for rows of padding
     gradient   that sum / B; the optimizer and all that follows may do with it what they like
 
 B is the expected batch, and not the one that the coins gave: how many examples were in a batch is
 nobody's to know. For the same reason steps count B examples each. Every trained parameter gets
-noise, also one that the batch has not used.
+noise, also one that the batch has not used. Only rows to which no example has a gradient are left
+as they are (`padding`).
 
 epsilon after T steps is that of T releases of rate q and noise z (`dure.privacy.accountant`). It is
 about the trained weights and all gradients on the way. Outside of it are losses and metrics, which
@@ -39,6 +40,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.privacy.accountant import Releases, check_delta, epsilon, noise_for, times_within
 from dure.privacy.dp_sgd import DPSGD
+from dure.privacy.padding import clear, padding_rows
 from dure.privacy.per_example.proof import choose
 from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
@@ -47,6 +49,7 @@ from dure.privacy.protection import check_installed
 from dure.privacy.step_count import StepCount
 from dure.randomness.keystream import normals, to_grid
 from dure.randomness.secret import Secret
+from dure.tensors.flat import trained_in
 
 
 class Budget(NamedTuple):
@@ -186,6 +189,8 @@ class ExampleLevel:
         self.group = group
         self.secret = secret = root_of(settings, seed, group.broadcast_bytes)
         self.parameters = trained(model)
+        self.named = trained_in(model)
+        self.padding = padding_rows(task, model)
         self.way = choose(task, model, examples).made(model)
         self.batches = PoissonBatches(len(examples), batch_size, secret)
         self._within = 0
@@ -220,6 +225,7 @@ class ExampleLevel:
     def gradients(self, sums: Sequence[Tensor], step: int) -> None:
         """Leaves a step's gradient in the parameters, of the sums over its whole batch."""
         found = noised_mean(sums, self.settings, self.expected, self.secret, step)
+        clear(self.padding, dict(zip(self.named, found, strict=True)))
         for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
 
