@@ -97,9 +97,15 @@ def repeats(privacy: Privacy, place: Place) -> bool:
     return place.network is None or privacy == NOTHING
 
 
-def check_served(privacy: Privacy) -> None:
+def check_served(strategy: Protects) -> None:
     """Raises ValueError for what cannot protect clients that are elsewhere."""
+    privacy = strategy.privacy
     check_own_noise(privacy)
+    if privacy.secure is not None and strategy.selection.by_size:
+        raise ValueError(
+            f"the selection {strategy.selection} asks clients by how many examples they have, and "
+            f"under secure aggregation over a network nobody is told: take uniform"
+        )
     if privacy.secure is not None and privacy.example is not None:
         raise ValueError(
             "the account of dp-sgd needs to know how many examples each client has, and under "
@@ -121,7 +127,7 @@ def secure(
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
 
     algorithm = strategy.algorithm(start_of(task, model, clients))
-    clips = _clipping(strategy.privacy, task, model, algorithm)
+    clips = _clipping(strategy, task, model, algorithm)
     run = SIMULATED if place.network is None else str(place.config.get("run", ""))
     groups, of_means = parted(rule)
     settings = _weighed(settings, algorithm)
@@ -199,7 +205,7 @@ def holding(
     settings = _weighed(settings, algorithm)
     if strategy.privacy.user is None and not algorithm.alike:
         _tell_large(settings, sizes)
-    clipping = _clipping(strategy.privacy, task, model, algorithm)
+    clipping = _clipping(strategy, task, model, algorithm)
     if site is None:
         sums = Sums(settings, SIMULATED, clipping)
         return Holding(sums, algorithm, secret)
@@ -244,14 +250,17 @@ def _weighed(settings: SecureAggregation, algorithm: Algorithm) -> SecureAggrega
 
 
 def _clipping(
-    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+    strategy: Protects, task: Task, model: nn.Module, algorithm: Algorithm
 ) -> Clipping | None:
     """How clients clip, where they have differential privacy, and only their sum is seen."""
-    if privacy.user is None:
+    user = strategy.privacy.user
+    if user is None:
         return None
     from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
 
-    return Clipping(privacy.user, *_contribution(task, model, algorithm))
+    work = strategy.work()
+    passes = work.epochs if work.steps is None else 1
+    return Clipping(user, *_contribution(task, model, algorithm), passes)
 
 
 def _contribution(

@@ -38,7 +38,14 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.privacy.accountant import Releases, check_delta, epsilon, noise_for, times_within
+from dure.privacy.accountant import (
+    Releases,
+    check_delta,
+    check_epsilon,
+    epsilon,
+    noise_for,
+    times_within,
+)
 from dure.privacy.dp_sgd import DPSGD
 from dure.privacy.padding import clear, padding_rows
 from dure.privacy.per_example.proof import choose
@@ -100,11 +107,25 @@ def planned(
         return None
     check_installed()
     check_delta(budget.delta)
-    if budget.epsilon is None or settings.noise:
+    if budget.epsilon is None:
+        return settings
+    check_epsilon(budget.epsilon)
+    rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
+    if settings.noise:
+        _check_one_step(settings, budget.epsilon, budget.delta, rate)
         return settings
     times = steps_within(stop, examples, batch_size)
-    rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
     return replace(settings, noise=noise_for(budget.epsilon, budget.delta, rate, times))
+
+
+def _check_one_step(settings: DPSGD, most: float, delta: float, rate: float) -> None:
+    """Raise ValueError where not even one step keeps to the budget."""
+    told = epsilon([Releases(rate, settings.noise)], delta)
+    if told > most:
+        raise ValueError(
+            f"one step alone tells an epsilon of {told:.4g}, and the budget is {most}: take more "
+            f"noise than {settings.noise}, or leave the noise out for the one that fits"
+        )
 
 
 def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = None) -> Promise:
