@@ -634,18 +634,15 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
 
 
 def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
-    """(train, test) with floating-point tensors in the dtype of what the model trains.
+    """Return (train, test) as they are given to the model: as they are, or in `Task.dtype`.
 
     test: with the validation set, if the task has one.
     """
-    floating = [one for one in model.parameters() if one.is_floating_point()]
-    # What is frozen may be kept shorter, as below adapters, or longer, as a constant. The first of
-    # the others speaks for all; a model without any has torch's default.
-    speaking = [one for one in floating if one.requires_grad] or floating
-    dtype = speaking[0].dtype if speaking else torch.get_default_dtype()
-    # Inputs in the model's dtype: a float64 model trains in float64.
     test = task.test
     if isinstance(task.validation, Examples):
         # Whoever measures the one measures both.
         test = MeasuredExamples(test, task.validation)
+    dtype = task.dtype
+    if dtype is None:
+        return task.train, test
     return task.train.to(dtype), None if test is None else test.to(dtype)

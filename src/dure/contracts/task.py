@@ -67,8 +67,7 @@ class Task(Named, common=True):
     """What is learned.
 
     model: a function without arguments that returns a fresh `nn.Module`; called under the run's
-        seed. A float64 model trains in float64: floating-point examples are converted to the dtype
-        of the parameters that it trains.
+        seed.
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
         (sum, count), for one that does not count every example alike: see `Loss`. None: the model
         gives its own, as those of Hugging Face do (`dure.OwnLoss`).
@@ -110,6 +109,8 @@ class Task(Named, common=True):
     show_examples: whether a few of the test examples may be seen in run folders and reports, where
         they are pictures. False: none is. Nor is any where data belong to somebody: over a network,
         where examples have keys, or where a strategy protects them (`dure.run.answers`).
+    dtype: floating-point inputs are cast to it, such as torch.float32; targets never are. None:
+        inputs are given to the model as they are.
     """
 
     model: Callable[[], nn.Module]
@@ -132,6 +133,7 @@ class Task(Named, common=True):
     unfreeze: Mapping[str, int] | None = None
     validation: Any = None
     show_examples: bool = False
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.loss is None:
@@ -160,6 +162,13 @@ class Task(Named, common=True):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise ValueError(f"Task({name}={size!r}) has to be a whole number, 1 or more")
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise ValueError(
+                f"Task(dtype={self.dtype!r}) has to be a floating-point dtype, such as "
+                f"torch.float32"
+            )
         check_learning(self)
         if self.metrics is not None:
             check_metrics(self.metrics)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -30,15 +30,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dure.data.examples import Examples
+from dure.data.examples import LABELS, Examples, as_dtype
 from dure.data.keys import keys_of
 from dure.errors import DataError, ExampleError, described
 
 Collate = Callable[[Any], Any]
 """collate(items) makes a batch of them."""
-
-LABELS = ("labels", "label", "label_ids")
-"""The columns of which the first that is there is the target, in a dict."""
 
 
 class DatasetExamples(Examples):
@@ -68,7 +65,7 @@ class DatasetExamples(Examples):
             raise ValueError(f"{len(items)} examples, but {len(self.keys)} keys")
         classes = getattr(dataset, "classes", None)
         self.classes = list(map(str, classes)) if isinstance(classes, (list, tuple)) else None
-        self._convert: Callable[[Tensor], Tensor] = lambda leaf: leaf
+        self._dtype: torch.dtype | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -86,7 +83,8 @@ class DatasetExamples(Examples):
             for index, item in zip(places, items, strict=True):
                 _check_item(index, item)
             batch = self._pair_of(self._collated(_by_default, items))
-        return cast("tuple[Any, Any]", tree_map(self._convert, batch))
+        inputs, targets = batch
+        return as_dtype(inputs, self._dtype), targets
 
     @staticmethod
     def _collated(collate: Collate, items: Sequence[Any]) -> Any:
@@ -159,9 +157,7 @@ class DatasetExamples(Examples):
 
     def to(self, dtype: torch.dtype) -> Examples:
         twin = copy.copy(self)
-        twin._convert = lambda leaf: (
-            leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-        )
+        twin._dtype = dtype
         return twin
 
     def with_labels(self) -> DatasetExamples:

@@ -20,6 +20,9 @@ from dure.data.keys import keys_of
 from dure.data.sampling import SHUFFLED, Sampling
 from dure.errors import DataError
 
+LABELS = ("labels", "label", "label_ids")
+"""The columns of which the first that is there is the target, in a dict."""
+
 
 class Examples:
     """Examples held in tensors.
@@ -129,25 +132,35 @@ class Examples:
         return {"test": self}
 
     def to(self, dtype: torch.dtype) -> Examples:
-        """The same examples with floating-point tensors in `dtype`; self if nothing changes."""
+        """Return the same examples with floating-point inputs in `dtype`; self if none changes.
 
-        def convert(leaf: Tensor) -> Tensor:
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-
-        inputs, targets = tree_map(convert, (self.inputs, self.targets))
-        unchanged = all(
-            a is b
-            for a, b in zip(
-                tree_leaves((inputs, targets)),
-                tree_leaves((self.inputs, self.targets)),
-                strict=True,
-            )
-        )
-        if unchanged:
+        Targets keep their dtype.
+        """
+        inputs = as_dtype(self.inputs, dtype)
+        same = zip(tree_leaves(inputs), tree_leaves(self.inputs), strict=True)
+        if all(a is b for a, b in same):
             return self
-        converted = Examples(inputs, targets, self.keys, self.classes)
+        converted = Examples(inputs, self.targets, self.keys, self.classes)
         converted.sampling = self.sampling
         return converted
+
+
+def as_dtype(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Return the same structure with floating-point tensors in `dtype`; None changes none.
+
+    A dict that holds the labels for a model with a loss of its own keeps these as they are.
+    """
+    if dtype is None:
+        return inputs
+
+    def convert(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    converted = tree_map(convert, inputs)
+    if isinstance(inputs, dict):
+        converted.update({name: inputs[name] for name in LABELS if name in inputs})
+    return converted
 
 
 class NoExamples(Examples):

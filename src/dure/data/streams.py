@@ -50,7 +50,7 @@ class StreamExamples(DatasetExamples):
         self.keys = None
         self.classes = None
         self.sampling = Sampling()
-        self._convert = lambda leaf: leaf
+        self._dtype = None
         self._length = _length_of(dataset) if length is None else length
         self._here = _Here()
 

@@ -146,7 +146,7 @@ def server_half(
         attack = place.conditions.attack
         lying = _lying(place.conditions, clients, seed)
     pacing = strategy.pacing(clients)
-    return Server(
+    server = Server(
         task=task,
         model=model,
         test=test,
@@ -170,13 +170,16 @@ def server_half(
         examples=protecting.account(strategy, carrier.join().sizes, place.network is None),
         toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
     )
+    if strategy.privacy.counts_passes:
+        server.examples = clients
+    return server
 
 
 def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
     """The server, whose clients are elsewhere."""
-    protecting.check_served(strategy.privacy)
+    protecting.check_served(strategy)
     if strategy.selection.asks:
         raise ValueError(
             f"the selection {strategy.selection} asks clients for their losses before a round, "
@@ -202,6 +205,8 @@ def _serving(
     server = server_half(strategy, task, model, place, carrier, seed)
     if strategy.privacy.secure is None:
         server.examples = max(1, sum(carrier.join().sizes))
+    else:
+        server.knows_sizes = False
     place.ending.callback(server.close)
     return server
 
@@ -284,7 +289,7 @@ def one_client(
     the partition gives it; else all of the task's are its own. Raises ValueError for noise that
     others could draw again.
     """
-    protecting.check_served(strategy.privacy)
+    protecting.check_served(strategy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
     if not strategy.held_out and divides:

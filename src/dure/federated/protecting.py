@@ -28,6 +28,7 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
 from dure.federated.server.private import Private
 from dure.federated.server.sampling import Selection
+from dure.privacy.padding import padding_rows
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
@@ -99,9 +100,15 @@ def repeats(privacy: Privacy, place: Place) -> bool:
     return place.network is None or privacy == NOTHING
 
 
-def check_served(privacy: Privacy) -> None:
+def check_served(strategy: Protects) -> None:
     """Raises ValueError for what cannot protect clients that are elsewhere."""
+    privacy = strategy.privacy
     check_own_noise(privacy)
+    if privacy.secure is not None and strategy.selection.by_size:
+        raise ValueError(
+            f"the selection {strategy.selection} asks clients by how many examples they have, and "
+            f"under secure aggregation over a network nobody is told: take uniform"
+        )
     if privacy.secure is not None and privacy.example is not None:
         raise ValueError(
             "the account of dp-sgd needs to know how many examples each client has, and under "
@@ -123,7 +130,7 @@ def secure(
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
 
     algorithm = strategy.algorithm(start_of(task, model, clients))
-    clips = _clipping(strategy.privacy, task, model, algorithm)
+    clips = _clipping(strategy, task, model, algorithm)
     run = SIMULATED if place.network is None else str(place.config.get("run", ""))
     groups, of_means = parted(rule)
     settings = _weighed(settings, algorithm)
@@ -157,6 +164,7 @@ def noised(
         once=carrier.once,
         secret=secret,
         folder=place.folder,
+        padding=padding_rows(task, copy),
     )
 
 
@@ -200,7 +208,7 @@ def holding(
     settings = _weighed(settings, algorithm)
     if strategy.privacy.user is None and not algorithm.alike:
         _tell_large(settings, sizes)
-    clipping = _clipping(strategy.privacy, task, model, algorithm)
+    clipping = _clipping(strategy, task, model, algorithm)
     if site is None:
         sums = Sums(settings, SIMULATED, clipping)
         return Holding(sums, algorithm, secret)
@@ -246,14 +254,17 @@ def _weighed(settings: SecureAggregation, algorithm: Algorithm) -> SecureAggrega
 
 
 def _clipping(
-    privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm
+    strategy: Protects, task: Task, model: nn.Module, algorithm: Algorithm
 ) -> Clipping | None:
     """How clients clip, where they have differential privacy, and only their sum is seen."""
-    if privacy.user is None:
+    user = strategy.privacy.user
+    if user is None:
         return None
     from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
 
-    return Clipping(privacy.user, *_contribution(task, model, algorithm))
+    work = strategy.work()
+    passes = work.epochs if work.steps is None else 1
+    return Clipping(user, *_contribution(task, model, algorithm), passes)
 
 
 def _contribution(

@@ -243,6 +243,12 @@ class Federated(Strategy):
 
     def planned(self, task: Task, stop: Stop) -> Self:
         user = self.privacy.user
+        if self.privacy.counts_passes and self.work().steps is not None and stop.epochs:
+            raise ValueError(
+                "epochs count passes over the data, and with local_steps nobody is told how much "
+                "of their data clients have seen, under secure aggregation with user-level "
+                "privacy: give rounds"
+            )
         if user is None or self.epsilon is None or user.noise:
             return self
         # Before the noise is looked for, which takes seconds.

@@ -191,6 +191,12 @@ def times_within(
     return low
 
 
+def check_epsilon(epsilon: float) -> None:
+    """Raise ValueError for a budget that nothing keeps to."""
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon is {epsilon}, but a budget is above 0 and finite")
+
+
 def check_delta(delta: float) -> None:
     """Raises ValueError for a delta that promises nothing, or cannot be computed with."""
     if not SMALLEST_DELTA <= delta < 1:

@@ -2,12 +2,13 @@
 
     batch      every example by its own coin, with probability q = B / n     (`poisson`)
     clip       g_i <- g_i · min(1, C / ‖g_i‖)                                 (`per_example`)
-    noise      sum of the g_i + N(0, z² C²) on every coordinate
+    noise      sum of the g_i + N(0, z² C²) on every coordinate, but for rows of padding
     gradient   that sum / B; the optimizer and all that follows may do with it what they like
 
 B is the expected batch, and not the one that the coins gave: how many examples were in a batch is
 nobody's to know. For the same reason steps count B examples each. Every trained parameter gets
-noise, also one that the batch has not used.
+noise, also one that the batch has not used. Only rows to which no example has a gradient are left
+as they are (`padding`).
 
 epsilon after T steps is that of T releases of rate q and noise z (`dure.privacy.accountant`). It is
 about the trained weights and all gradients on the way. Outside of it are losses and metrics, which
@@ -37,8 +38,16 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.privacy.accountant import Releases, check_delta, epsilon, noise_for, times_within
+from dure.privacy.accountant import (
+    Releases,
+    check_delta,
+    check_epsilon,
+    epsilon,
+    noise_for,
+    times_within,
+)
 from dure.privacy.dp_sgd import DPSGD
+from dure.privacy.padding import clear, padding_rows
 from dure.privacy.per_example.proof import choose
 from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
@@ -47,6 +56,7 @@ from dure.privacy.protection import check_installed
 from dure.privacy.step_count import StepCount
 from dure.randomness.keystream import normals, to_grid
 from dure.randomness.secret import Secret
+from dure.tensors.flat import trained_in
 
 
 class Budget(NamedTuple):
@@ -97,11 +107,25 @@ def planned(
         return None
     check_installed()
     check_delta(budget.delta)
-    if budget.epsilon is None or settings.noise:
+    if budget.epsilon is None:
+        return settings
+    check_epsilon(budget.epsilon)
+    rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
+    if settings.noise:
+        _check_one_step(settings, budget.epsilon, budget.delta, rate)
         return settings
     times = steps_within(stop, examples, batch_size)
-    rate = 1.0 if batch_size is None else min(1.0, batch_size / examples)
     return replace(settings, noise=noise_for(budget.epsilon, budget.delta, rate, times))
+
+
+def _check_one_step(settings: DPSGD, most: float, delta: float, rate: float) -> None:
+    """Raise ValueError where not even one step keeps to the budget."""
+    told = epsilon([Releases(rate, settings.noise)], delta)
+    if told > most:
+        raise ValueError(
+            f"one step alone tells an epsilon of {told:.4g}, and the budget is {most}: take more "
+            f"noise than {settings.noise}, or leave the noise out for the one that fits"
+        )
 
 
 def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = None) -> Promise:
@@ -186,6 +210,8 @@ class ExampleLevel:
         self.group = group
         self.secret = secret = root_of(settings, seed, group.broadcast_bytes)
         self.parameters = trained(model)
+        self.named = trained_in(model)
+        self.padding = padding_rows(task, model)
         self.way = choose(task, model, examples).made(model)
         self.batches = PoissonBatches(len(examples), batch_size, secret)
         self._within = 0
@@ -220,6 +246,7 @@ class ExampleLevel:
     def gradients(self, sums: Sequence[Tensor], step: int) -> None:
         """Leaves a step's gradient in the parameters, of the sums over its whole batch."""
         found = noised_mean(sums, self.settings, self.expected, self.secret, step)
+        clear(self.padding, dict(zip(self.named, found, strict=True)))
         for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
 

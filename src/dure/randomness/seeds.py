@@ -94,6 +94,21 @@ def generators_state() -> dict[str, Any]:
     }
 
 
+def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two values of `generators_state` are equal: nothing was drawn between them."""
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, Mapping):
+            return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+        if isinstance(a, list):
+            return len(a) == len(b) and all(map(equal, a, b))
+        return bool(a == b)
+
+    return equal(one, other)
+
+
 def restore_generators(state: Mapping[str, Any]) -> None:
     """The inverse of `generators_state`.
 

@@ -52,6 +52,7 @@ from dure.run.registry import check_kind, decode_strategy, decode_world, default
 from dure.run.track import tracker
 from dure.run.validation import check_validation, with_validation
 from dure.tasks.builtin import load_task
+from dure.tasks.dtypes import check_dtypes
 from dure.tasks.loss_check import check_loss, warn_of_ignored_targets
 from dure.tasks.parts import check_whole, parts_of
 from dure.tensors.supported import check_supported
@@ -596,6 +597,7 @@ def _checked(
     _check_optimizers(task, model)
     check_learned(task, model)
     check_fits(task, strategy, world, model)
+    check_dtypes(task, model, functools.partial(another, model, task, seed))
     proofs = _checked_model(task, strategy, world, model, check)
     if world.leads and len(task.train):
         # The line of the user who called `train`.

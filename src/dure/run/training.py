@@ -10,13 +10,14 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import examples_for, seeded_model
+from dure.contracts.strategy import another, examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
@@ -38,6 +39,7 @@ from dure.protocol.messages import (
 )
 from dure.references import Ask, refuse
 from dure.run.registry import decode_strategy
+from dure.tasks.dtypes import check_dtypes
 from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, trained_of
@@ -108,6 +110,7 @@ class Training:
             )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
+        check_dtypes(self.task, self.model, partial(another, self.model, self.task, 0))
 
     def look(self) -> CheckIn:
         """A check-in that only looks at what is served."""

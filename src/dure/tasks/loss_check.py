@@ -71,7 +71,7 @@ def _occurs(target: int, examples: Examples) -> bool:
     """Whether a target has this value; where they are not in memory, that of the first example."""
     try:
         in_memory = hasattr(examples, "targets")
-        targets = examples.targets if in_memory else _first(examples, 1)[1]
+        targets = examples.targets if in_memory else first_of(examples, 1)[1]
     except Exception:
         # What is wrong with it is said where it is learned from.
         return False
@@ -87,7 +87,7 @@ def _returns_pair(task: Task, model: nn.Module) -> bool:
     before = generators_state()
     try:
         device = home_of(model)
-        inputs, targets = to_device(_first(examples_for(model, task)[0], 2), device)
+        inputs, targets = to_device(first_of(examples_for(model, task)[0], 2), device)
         # In evaluation mode nothing draws, and batch norm takes what it gets.
         with torch.no_grad():
             return isinstance(task.on(device).loss(model.eval()(inputs), targets), tuple)
@@ -98,8 +98,11 @@ def _returns_pair(task: Task, model: nn.Module) -> bool:
         restore_generators(before)
 
 
-def _first(examples: Examples, count: int) -> tuple[Any, Any]:
-    """The first examples. Reading them may draw random numbers, which the run is not to feel."""
+def first_of(examples: Examples, count: int) -> tuple[Any, Any]:
+    """Return the batch of the first examples.
+
+    Reading them may draw random numbers; the generators go on as if it had not.
+    """
     before = generators_state()
     try:
         some = torch.arange(min(count, len(examples)))

@@ -21,6 +21,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from dure.tensors.hooks import has_hooks
+
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), type, Enum, numpy.generic),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
@@ -120,9 +122,8 @@ class _Look:
     def _is_plain_tensor(self, tensor: Tensor) -> bool:
         if type(tensor).__module__.partition(".")[0] != "torch":
             return False
-        hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
         # deepcopy refuses tensors with a history; of others than strided ones no place is known.
-        if hooks or not tensor.is_leaf or tensor.layout is not torch.strided:
+        if has_hooks(tensor) or not tensor.is_leaf or tensor.layout is not torch.strided:
             return False
         if tensor.nbytes:
             spans = zip(tensor.shape, tensor.stride(), strict=True)

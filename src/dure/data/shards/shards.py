@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.data.arrangement import Arrangement, Order
-from dure.data.examples import Examples
+from dure.data.examples import Examples, as_dtype
 from dure.data.shards.files import found, opened
 from dure.data.shards.windows import Rows, Windows
 
@@ -109,14 +109,13 @@ class Shards(Examples):
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         columns = self._windows.at(indices)
-        if self._dtype is not None:
-            columns = [one.to(self._dtype) if one.is_floating_point() else one for one in columns]
         named = dict(zip(self._names, columns, strict=True))
         inputs, targets = self._columns
         # The usual case without a walk through a tree, in every batch.
         if isinstance(inputs, str) and isinstance(targets, str):
-            return named[inputs], named[targets]
-        return cast("tuple[Any, Any]", tree_map(named.__getitem__, self._columns))
+            return as_dtype(named[inputs], self._dtype), named[targets]
+        given, wanted = tree_map(named.__getitem__, self._columns)
+        return as_dtype(given, self._dtype), wanted
 
     def labels(self) -> Tensor | None:
         return self._labels

@@ -25,10 +25,12 @@ from dure.data.examples import Examples
 from dure.federated.engines.job import Job
 from dure.privacy.dp_sgd import DPSGD
 from dure.privacy.example_level import noised_mean
+from dure.privacy.padding import clear, padding_rows
 from dure.privacy.per_example.proof import choose
 from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.secret import Secret
+from dure.tensors.flat import trained_in
 
 
 class Noised(NamedTuple):
@@ -54,6 +56,8 @@ class NoisedSteps:
     ) -> None:
         self.settings, self.secret = noised
         self.parameters = trained(model)
+        self.named = trained_in(model)
+        self.padding = padding_rows(task, model)
         self.way = choose(task, model, examples).made(model)
         self.batch_size = batch_size
 
@@ -77,6 +81,7 @@ class NoisedSteps:
         """Leaves the gradient of a job's step in the parameters."""
         position = (job.client, job.turn, step)
         found = noised_mean(sums, self.settings, expected, self.secret, *position)
+        clear(self.padding, dict(zip(self.named, found, strict=True)))
         for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
 

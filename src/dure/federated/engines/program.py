@@ -36,6 +36,7 @@ from dure.federated.engines.losses import (
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.flat import trained_of
+from dure.tensors.hooks import has_hooks
 
 TRIED = 3
 """Examples on which a chain is compared with its model."""
@@ -165,7 +166,7 @@ def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examp
         )
     if any(hooked(module) for module in model.modules()):
         raise CannotBatchError("the model has hooks")
-    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+    if any(map(has_hooks, parameters)):
         raise CannotBatchError("some parameters have hooks")
 
 

@@ -37,6 +37,14 @@ class Privacy:
     user: UserLevel | None = None
     example: DPSGD | None = None
 
+    @property
+    def counts_passes(self) -> bool:
+        """Whether samples are passes of clients over their data.
+
+        How many examples they have is then told to nobody, not even in sums.
+        """
+        return self.secure is not None and self.user is not None
+
     def __str__(self) -> str:
         there = [one for one in (self.secure, self.user, self.example) if one is not None]
         return "/".join(map(str, there)) or NONE

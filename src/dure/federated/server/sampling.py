@@ -76,6 +76,8 @@ class Selection(Told):
     """Whether each client has a coin of its own, and nobody is asked in place of another."""
     asks: ClassVar[bool] = False
     """Whether `ranked` asks clients for their losses, by `Losses.now`."""
+    by_size: ClassVar[bool] = False
+    """Whether clients are chosen by how many examples they have."""
 
     @property
     def ranks(self) -> bool:
@@ -146,6 +148,7 @@ class Weighted(Selection):
     """Clients with more examples more often."""
 
     name: ClassVar[str] = "weighted"
+    by_size: ClassVar[bool] = True
 
     def order(
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0

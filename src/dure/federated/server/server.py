@@ -132,6 +132,8 @@ class Server(Learner):
         sizes = carrier.join().sizes
         self.private = private
         self.told_of_examples = examples
+        self.knows_sizes = True
+        """Whether clients say how many examples they have."""
         self.coordinator = Coordinator(
             model=GlobalModel(
                 shared,
@@ -193,7 +195,9 @@ class Server(Learner):
         if self.sample is None:  # nothing is computed here
             return 0.0
         sizes = self.coordinator.sizes
-        typical = sum(sizes) / len(sizes)
+        typical = sum(sizes) / len(sizes) if self.knows_sizes else self.batch_size or 0
+        if not typical:
+            return 0.0
         return flops_per_step(self.model, self.sample, min(self.batch_size or typical, typical))
 
     # One model more
@@ -288,7 +292,7 @@ class Server(Learner):
         means = list(secure.means(sums, asked, extras))
         for summed in means:
             coordinator.fold_sum(summed)
-        if means and not len(self.task.train):
+        if means and not self.knows_sizes and self.private is None:
             # Nobody has said how many examples there are: as many as those in the sums have.
             typical = sum(one.examples for one in means) / sum(len(one.tickets) for one in means)
             self.examples = max(1, round(typical * len(coordinator.sizes)))
@@ -543,6 +547,7 @@ class Server(Learner):
                 "examples": None
                 if self.told_of_examples is None
                 else self.told_of_examples.state(),
+                "of_epoch": self.examples,
             },
             "carrier": self.carrier.state(),
             "buffers": passing_buffers(self.model),
@@ -586,6 +591,9 @@ class Server(Learner):
             self.private.restore(server["private"])
         if self.told_of_examples is not None:
             self.told_of_examples.restore(server["examples"])
+        if not self.knows_sizes:
+            # Checkpoints of dure up to 0.1 do not have it.
+            self.examples = server.get("of_epoch", self.examples)
         self.carrier.restore(state["carrier"])
         self._follow()
         model = self.coordinator.model

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.zero.away import gradient_of, set_gradient
+from dure.tensors.hooks import has_hooks
 
 Remaining = list[Callable[[], None]]
 """Weight gradients that are still to be computed, in the order of backward."""

@@ -23,8 +23,8 @@ from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.trace import Trace, Value, origin_of
 from dure.parallel.pipeline.untraced import in_place_of, is_untraced
-from dure.parallel.tensor.divided import has_hooks
 from dure.parallel.tensor.opaque import behind, is_opaque
+from dure.tensors.hooks import has_hooks
 
 
 @dataclass

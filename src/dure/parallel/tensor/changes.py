@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided, has_hooks, own_parameter
+from dure.parallel.tensor.divided import Divided, own_parameter
 from dure.parallel.tensor.division import Division, check_even
 from dure.parallel.tensor.draws import Draws, mark_on_shards
 from dure.parallel.tensor.functions import (
@@ -37,6 +37,7 @@ from dure.parallel.tensor.functions import (
 from dure.parallel.tensor.kind import At, Checked, Positive
 from dure.parallel.tensor.opaque import is_tracing, opaque
 from dure.parallel.tensor.passing import USUAL, on_input, on_output
+from dure.tensors.hooks import has_hooks
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from dure.collectives.group import Group
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.draws import Draws
+from dure.tensors.hooks import has_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -138,13 +139,6 @@ def is_transposed(linear: nn.Module) -> bool:
         )
     check_plain(linear, type(linear) if transposed else nn.Linear)
     return transposed
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody wants to see the parameter's gradient as autograd makes it."""
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
 
 
 def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:

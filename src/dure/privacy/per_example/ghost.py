@@ -70,8 +70,8 @@ class Ghost(Way):
         with self._listening(examples) as calls:
             losses = self.each(self.model(inputs), targets)
         parts = self._parts(losses, calls)
-        squares = [part.squares() for part in parts.values()]
-        norms = norms_of(squares) if squares else losses.detach().double() * 0
+        found = [part.norms() for part in parts.values()]
+        norms = norms_of(found) if found else losses.detach().double() * 0
         each = factors(norms, clip).to(losses.dtype)
         sums = [
             parts[parameter].total(each.to(parameter.dtype))

@@ -14,6 +14,10 @@ products between positions (Gram), and T·m·n where the example's gradient is f
 is taken; gradients are formed of a few examples at a time, and kept for the sum only if those of
 the batch have at most `HELD` elements.
 
+Norms are upper bounds (`way.lengths`). The sum over examples forms its products anew, and rounds
+them otherwise; by as much as that can be, Σ_t ‖a_it‖ ‖e_it‖ times some units in the last place, a
+norm is larger. Only where the products of an example cancel is that more than its last digits.
+
 The sum over examples, each times its factor f_i, is then that of an ordinary backward pass with
 f_i·e_i in place of e_i: no second pass through the model is needed (book-keeping).
 
@@ -34,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dure.privacy.per_example.way import CannotClipError
+from dure.privacy.per_example.way import CannotClipError, lengths
 
 HELD = 1 << 24
 """Elements of the gradients of a batch that a layer keeps: 64 MiB in float32."""
@@ -42,12 +46,18 @@ HELD = 1 << 24
 AT_ONCE = 1 << 20
 """Elements that are formed at once: they, and what is made of them, fit the cache."""
 
+SURE = 2e-3
+"""A share of a squared norm: products in float32 are used where their rounding is below it."""
+
 
 class Part(Protocol):
     """What the examples of a batch add to the gradient of one parameter."""
 
-    def squares(self) -> Tensor:
-        """The squared norm of each example's, shape (b,)."""
+    def norms(self) -> Tensor:
+        """Return an upper bound of the norm of each example's, float64 of shape (b,).
+
+        Of the example's part in `total`, with what rounding may add to that.
+        """
 
     def total(self, factors: Tensor) -> Tensor:
         """Their sum, each times its factor. factors: shape (b,), in the dtype of the weights."""
@@ -62,8 +72,8 @@ class Held:
     def __init__(self, each: Tensor) -> None:
         self.each = each
 
-    def squares(self) -> Tensor:
-        return _squares(self.each.flatten(1))
+    def norms(self) -> Tensor:
+        return lengths(self.each.flatten(1))
 
     def total(self, factors: Tensor) -> Tensor:
         return (factors @ self.each.flatten(1)).view(self.each.shape[1:])
@@ -72,12 +82,6 @@ class Held:
         if not isinstance(other, Held):
             raise _shared()
         return Held(self.each + other.each)
-
-
-def _squares(rows: Tensor) -> Tensor:
-    """The squared norm of each row."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms.square_()
 
 
 class Products:
@@ -90,22 +94,19 @@ class Products:
         self.given = given
         self.outgoing = outgoing
 
-    def squares(self) -> Tensor:
+    def norms(self) -> Tensor:
         _, positions, m = self.given.shape
         n = self.outgoing.shape[2]
         if positions == 1:
-            return _squares(self.given[:, 0]).mul_(_squares(self.outgoing[:, 0]))
+            norms = lengths(self.given[:, 0]).mul_(lengths(self.outgoing[:, 0]))
+            return norms.mul_(1 + rounding(1, self.given))
         gram = positions * (m + n) <= m * n
-        return _in_pieces(self._gram if gram else self._formed, self.given, self.outgoing)
-
-    @staticmethod
-    def _gram(given: Tensor, outgoing: Tensor) -> Tensor:
-        between = torch.bmm(given, given.mT)
-        return between.mul_(torch.bmm(outgoing, outgoing.mT)).sum((1, 2))
+        return _in_pieces(gram_norms if gram else self._formed, self.given, self.outgoing)
 
     @staticmethod
     def _formed(given: Tensor, outgoing: Tensor) -> Tensor:
-        return torch.bmm(outgoing.mT, given).square_().sum((1, 2))
+        formed = lengths(torch.bmm(outgoing.mT, given).flatten(1))
+        return formed.add_(slack(lengths(given), lengths(outgoing), given))
 
     def total(self, factors: Tensor) -> Tensor:
         scaled = self.outgoing * factors[:, None, None]
@@ -118,14 +119,64 @@ class Products:
         return Products(given, torch.cat([self.outgoing, other.outgoing], 1))
 
 
-def _in_pieces(squares: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> Tensor:
-    """Squares of some examples after others, so that what is formed for them stays small."""
+def rounding(positions: int, like: Tensor) -> float:
+    """Return what rounding may add to a sum of so many products, as a share of their sizes.
+
+    It is twice the bound for sums in any order, since norms and sums are computed apart.
+    """
+    return (positions + 4) * torch.finfo(like.dtype).eps
+
+
+def slack(given: Tensor, outgoing: Tensor, like: Tensor) -> Tensor:
+    """Return what rounding may add to each example's Σ_t e_t ⊗ a_t, as a norm.
+
+    given, outgoing: the norms of all a_t and e_t, float64 of shape (b, T). It is far below the
+    example's norm, unless its products cancel.
+    """
+    return (given * outgoing).sum(1).mul_(rounding(given.shape[1], like))
+
+
+def gram_norms(given: Tensor, outgoing: Tensor) -> Tensor:
+    """Return upper bounds of the norms of Σ_t e_t ⊗ a_t, by the products between positions.
+
+    given: (b, T, m). outgoing: (b, T, n). Where positions cancel, the rounding of these products is
+    larger than their sum: such examples are computed in float64.
+    """
+    a, e = lengths(given), lengths(outgoing)
+    positions, m = given.shape[1:]
+    terms = m + outgoing.shape[2] + positions**2
+    sizes = (a * e).sum(1).square_()
+    if given.dtype == torch.float64 or terms * positions * torch.finfo(given.dtype).eps > SURE:
+        squares = _gram(given.double(), outgoing.double()).clamp_(min=0)
+        squares += sizes * (terms * torch.finfo(torch.float64).eps)
+    else:
+        limits = torch.finfo(given.dtype)
+        squares = _gram(given, outgoing).double()
+        # Products of small numbers may be lost as a whole.
+        lost = e.sum(1).square_().mul_(m) + a.sum(1).square_().mul_(outgoing.shape[2])
+        doubt = sizes * (terms * limits.eps) + lost * limits.tiny
+        unsure = ~(doubt <= SURE * squares)
+        squares += doubt
+        if bool(unsure.any()):
+            squares[unsure] = gram_norms(
+                given[unsure].double(), outgoing[unsure].double()
+            ).square_()
+    return squares.sqrt_().add_(slack(a, e, given))
+
+
+def _gram(given: Tensor, outgoing: Tensor) -> Tensor:
+    between = torch.bmm(given, given.mT)
+    return between.mul_(torch.bmm(outgoing, outgoing.mT)).sum((1, 2))
+
+
+def _in_pieces(norms: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> Tensor:
+    """Norms of some examples after others, so that what is formed for them stays small."""
     given, outgoing = whole
     _, positions, m = given.shape
     formed = max(positions**2, m * outgoing.shape[2])
     size = max(1, AT_ONCE // max(1, formed))
     pieces = [slice(at, at + size) for at in range(0, len(given), size)]
-    return torch.cat([squares(given[piece], outgoing[piece]) for piece in pieces])
+    return torch.cat([norms(given[piece], outgoing[piece]) for piece in pieces])
 
 
 class Rows:
@@ -137,20 +188,26 @@ class Rows:
 
     def __init__(self, indices: Tensor, outgoing: Tensor, rows: int, padding: int | None) -> None:
         counted = indices != padding if padding is not None else torch.ones_like(indices).bool()
-        self.examples = len(indices)
+        self.examples, self.positions = indices.shape
         example = torch.arange(len(indices), device=indices.device)[:, None].expand_as(indices)
         self.example = example[counted]
         self.indices = indices[counted]
         self.outgoing = outgoing[counted]
         self.rows = rows
 
-    def squares(self) -> Tensor:
+    def norms(self) -> Tensor:
         # Positions of one example with the same index share a row.
         rows, where = torch.unique(self.example * self.rows + self.indices, return_inverse=True)
         sums = self.outgoing.new_zeros(len(rows), self.outgoing.shape[1])
         sums.index_add_(0, where, self.outgoing)
-        squares = self.outgoing.new_zeros(self.examples)
-        return squares.index_add_(0, rows // self.rows, sums.square().sum(1))
+        squares = self._of_each(rows // self.rows, lengths(sums).square_())
+        slack = self._of_each(self.example, lengths(self.outgoing))
+        return squares.sqrt_().add_(slack.mul_(rounding(self.positions, self.outgoing)))
+
+    def _of_each(self, example: Tensor, values: Tensor) -> Tensor:
+        """The sums of an example's values, float64 of shape (b,)."""
+        found = torch.zeros(self.examples, dtype=torch.float64, device=values.device)
+        return found.index_add_(0, example, values)
 
     def total(self, factors: Tensor) -> Tensor:
         total = self.outgoing.new_zeros(self.rows, self.outgoing.shape[1])
@@ -175,16 +232,16 @@ class Patches:
         n = layer.weight.shape[0] // layer.groups
         self._by_gram = self.outgoing.shape[3] * (m + n) <= m * n
 
-    def squares(self) -> Tensor:
+    def norms(self) -> Tensor:
         weight = self.layer.weight
         if self._by_gram:
-            return torch.cat([self._gram(piece) for piece in self._pieces()])
+            return torch.cat([self._of_gram(piece) for piece in self._pieces()])
         if len(self.given) * weight.numel() > HELD:
-            return torch.cat([_squares(self._formed(piece)) for piece in self._pieces()])
+            return torch.cat([self._of_formed(piece) for piece in self._pieces()])
         self.held = self.given.new_empty(len(self.given), weight.numel())
         for piece in self._pieces():
             self.held[piece] = self._formed(piece)
-        return _squares(self.held)
+        return lengths(self.held)
 
     def _pieces(self) -> Iterator[slice]:
         """Examples that are looked at together, a few at a time."""
@@ -196,11 +253,18 @@ class Patches:
         size = max(1, AT_ONCE // largest)
         return (slice(at, at + size) for at in range(0, len(self.given), size))
 
-    def _gram(self, piece: slice) -> Tensor:
-        patches = self._patches(piece)
+    def _of_gram(self, piece: slice) -> Tensor:
         outgoing = self.outgoing[piece].flatten(0, 1)
-        between = torch.bmm(patches.mT, patches).mul_(torch.bmm(outgoing.mT, outgoing))
-        return between.sum((1, 2)).reshape(-1, self.layer.groups).sum(1)
+        norms = gram_norms(self._patches(piece).mT.contiguous(), outgoing.mT.contiguous())
+        return norms.square_().reshape(-1, self.layer.groups).sum(1).sqrt_()
+
+    def _of_formed(self, piece: slice) -> Tensor:
+        """The norms of gradients that are formed again for the sum."""
+        a = lengths(self._patches(piece).mT)
+        e = lengths(self.outgoing[piece].flatten(0, 1).mT)
+        return lengths(self._formed(piece)) + slack(a, e, self.given).reshape(
+            -1, self.layer.groups
+        ).sum(1)
 
     def _formed(self, piece: slice) -> Tensor:
         """The gradients of some examples, shape (examples, elements of the weight)."""

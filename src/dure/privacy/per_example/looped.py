@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dure.privacy.per_example.losses import Each
-from dure.privacy.per_example.way import Clipped, Way, count, cut, factors, norms_of, trained
+from dure.privacy.per_example.way import (
+    Clipped,
+    Way,
+    count,
+    cut,
+    factors,
+    lengths,
+    norms_of,
+    trained,
+)
 
 
 class Looped(Way):
@@ -31,7 +40,7 @@ class Looped(Way):
         losses: list[Tensor] = []
         for at in range(count(targets)):
             loss, gradients = self._gradients(cut(inputs, at, at + 1), cut(targets, at, at + 1))
-            norm = norms_of([each.square().sum() for each in gradients])
+            norm = norms_of([lengths(each.reshape(-1)) for each in gradients])
             factor = factors(norm, clip)
             for total, gradient in zip(sums, gradients, strict=True):
                 total.add_(gradient * factor.to(gradient.dtype))

@@ -5,6 +5,7 @@ statistics that are kept    of the data, without noise: instance norm without th
 embeddings                  with max_norm, which changes rows that are used; with
                             scale_grad_by_freq, which counts in the whole batch; sparse ones,
                             for noise is added to every row
+hooks on gradients          of parameters and modules: they see those of a batch, or none
 half precision, complex     norms of half precision may be too small, and then one example says
                             more than it may
 """
@@ -18,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from dure.privacy.per_example.way import trained
+from dure.tensors.hooks import has_hooks
 
 _EXACT = (torch.float32, torch.float64)
 
@@ -36,6 +38,12 @@ def check_layers(model: nn.Module) -> None:
                 f"dp-sgd: {name} is {parameter.dtype}, but norms that bound what an example says "
                 f"are computed in float32 or float64: call float() on the model"
             )
+        if parameter.requires_grad and has_hooks(parameter):
+            raise ValueError(
+                f"dp-sgd: {name} has a hook on its gradient, which would never run, or change it "
+                f"after it was clipped: leave register_hook and "
+                f"register_post_accumulate_grad_hook out, or change gradients in the optimizer"
+            )
     for name, module in model.named_modules():
         reason = _reason(module)
         if reason is not None:
@@ -43,6 +51,8 @@ def check_layers(model: nn.Module) -> None:
 
 
 def _reason(module: nn.Module) -> str | None:
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "with a backward hook, which sees the gradients of a whole batch: leave it out"
     if isinstance(module, _InstanceNorm):
         if module.track_running_stats:
             return "which keeps statistics of the data without noise: leave track_running_stats out"

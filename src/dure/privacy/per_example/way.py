@@ -5,7 +5,9 @@ For a batch of examples with losses l_1 … l_b and a largest norm C:
     g_i     the gradient of l_i at the weights, over all trained parameters together
     sum   = Σ_i g_i · min(1, C / ‖g_i‖)
 
-One example changes the sum by at most C. So noise of deviation z·C hides any of them (Abadi et al.
+One example changes the sum by at most C. What rounding may add to an example's part of the sum is
+counted in its norm, so that this holds for every input, also where products of large numbers cancel
+(`layers`). So noise of deviation z·C hides any of them (Abadi et al.
 2016); the noise, and the division by a batch size that the examples do not decide, are the
 caller's.
 
@@ -16,6 +18,7 @@ caller's.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -24,12 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+CHUNK = 1024
+"""Numbers whose squares are added up in their own dtype."""
+
 
 class Clipped(NamedTuple):
-    """What a batch gives.
+    """Sums, norms and losses of a batch.
 
     sums: of the clipped gradients, one tensor a trained parameter, in the model's order. norms: of
-    the gradients before, float64 of shape (b,). losses: of the examples, shape (b,).
+    the gradients before, float64 of shape (b,), never below those of what is added (`lengths`).
+    losses: of the examples, shape (b,).
     """
 
     sums: list[Tensor]
@@ -61,9 +68,11 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def factors(norms: Tensor, clip: float) -> Tensor:
-    """What gradients of these norms are multiplied with: min(1, C / norm)."""
+    """Return the factors of gradients of these norms: min(1, C / norm)."""
     # An example without a gradient has a factor too, of any value.
-    return (clip / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+    found = (clip / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+    # In float32 a smaller factor would be rounded by more than a norm's digits allow.
+    return torch.where(found < torch.finfo(torch.float32).tiny, 0.0, found)
 
 
 def count(batch: Any) -> int:
@@ -76,6 +85,27 @@ def cut(batch: Any, start: int, end: int) -> Any:
     return tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def norms_of(squares: Sequence[Tensor]) -> Tensor:
-    """Norms over several tensors: of the sum of their squares, float64 of shape (b,)."""
-    return torch.stack(list(squares)).sum(0, dtype=torch.float64).sqrt()
+def lengths(rows: Tensor) -> Tensor:
+    """Return an upper bound of the norm over the last dimension, float64 of the other ones.
+
+    It is above the norm of these very numbers, whatever they are, and by 3e-5 of it at most in
+    float32: no order in which a chunk is added up loses more, and no square that is too small to be
+    kept is more than the last term.
+    """
+    limits = torch.finfo(rows.dtype)
+    elements = rows.shape[-1]
+    whole = elements - elements % CHUNK
+    squares = torch.zeros(rows.shape[:-1], dtype=torch.float64, device=rows.device)
+    if whole:
+        chunks = rows[..., :whole].reshape(*rows.shape[:-1], whole // CHUNK, CHUNK)
+        squares += torch.linalg.vector_norm(chunks, dim=-1).double().square_().sum(-1)
+    if elements - whole:
+        rest: Tensor = torch.linalg.vector_norm(rows[..., whole:], dim=-1)
+        squares += rest.double().square_()
+    above = 1 + (CHUNK / 4 + 2) * limits.eps
+    return squares.sqrt_().mul_(above).add_(math.sqrt(elements * limits.tiny))
+
+
+def norms_of(norms: Sequence[Tensor]) -> Tensor:
+    """Return norms over several tensors, of the norms over each: float64 of shape (b,)."""
+    return torch.stack(list(norms)).square_().sum(0).sqrt_()

@@ -3,12 +3,14 @@
     v = w_k · clip(Δ_k, S)  of weights, statistics of batch norm and extras, as one vector
     server adds noise:      v, quantised
     clients add noise:      v, rotated and rounded, and a share of noise (`user_level.distributed`)
-    whole numbers           the samples; what the loss has counted in them, and the loss times that
+    whole numbers           1, 1, and the loss
 
 The server sees the sum alone, and so cannot clip: clients do, and nobody can see to it that they
 have. Quantising makes a vector longer by at most √d steps, so it is clipped to S - √d · step
-before: what is added is no longer than S. n_k is not sent: the denominator is fixed. The loss and
-the samples lie outside of epsilon, as all that is measured does.
+before: what is added is no longer than S. Nothing that n_k follows from is sent: the denominator is
+fixed, the round's loss is the mean over clients, and in place of samples passes over the data are
+counted, which a client makes as many of as it is asked to. The loss lies outside of epsilon, as all
+that is measured does.
 
 The rule is `dure.federated.privacy.user_level.estimator`'s, which gets the sum.
 """
@@ -45,13 +47,15 @@ class Clipping(NamedTuple):
     """What is known of the model, for clipping.
 
     like: what a contribution looks like; pieces: of each of its tensors, the parameters in it.
-    statistics: the places of batch norm's statistics among the buffers.
+    statistics: the places of batch norm's statistics among the buffers. passes: of a client over
+    its data, in a round.
     """
 
     settings: UserLevel
     like: Sequence[Tensor]
     pieces: Sequence[Sequence[int]]
     statistics: Sequence[int]
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,9 @@ class ClippedContribution:
             values = distributed.encode(self._noised, joined * weighs, self._signs, key).int()
         else:
             values, _ = how.encode(joined, key("rounding", 0), weighs)
-        count = max(0, round(update.count * POINT))
-        loss = round(update.loss * update.count * POINT) + MIDDLE
-        return torch.cat([values, how.encode_whole([update.samples, count, loss], MOST)])
+        counts = update.count > 0
+        loss = (round(update.loss * POINT) if counts else 0) + MIDDLE
+        return torch.cat([values, how.encode_whole([1, POINT if counts else 0, loss], MOST)])
 
     def _contribution(self, update: Update, asked: Assignment) -> list[Tensor]:
         places = self.clipping.statistics
@@ -159,7 +163,8 @@ class ClippedContribution:
     ) -> Total:
         """What the sum of the vectors of so many clients says."""
         how = self._quantisation
-        samples, count, loss = how.decode_whole(total[self.values :], MOST, clients)
+        # The first is of clients of dure up to 0.1, who sent their samples.
+        _, count, loss = how.decode_whole(total[self.values :], MOST, clients)
         if self._noised is not None:
             flat = distributed.decode(self._noised, total[: self.values], self._signs)
         else:
@@ -171,7 +176,7 @@ class ClippedContribution:
             clients=clients,
             weight=clients,
             cut=0,
-            samples=samples,
+            samples=clients * self.clipping.passes,
             counted=counted,
             loss=(loss - clients * MIDDLE) / POINT / counted if count else 0.0,
             delta=[],

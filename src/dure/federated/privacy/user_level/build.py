@@ -17,11 +17,12 @@ from dure.federated.privacy.user_level.release import NoisedRounds
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.tossing import Once
 from dure.privacy.ledger import Ledger
+from dure.privacy.padding import PaddingRow
 from dure.privacy.promise import Promise
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
 from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters
+from dure.tensors.flat import FlatParameters, trained_in
 
 
 def noised_rounds(
@@ -35,12 +36,13 @@ def noised_rounds(
     once: Once,
     secret: Secret,
     folder: Path | None,
+    padding: Sequence[PaddingRow] = (),
 ) -> NoisedRounds:
     """What gathers contributions and releases them with noise.
 
     model: like the run's; it becomes this function's own. algorithm: the server's. sizes: examples
     of each client, 0 where that is not known yet. keyed: whether a client is a key of the data.
-    once: the carrier's. folder: of the run.
+    once: the carrier's. folder: of the run. padding: rows that nobody trains.
     """
     here = user
     if user.where != "server":
@@ -56,6 +58,7 @@ def noised_rounds(
         budget=strategy.epsilon,
         secret=secret,
         once=once,
+        still=_still(model, algorithm, padding, like),
     )
 
 
@@ -104,6 +107,35 @@ def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], 
         for one, of in zip(like, found, strict=True)
     ]
     return like, pieces
+
+
+def _still(
+    model: nn.Module, algorithm: Algorithm, padding: Sequence[PaddingRow], like: Sequence[Tensor]
+) -> list[Tensor]:
+    """Masks of the numbers of a contribution that nobody trains; none where there are no such."""
+    if not padding:
+        return []
+    trained = trained_in(model).items()
+    marks = {name: torch.zeros_like(one, dtype=torch.bool) for name, one in trained}
+    for name, row in padding:
+        marks[name][row] = True
+    flat = FlatParameters(model)
+    whole = [torch.cat([marks[name].reshape(-1) for name, _ in group]) for group in flat.names]
+    shared = algorithm.shared(whole)
+    extra = list(algorithm.down())
+    same = [one.numel() for one in extra] == [one.numel() for one in shared]
+    between = len(like) - len(shared) - len(extra)
+    ends = shared if same else [torch.zeros_like(one, dtype=torch.bool) for one in extra]
+    masks = [
+        *shared,
+        *(torch.zeros_like(one, dtype=torch.bool) for one in like[len(shared) :][:between]),
+        *ends,
+    ]
+    # A complex number is two real ones.
+    return [
+        mask.view(-1, 1).expand_as(one) if one.ndim > mask.ndim else mask.view_as(one)
+        for mask, one in zip(masks, like, strict=True)
+    ]
 
 
 def _pieces(flat: FlatParameters, algorithm: Algorithm) -> list[list[int]]:

@@ -10,7 +10,7 @@ from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.privacy.user_level import distributed
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.sampling import Coins, Selection
-from dure.privacy.accountant import Relation, Releases, epsilon, noise_for
+from dure.privacy.accountant import Relation, Releases, check_epsilon, epsilon, noise_for
 
 
 class Rounds(Protocol):
@@ -57,8 +57,8 @@ def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secur
             " write secure-aggregation/ before it, or leave it out for noise of the server"
         )
     _check_clipping(user)
-    if strategy.epsilon is not None and not 0 < strategy.epsilon < math.inf:
-        raise ValueError(f"epsilon is {strategy.epsilon}, but a budget is above 0 and finite")
+    if strategy.epsilon is not None:
+        check_epsilon(strategy.epsilon)
 
 
 def check_budget(user: UserLevel, strategy: Rounds, clients: int) -> None:

@@ -1,0 +1,88 @@
+"""Rows of embeddings that no gradient reaches: they get no noise.
+
+`nn.Embedding(padding_idx=p)` gives row p no gradient, whatever the data are. Noise there would be
+all that ever changes the row, and how long the padding of a text is would then decide what the
+model says of it. Such a row is released as if nothing had been trained there, which is the same for
+all data, and so tells nothing.
+
+A table that the model uses in another way too, such as the weights of its last layer, has gradients
+in this row. It is found by its owners, and by a trial on the first examples; it gets noise like all
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import another, examples_for
+from dure.contracts.task import Task
+from dure.machine.devices import home_of, to_device
+from dure.privacy.per_example.proof import moved
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.tasks.loss_check import first_of
+
+TRIED = 3
+"""Examples of the trial."""
+
+
+class PaddingRow(NamedTuple):
+    """A row of a trained table. name: of the table, as the model calls it."""
+
+    name: str
+    row: int
+
+
+def padding_rows(task: Task, model: nn.Module) -> list[PaddingRow]:
+    """Return the rows of trained tables that get no gradient from any example.
+
+    model: stays as it is. Without examples, as on a server whose clients have them, the owners of a
+    table decide alone.
+    """
+    rows = list(_declared(model))
+    if not rows or not len(task.train):
+        return rows
+    before = generators_state()
+    try:
+        return _without_gradient(task, moved(another(model, task, 0).eval()), rows)
+    except Exception:
+        # What is wrong with the model is said where it is trained.
+        return []
+    finally:
+        restore_generators(before)
+
+
+def clear(rows: Sequence[PaddingRow], tensors: dict[str, Tensor]) -> None:
+    """Sets the rows to zero. tensors: gradients, or changes, by the names of parameters."""
+    for name, row in rows:
+        if name in tensors:
+            tensors[name][row].zero_()
+
+
+def _declared(model: nn.Module) -> Iterator[PaddingRow]:
+    """The padding rows of embeddings whose table no other module has."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for name, module in model.named_modules():
+        if type(module) is nn.Embedding and module.padding_idx is not None:
+            table = module.weight
+            if table.requires_grad and owners[id(table)] == 1:
+                yield PaddingRow(f"{name}.weight" if name else "weight", module.padding_idx)
+
+
+def _without_gradient(task: Task, model: nn.Module, rows: Sequence[PaddingRow]) -> list[PaddingRow]:
+    device = home_of(model)
+    inputs, targets = to_device(first_of(examples_for(model, task)[0], TRIED), device)
+    loss = task.on(device).loss(model(inputs), targets)
+    torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+    named = dict(model.named_parameters())
+    return [one for one in rows if not _reached(named[one.name].grad, one.row)]
+
+
+def _reached(gradient: Tensor | None, row: int) -> bool:
+    return gradient is not None and bool(gradient[row].any())

@@ -1,0 +1,135 @@
+"""Refusal of data whose dtype the model or the loss does not take.
+
+    inputs     are given to the model as they are, or in `Task.dtype`
+    targets    are given to the loss as they are
+
+Two dtypes are no error by themselves: a model may cast its inputs, and torch promotes the operands
+of many losses. So two examples are tried, forward and backward, but only where floating-point data
+have another dtype than the model: what fails with the data as they are, and not with the data in
+the model's dtype, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dure.contracts.strategy import examples_for
+from dure.contracts.task import Task
+from dure.data.examples import Examples, as_dtype
+from dure.machine.devices import home_of, to_device
+from dure.randomness.seeds import generators_state, restore_generators
+from dure.tasks.loss_check import first_of
+from dure.tasks.trimming import computing
+
+
+def check_dtypes(task: Task, model: nn.Module, another: Callable[[], nn.Module]) -> None:
+    """Raise ValueError for inputs or targets in a dtype that the model or the loss does not take.
+
+    another: makes a model like `model`, which may be used up; called only for data of another dtype
+    than the model's.
+    """
+    trained = [one.dtype for one in model.parameters() if one.requires_grad]
+    floating = [dtype for dtype in trained if dtype.is_floating_point]
+    if not floating:
+        return
+    own = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    for name, examples in _sets(model, task):
+        batch = _two(examples)
+        given = _dtypes(batch)
+        if given and len(own | given) > 1:
+            _Trial(task, another, name, floating[0]).check(*batch)
+
+
+def _sets(model: nn.Module, task: Task) -> Iterator[tuple[str, Examples]]:
+    train, test = examples_for(model, task)
+    yield "training", train
+    if test is not None:
+        yield from test.sets().items()
+
+
+def _two(examples: Examples) -> tuple[Any, Any]:
+    """Return the first two examples; a pair of None where they cannot be read."""
+    try:
+        return first_of(examples, 2) if len(examples) else (None, None)
+    except Exception:
+        # The error is raised again, with its place, when the examples are learned from.
+        return None, None
+
+
+def _dtypes(tree: Any) -> set[torch.dtype]:
+    leaves = tree_leaves(tree)
+    return {one.dtype for one in leaves if isinstance(one, Tensor) and one.is_floating_point()}
+
+
+@dataclass
+class _Trial:
+    """Two examples through model and loss.
+
+    name: of the set that they are of. dtype: of the first parameter that the model trains.
+    """
+
+    task: Task
+    another: Callable[[], nn.Module]
+    name: str
+    dtype: torch.dtype
+
+    def check(self, inputs: Any, targets: Any) -> None:
+        """Raise ValueError for a batch that fails as it is, and does not fail in another dtype."""
+        place, outputs = self._fails(inputs, targets)
+        if place == "model" and self._fails(as_dtype(inputs, self.dtype), targets)[0] != "model":
+            raise ValueError(
+                f"the {self.name} inputs are {_named(inputs)} and the model computes in "
+                f"{self.dtype}, which torch does not mix: Task(dtype={self.dtype}) casts the "
+                f"inputs, or let the model be {_named(inputs)}"
+            )
+        if place != "loss" or outputs is None:
+            return
+        if self._fails(inputs, _all_as(targets, outputs))[0] is None:
+            raise ValueError(
+                f"the {self.name} targets are {_named(targets)} and the model's outputs "
+                f"{outputs}, which the loss does not mix: give targets in {outputs}, or cast "
+                f"one of them in the loss"
+            )
+
+    def _fails(self, inputs: Any, targets: Any) -> tuple[str | None, torch.dtype | None]:
+        """Return where the batch fails, model or loss, and the dtype of the outputs.
+
+        None where it does not fail, or there are no outputs.
+        """
+        before = generators_state()
+        training = self.name == "training"
+        dtype = None
+        try:
+            model = self.another().train(training)
+            device = home_of(model)
+            task = self.task.on(device)
+            inputs, targets = to_device((inputs, targets), device)
+            with torch.set_grad_enabled(training), computing(task, device):
+                outputs = model(inputs)
+                dtype = next(iter(_dtypes(outputs)), None)
+                loss = task.loss(outputs, targets)
+            if training:
+                torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+        except Exception:
+            return "model" if dtype is None else "loss", dtype
+        finally:
+            restore_generators(before)
+        return None, dtype
+
+
+def _named(tree: Any) -> str:
+    return ", ".join(sorted(map(str, _dtypes(tree))))
+
+
+def _all_as(tree: Any, dtype: torch.dtype) -> Any:
+    def convert(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    return tree_map(convert, tree)
