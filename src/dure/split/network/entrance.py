@@ -158,4 +158,4 @@ def _read(path: Path) -> dict[int, int]:
     """The numbers of examples that were written down; nothing by earlier versions."""
     if not path.exists():
         return {}
-    return msgspec.json.decode(path.read_bytes(), type=dict[int, int])
+    return msgspec.json.decode(contents(path), type=dict[int, int])

@@ -27,7 +27,7 @@ from dure.protocol.carrier import Order
 from dure.protocol.messages import Update
 from dure.record.disk import write_atomically
 from dure.record.inside import LARGE, contents
-from dure.record.seal import checksum, sha256
+from dure.record.seal import checksum, sha256, sha256_of
 from dure.record.weights import TensorFile, weights_from_bytes
 
 UPDATES = "updates"
@@ -214,7 +214,7 @@ def _about_in(path: Path) -> About:
 
 def _check(path: Path, digest: str) -> None:
     try:
-        found = sha256([path.read_bytes()])
+        found = sha256_of(path)
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
     if found != digest:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dure.errors import RunFolderError
 from dure.record.disk import patiently, told, write_atomically
+from dure.record.inside import contents
 from dure.worlds.network.trees import Trees
 
 DRAFT = "draft"
@@ -33,7 +34,7 @@ class DraftFile:
         """The tree; None where there is none, or it is damaged: then the sum is begun again."""
         number = self._number()
         with suppress(OSError, RunFolderError):
-            return self._trees.read(number, self._digest(number).read_text())
+            return self._trees.read(number, contents(self._digest(number)).decode())
         return None
 
     def keep(self, tree: dict[str, Any]) -> None:

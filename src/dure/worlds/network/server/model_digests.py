@@ -13,7 +13,6 @@ are not synced one by one: a power failure may take the newest, which are then w
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,8 @@ import msgspec
 
 from dure.errors import RunFolderError, RunFolderWriteError, warn
 from dure.record.disk import Lines, patiently
-from dure.record.seal import checksum
+from dure.record.inside import LARGE, contents
+from dure.record.seal import checksum, sha256_of
 
 FILE = "models.jsonl"
 """Its name in a run folder."""
@@ -51,7 +51,7 @@ class ModelDigests:
         self._path = path
         self._lines: Lines | None = None
         there = path is not None and path.is_file()
-        content = path.read_bytes() if path is not None and there else b""
+        content = contents(path, most=LARGE) if path is not None and there else b""
         self.there = there
         """Whether an earlier process has written them."""
         self._known = {(one.model, one.of): one.sha256 for one in _lines_in(content, path)}
@@ -104,7 +104,7 @@ class ModelDigests:
         if self._lines is None:
             return None
         self.sync()
-        return hashlib.sha256(self._lines.path.read_bytes()).hexdigest()
+        return sha256_of(self._lines.path)
 
     def close(self) -> None:
         """Nothing more is noted."""
