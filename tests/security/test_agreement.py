@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def test_a_site_keeps_its_number(tmp_path: Path) -> None:
         one.kept.enter(About("http://127.0.0.1:1", "run-1", 1, ""))
         server.answers += [WELCOME, replace(WELCOME, client=2)]
         one.session.check_in(CheckIn(2, "ward", 5))
-        with pytest.raises(PolicyError, match="is client 1 .* calls it client 2"):
+        with pytest.raises(PolicyError, match=r"is client 1 .* calls it client 2"):
             one.session.check_in(CheckIn(2, "ward", 5))
 
 
@@ -184,14 +184,16 @@ def test_a_site_says_at_each_check_in_how_many_clients_it_asks_for(tmp_path: Pat
         one.session.check_in(CheckIn(2, "ward", 5))
         assert [said["smallest_cohort"] for _, said in server.asked] == [3, 3]
         server.answers.append(replace(WELCOME, smallest_cohort=2))
-        with pytest.raises(PolicyError, match="at least 3 clients.*keeps to 2"):
+        with pytest.raises(PolicyError, match=r"at least 3 clients.*keeps to 2"):
             one.session.check_in(CheckIn(2, "ward", 5))
 
 
 def test_a_server_that_knows_of_no_smallest_cohort_is_left_alone(tmp_path: Path) -> None:
-    with site(tmp_path, Policy(smallest_cohort=3)) as (one, server):
-        with pytest.raises(PolicyError, match="keeps to no number"):
-            agrees(one, server, replace(WELCOME, smallest_cohort=0))
+    with (
+        site(tmp_path, Policy(smallest_cohort=3)) as (one, server),
+        pytest.raises(PolicyError, match="keeps to no number"),
+    ):
+        agrees(one, server, replace(WELCOME, smallest_cohort=0))
 
 
 # Assignments
@@ -254,7 +256,7 @@ def test_local_work_is_compared_with_the_examples_that_the_site_has() -> None:
 def test_more_work_than_was_allowed_is_not_done_whatever_the_run_was() -> None:
     one = training(Policy(local_epochs=2), local_epochs=2)
     one.clients.local = one.clients.local.__class__(50, None, 4)
-    with pytest.raises(PolicyError, match="round 3 is not trained here.*asks for 50"):
+    with pytest.raises(PolicyError, match=r"round 3 is not trained here.*asks for 50"):
         one.train(TRAIN, {}, lambda: True)
 
 
@@ -323,10 +325,8 @@ def test_no_file_of_a_run_makes_the_folder_larger_than_its_bound(
     with ClientState(None) as state:
         state.quota.limit = limit
         for ticket, size in enumerate(sizes):
-            try:
+            with suppress(PolicyError):
                 state.keep_pending(ticket, [torch.zeros(size)])
-            except PolicyError as error:
-                assert f"of {limit:,} are used" in str(error)
             assert state.quota.used() <= limit
 
 
@@ -343,11 +343,11 @@ def test_a_model_is_not_fetched_that_would_not_fit(tmp_path: Path) -> None:
 
 def test_a_log_that_is_full_keeps_messages_back(tmp_path: Path) -> None:
     with Audit(tmp_path / "audit.jsonl") as audit:
-        audit.quota = Quota(tmp_path, 500)
+        audit.quota = Quota(tmp_path, 300)
+        audit.record("check-in", b"hello")
         with pytest.raises(PolicyError, match="a line of the log"):
-            for _ in range(10):
-                audit.record("check-in", b"hello")
-        assert (tmp_path / "audit.jsonl").stat().st_size <= 500
+            audit.record("check-in", b"hello")
+        assert (tmp_path / "audit.jsonl").stat().st_size <= 300
 
 
 def test_the_bound_follows_the_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every number in a body has a range: what is beyond it ends in one refusal, and nothing is done."""
+"""Every number in a body has a range; a number beyond it ends in one refusal and no work."""
 
 from __future__ import annotations
 
@@ -233,19 +233,25 @@ ASKS = {
 @pytest.mark.parametrize(("kind", "body", "at"), [one for one in PLACES if one.values[0] in ASKS])
 def test_a_client_asks_once_and_does_nothing(kind: type[Said], body: Any, at: Any) -> None:
     # Any other answer would be asked for: there is none.
-    with hearing(changed(body, at, "-1000000000000000000000")) as (session, asked):
-        with pytest.raises(UnfitMessageError) as raised:
-            ASKS[kind](session)
+    with (
+        hearing(changed(body, at, "-1000000000000000000000")) as (session, asked),
+        pytest.raises(UnfitMessageError) as raised,
+    ):
+        ASKS[kind](session)
     assert len(asked) == 1
     assert str(at[-1]) in str(raised.value) or str(at[-2]) in str(raised.value)
 
 
 @pytest.mark.parametrize("body", [{**WELCOME, "client": 3}, {**WELCOME, "client": 1 << 19}])
 def test_the_number_of_a_client_is_below_the_number_of_clients(body: Any) -> None:
-    with hearing(json.dumps(body).encode()) as (session, _):
-        with pytest.raises(UnfitMessageError, match="is none of 3 clients"):
-            session.check_in(CheckIn(2, "ward", 0))
+    with (
+        hearing(json.dumps(body).encode()) as (session, _),
+        pytest.raises(UnfitMessageError, match="is none of 3 clients"),
+    ):
+        session.check_in(CheckIn(2, "ward", 0))
     enrolled = {"client": 3, "clients": 3, "name": ""}
-    with hearing(json.dumps(enrolled).encode()) as (session, _):
-        with pytest.raises(UnfitMessageError, match="is none of 3 clients"):
-            session.enrol("token", "ward", None)
+    with (
+        hearing(json.dumps(enrolled).encode()) as (session, _),
+        pytest.raises(UnfitMessageError, match="is none of 3 clients"),
+    ):
+        session.enrol("token", "ward", None)
