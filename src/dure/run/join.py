@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from dure.contracts.task import Task
@@ -93,7 +94,10 @@ def join(
         # Batches are drawn here, and not at the server.
         check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split | VerticalSplit):
-            takes = party_site.take_part if isinstance(strategy, VerticalSplit) else take_part
+            if isinstance(strategy, VerticalSplit):
+                takes = party_site.take_part
+            else:
+                takes = partial(take_part, refuses=training.evaluations.another)
             return takes(
                 task,
                 strategy,
@@ -132,6 +136,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event(), audits=False) as site:
         kept = site.kept
+        training.policy = site.policy
         welcome = site.look(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"

@@ -70,13 +70,16 @@ def take_part(
     known: Mapping[int, str] | None,
     event: Progress,
     make: Callable[..., Any] | None = None,
+    refuses: Callable[[int, int], str] | None = None,
 ) -> str:
     """Trains until the run is over; why it is. Raises as `dure.join` does.
 
     known: the other clients, by number: public keys or fingerprints, where the site has them. make:
-    makes the site, as `_site` does.
+    makes the site, as `_site` does. refuses: as `Site.refuses`.
     """
     site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event)
+    if refuses is not None:
+        site.refuses = refuses
     with threads(welcome.machine.threads), left_out(), memory_kept():
         while True:
             channel = session.patiently(session.channel)

@@ -151,6 +151,8 @@ class Site:
         self.group = group
         self.folder = folder
         self.event = event
+        self.refuses: Callable[[int, int], str] = lambda round, examples: ""
+        """Why a model of a round is not measured, with so many examples; empty where it is."""
         self._working: Working | None = None
         self._final: Own | None = None
         self._round = 0
@@ -243,6 +245,10 @@ class Site:
     def _measures(self, measure: Measure, channel: Says) -> Measured:
         """The model with the newest head, of which the server computes its part, on test data."""
         if self.test is None:
+            return Measured(measure.round, {})
+        refusal = self.refuses(measure.round, len(self.test))
+        if refusal:
+            self.event("left", {"why": refusal})
             return Measured(measure.round, {})
         self.event("measuring", {"round": measure.round})
         own = measure.head or self.machine.after(measure.since).own

@@ -173,8 +173,8 @@ class Attendance:
         if said.smallest_cohort <= others + 1:
             return None
         return (
-            f"the run is under way with {others} others, which would have to wait: come again when "
-            f"more are there"
+            f"the run is under way with {others + 1} of them, this one included, who would have to "
+            f"wait: come again when more are there"
         )
 
     async def _arrives(self, seat: Seat, here: Here) -> None:
