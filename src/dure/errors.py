@@ -133,7 +133,8 @@ class StateError(DureError):
 
 
 class PolicyError(DureError, ValueError):
-    """`policy.toml` of a client cannot be read, or says what makes no sense."""
+    """`policy.toml` of a client cannot be read or makes no sense, or a server asks for what the
+    site has not agreed to."""
 
     exit_code = 2
 

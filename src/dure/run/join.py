@@ -122,7 +122,9 @@ def join(
                 share_errors=policy.share_errors,
                 known=site.known(training.identities),
                 event=on_progress,
-                limits=SiteLimits(policy.largest_gradient, reach.give_up_seconds),
+                limits=SiteLimits(
+                    policy.largest_gradient, reach.give_up_seconds, training.evaluations.another
+                ),
             )
         training.begin(welcome, None if kept.temporary else kept.memory())
         session.expects = training.forms()
@@ -152,6 +154,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     with opened(url, reach, threading.Event()) as site:
         kept = site.kept
         training.ask = site.given(task)
+        training.policy = site.policy
         welcome = site.look(training.look())
         secure = "" if url.startswith("https:") else ", without TLS"
         yield f"network: {url} answers, run {welcome.run}{secure}"

@@ -203,8 +203,7 @@ class PartySite:
             begun += 1
             done = 0 if self._party is None else self._party.done
             epoch = 0 if self._party is None else done // self._party.batches.steps_per_epoch
-            which = f"after step {done}, number {begun}"
-            refusal = self.limits.refusal(epoch, which, len(self.test))
+            refusal = self.limits.refusal(epoch, len(self.test))
             if refusal:
                 raise PolicyError(f"{self.name} does not measure the model: {refusal}")
         self._measuring = begun, until

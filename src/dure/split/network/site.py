@@ -133,13 +133,13 @@ class SiteLimits:
     """What a site allows its server, by its policy.
 
     largest_gradient: the norm of the gradients of a batch; None: by those before. give_up: seconds
-    for which it waits where nothing goes on. refusal(round, digest, examples): why a model is not
-    measured, empty where it may be; digest: a text that names the measurement.
+    for which it waits where nothing goes on. refusal(round, examples): why a model is not
+    measured, empty where it may be, and then it counts.
     """
 
     largest_gradient: float | None = None
     give_up: float | None = None
-    refusal: Callable[[int, str, int], str] = lambda round, digest, examples: ""
+    refusal: Callable[[int, int], str] = lambda round, examples: ""
 
 
 UNLIMITED = SiteLimits()
@@ -167,8 +167,6 @@ class Site:
     ) -> None:
         self.limits = limits
         self.patience = Patience(limits.give_up)
-        self._measured = 0
-        """How many times it was asked to measure."""
         self.task = task
         self.identity = identity
         self.makes = makes
@@ -303,10 +301,7 @@ class Site:
             self._check_given(measure.head)
         if self.test is None:
             return Measured(measure.round, {})
-        self._measured += 1
-        # The server's part may be another one each time: no measurement is the same as another.
-        which = f"after turn {measure.since}, number {self._measured}"
-        refusal = self.limits.refusal(measure.round, which, len(self.test))
+        refusal = self.limits.refusal(measure.round, len(self.test))
         if refusal:
             self.event("left", {"why": refusal})
             return Measured(measure.round, {})

@@ -9,6 +9,8 @@ than the newest one; a server that counts rounds faster than it trains is not no
 
 from __future__ import annotations
 
+import secrets
+
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.state import ClientState
 
@@ -24,6 +26,10 @@ class Evaluations:
         self._bounded = policy.evaluations_per_round is not None
         self._measured = set(state.measured(run)) if self._bounded else set()
         self._newest = max((round for round, _ in self._measured), default=-1)
+
+    def another(self, round: int, examples: int) -> str:
+        """As `refusal`, of a model that nobody but the server knows: each counts."""
+        return self.refusal(round, secrets.token_hex(32), examples)
 
     def refusal(self, round: int, digest: str, examples: int) -> str:
         """Why a model is not measured, in words; empty where it may be, and then it counts.

@@ -208,7 +208,8 @@ class Session:
     def check_in(self, said: CheckIn) -> Welcome:
         """Says who it is, what it would train, and how many clients it asks for; without examples
         it only looks. Raises PolicyError for a run that is not the one that was agreed to."""
-        said = replace(said, smallest_cohort=self.orders.smallest_cohort)
+        asked = max(said.smallest_cohort, self.orders.smallest_cohort)
+        said = replace(said, smallest_cohort=asked)
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
         _check_number(welcome)
         self.orders.welcome(welcome)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -92,11 +93,8 @@ class Served:
             )
             access.refuse(admitted.client, 409, "smallest cohort", reason)
 
-    def welcome(self, client: int, differs: list[str], smallest_cohort: int = 1) -> Welcome:
-        """What a client of this number is told. differs: in what it computes differently.
-
-        smallest_cohort: of the run, from now on.
-        """
+    def welcome(self, client: int, differs: list[str]) -> Welcome:
+        """What a client of this number is told. differs: in what it computes differently."""
         return Welcome(
             version=requests.VERSION,
             run=self.run,
@@ -111,8 +109,12 @@ class Served:
             differs=differs,
             holds=self.holds,
             roster=self.roster,
-            smallest_cohort=smallest_cohort,
         )
+
+    def keeps_to(self, said: CheckIn, cohort: int) -> int:
+        """Of how many clients a new model is made from now on. cohort: before this check-in."""
+        asked = said.smallest_cohort
+        return max(cohort, asked) if self.why_not(asked) is None else cohort
 
 
 def here_of(seat: Seat, smallest_cohort: int | None = None) -> Here:
@@ -158,10 +160,9 @@ class Attendance:
                 here = Here(seat.name, examples, held_out, said.machine, said.smallest_cohort)
                 await self._arrives(seat, here)
         differs = differences(said.machine, self.served.machine)
-        cohort = self.desk.smallest_cohort
-        if self.served.why_not(said.smallest_cohort) is None:
-            cohort = max(cohort, said.smallest_cohort)
-        return answer(self.served.welcome(admitted.client, differs, cohort))
+        welcome = self.served.welcome(admitted.client, differs)
+        cohort = self.served.keeps_to(said, self.desk.smallest_cohort)
+        return answer(replace(welcome, smallest_cohort=cohort))
 
     def _holds_up(self, said: CheckIn, admitted: Admitted) -> str | None:
         """Why the run, which is under way, would have to wait if this client were taken."""
@@ -172,8 +173,8 @@ class Attendance:
         if said.smallest_cohort <= others + 1:
             return None
         return (
-            f"the run is under way with {others} others, which would have to wait: come again when "
-            f"more are there"
+            f"the run is under way with {others + 1} of them, this one included, who would have to "
+            f"wait: come again when more are there"
         )
 
     async def _arrives(self, seat: Seat, here: Here) -> None:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -230,8 +231,8 @@ class NetworkChannels:
                 self.access.check_in, admitted, said.name, said.wants
             )
         differs = differences(said.machine, served.machine)
-        asked = said.smallest_cohort if served.why_not(said.smallest_cohort) is None else 1
-        return answer(served.welcome(admitted.client, differs, asked))
+        welcome = served.welcome(admitted.client, differs)
+        return answer(replace(welcome, smallest_cohort=served.keeps_to(said, 1)))
 
     async def _opened(self, socket: WebSocket) -> None:
         """A client's channel, from the first request to its end."""
