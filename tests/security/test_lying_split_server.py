@@ -353,3 +353,24 @@ def test_ended_has_no_head_where_it_does_not_reach_the_server(clients: Clients) 
     site = clients.sites[0]
     (last,) = ended(clients, site, turn_for(site))
     assert last == Ended(0, None)
+
+
+def test_a_client_without_a_batch_waits_for_the_sums_of_the_others(tmp_path: Path) -> None:
+    clients = Clients(tmp_path, dure.ParallelSplit(clients=2, batch_size=4))
+    site = clients.sites[0]
+    steps = site.working.checked.steps
+    said = clients.says(site, turn_for(site, until=steps + 2))
+    for step in range(steps + 2):
+        if step < steps:
+            (given,) = clients.says(site, gradients_for(said[0]))
+            values = given.values
+        wrong = HeadSum(step + 1, values)
+        assert "is due" in clients.refused(site, wrong)
+        assert "not all finite" in clients.refused(
+            site, HeadSum(step, tuple(torch.full_like(one, math.nan) for one in values))
+        )
+        assert "of 2" in clients.refused(site, HeadSum(step, values[:1]))
+        said = clients.says(site, HeadSum(step, values))
+        kinds = [type(one) for one in said]
+        assert kinds == ([Smashed] if step + 1 < steps else [Ended] if step > steps else [])
+    assert said == [Ended(0, None)]

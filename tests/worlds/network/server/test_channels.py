@@ -49,7 +49,7 @@ def test_who_has_signed_nothing_or_no_place_gets_no_channel(served: Any) -> None
     assert refused.value.response.status_code == 401
     with pytest.raises(InvalidStatus) as refused:
         connect(f"{address}/v1/other")
-    assert refused.value.response.status_code == 404
+    assert refused.value.response.status_code == 401
     with pytest.raises(RefusedError, match="check in first"):
         opened(served, Signer(Key.make()))
     assert served.channels.next(0.05) is None

@@ -251,16 +251,17 @@ class NetworkChannels:
     async def _admitted(self, socket: WebSocket) -> Admitted | None:
         """Who opens a channel; None where it was refused, and has been told why."""
         try:
-            if socket.url.path != CHANNEL:
-                raise Refused(404, "no such route", "nothing is served there")
+            # As for HTTP: who has not signed does not learn which routes there are.
             admitted = self.access.admit(
                 socket.headers, "GET", _target_of(socket), _address_of(socket)
             )
+            if socket.scope["path"] != CHANNEL:
+                raise Refused(404, "no such route", "nothing is served there")
             if admitted.client == NEW:
                 raise Refused(409, "check in first", "the server wants to know who calls: check in")
             self._check_few(admitted.client)
         except Refused as refused:
-            about = f"GET {CHANNEL}"
+            about = "a channel"
             address = _address_of(socket)
             self.watching.refused(None, address, about, refused.kind, refused.reason)
             said = refusal(refused.status, refused.reason, refused.headers)
