@@ -33,12 +33,18 @@ from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import MadeUp
 from dure.split.apart.form import decoded
 from dure.split.messages import SERVER, client
-from dure.split.network import sizes
 from dure.split.network.checks import Checks
 from dure.split.network.control import Hello, Members
 from dure.split.network.ends import ends_of_cut, ends_of_tail
 from dure.split.network.entrance import Entrance
 from dure.split.network.hall import Hall
+from dure.split.network.sizes import (
+    crossing_of_cut,
+    crossing_of_forms,
+    head_bytes,
+    largest_message,
+    said_bytes,
+)
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server, Whole
@@ -85,7 +91,7 @@ class ServedLearner(Learner):
         self._meters += [Meter(client(number)) for number in range(plan.clients)]
         hellos = {number: entrance.hellos[number] for number in range(plan.clients)}
         joins = self._joins(hellos)
-        counts = [hello.examples for hello in hellos.values()]
+        sizes = [hello.examples for hello in hellos.values()]
         batches = [
             Batches(hello.examples, plan.batch_size, seed, number, joins)
             for number, hello in hellos.items()
@@ -101,7 +107,7 @@ class ServedLearner(Learner):
         self.heads = self.ends.heads
         self.tails = self.ends.tails
         self.amounts = Amounts(
-            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=counts
+            steps=[plan.local_epochs * one.steps_per_epoch for one in batches], examples=sizes
         )
         # Where clients hand it on themselves, their head is none of the server's business.
         known = self.heads is not None and not plan.rules.hands
@@ -133,7 +139,7 @@ class ServedLearner(Learner):
         if self.heads is not None and not self._knows_head:
             held = set(self.heads.parameters) | set(self.heads.written)
             self.elsewhere = [name for name in self.model.state_dict() if name in held]
-        self.examples = max(1, sum(counts))
+        self.examples = max(1, sum(sizes))
         self.round = 0
         self._before = 0.0
         self._clock = time.perf_counter()
@@ -169,12 +175,12 @@ class ServedLearner(Learner):
         if divided is not None:
             _, targets = self._sample(train).batch(torch.arange(1))
             each = nbytes(tree_leaves(targets))
-            crossing = sizes.crossing_of_cut(divided.cut, examples, each)
-            return sizes.largest_message(crossing, sizes.head_bytes(divided.heads))
+            crossing = crossing_of_cut(divided.cut, examples, each)
+            return largest_message(crossing, head_bytes(divided.heads))
         first = hellos[min(hellos)]
         forms = [decoded(one) for one in (first.form, first.targets, self.ends.form) if one]
-        crossing = sizes.crossing_of_forms(forms, examples)
-        return sizes.largest_message(crossing, sizes.said_bytes(hellos))
+        crossing = crossing_of_forms(forms, examples)
+        return largest_message(crossing, said_bytes(hellos))
 
     def _sample(self, train: Examples) -> Examples:
         """Some examples, by which the model is traced."""
