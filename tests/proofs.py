@@ -119,6 +119,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_a_server_that_is_killed_goes_on_with_the_same_bits[SCAFFOLD]",
         "test_clients_that_are_killed_go_on_with_the_same_bits[SCAFFOLD]",
     ),
+    "worlds/network/test_audited.py": (
+        "test_every_message_that_left_has_its_line_and_every_line_its_message[parallel]",
+        "test_every_message_that_left_has_its_line_and_every_line_its_message[split, through",
+    ),
     "worlds/network/test_split_deployed.py": (
         "test_a_server_that_is_killed_goes_on_with_the_turn_after[strategy1]",
         "test_deployed_split_learning_has_the_bits_of_the_simulation[in turn]",

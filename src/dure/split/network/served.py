@@ -32,12 +32,18 @@ from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import MadeUp
 from dure.split.apart.form import check_extent, decoded
 from dure.split.messages import SERVER, client
-from dure.split.network import sizes
 from dure.split.network.checks import MOST_BATCH, BatchSizes, Checks
 from dure.split.network.control import Hello, Members
 from dure.split.network.ends import ends_of_cut, ends_of_tail
 from dure.split.network.entrance import Entrance
 from dure.split.network.hall import Clients, Hall
+from dure.split.network.sizes import (
+    crossing_of_cut,
+    crossing_of_forms,
+    head_bytes,
+    largest_message,
+    said_bytes,
+)
 from dure.split.orders import Amounts
 from dure.split.plan import Plan
 from dure.split.server import Server, Whole
@@ -181,12 +187,12 @@ class ServedLearner(Learner):
         if divided is not None:
             _, targets = self._sample(train).batch(torch.arange(1))
             each = nbytes(tree_leaves(targets))
-            crossing = sizes.crossing_of_cut(divided.cut, examples, each)
-            return sizes.largest_message(crossing, sizes.head_bytes(divided.heads))
+            crossing = crossing_of_cut(divided.cut, examples, each)
+            return largest_message(crossing, head_bytes(divided.heads))
         first = hellos[min(hellos)]
         forms = [decoded(one) for one in (first.form, first.targets, self.ends.form) if one]
-        crossing = sizes.crossing_of_forms(forms, examples)
-        return sizes.largest_message(crossing, sizes.said_bytes(hellos))
+        crossing = crossing_of_forms(forms, examples)
+        return largest_message(crossing, said_bytes(hellos))
 
     def _sample(self, train: Examples) -> Examples:
         """Some examples, by which the model is traced."""

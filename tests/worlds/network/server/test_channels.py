@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,67 +12,18 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from dure.contracts.channels import Came, Gone, Said
-from dure.wire.requests import Machine, Trains
 from dure.wire.signatures import Key, Signer
-from dure.worlds.network.client.channel import Channel, OverError
+from dure.worlds.network.client.channel import OverError
 from dure.worlds.network.client.link import RefusedError
-from dure.worlds.network.server.access import Access
-from dure.worlds.network.server.attendance import Served
 from dure.worlds.network.server.channels import MOST_WAITING, NetworkChannels
-from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.serving import Serving
-from dure.worlds.network.server.watching import Watching
-
-PLACES = 2
-SECONDS = 20.0
+from served_channels import SECONDS, client, events, opened, served_channels
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Any]:
-    """(channels, url, access)"""
-    about = Served(
-        run="run",
-        clients=PLACES,
-        strategy={"name": "split"},
-        seed=0,
-        trains=Trains({}),
-        machine=Machine("2", "none", "loop", 1),
-        heartbeat=5.0,
-        patience=1.0,
-        compare=lambda theirs, ours: [],
-        samples=lambda examples: 0,
-    )
-    with Register(tmp_path / FILE, PLACES) as register:
-        access = Access(register, "open")
-        key = Key.make()
-        channels = NetworkChannels(about, access, Watching(), tmp_path, key, 600.0, lambda: None)
-        serving = Serving(channels.asgi(), "127.0.0.1", 0, None, channels.lives_in, heartbeat=5.0)
-        try:
-            url = f"http://127.0.0.1:{serving.port}"
-            yield SimpleNamespace(channels=channels, url=url, access=access)
-        finally:
-            serving.stop()
-
-
-def client(served: Any) -> Signer:
-    """A client that has a place."""
-    key = Key.make()
-    served.access.register.enrol(key.public, "", None, None)
-    return Signer(key)
-
-
-def opened(served: Any, signer: Signer) -> Channel:
-    return Channel(served.url, None, signer, threading.Event(), heartbeat=5.0)
-
-
-def events(served: Any, count: int) -> list[Any]:
-    found: list[Any] = []
-    until = time.monotonic() + SECONDS
-    while len(found) < count and time.monotonic() < until:
-        event = served.channels.next(0.05)
-        if event is not None:
-            found.append(event)
-    return found
+    """(channels, url, access, port)"""
+    with served_channels(tmp_path) as found:
+        yield found
 
 
 def test_frames_go_both_ways_whole_and_in_order(served: Any) -> None:
