@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dure.data.batches import batches_per_epoch
 from dure.errors import described
-from dure.split.blame import ADVICE, GRADIENT
+from dure.split.blame import ADVICE, GRADIENT, NotANumberError
 from dure.split.blame import WrongError as WrongError
 from dure.split.due import FromClient
 from dure.split.heads import Heads, check_bounded
@@ -194,6 +194,11 @@ class Rule(NamedTuple):
     holds: str
     check: Callable[[Checks, Any], None] | None = None
 
+    @property
+    def shown(self) -> str:
+        """What holds, as the page has it: without where it is checked."""
+        return self.holds.partition(" (`")[0]
+
 
 class Checks:
     """Of one run."""
@@ -307,7 +312,7 @@ def _missed(checks: Checks, heard: Heard) -> None:
 def _loss(checks: Checks, heard: Heard) -> None:
     loss = heard.message.loss
     if not abs(loss) <= MOST_LOSS:
-        raise WrongError(f"the loss is {loss}: {ADVICE}")
+        raise NotANumberError(f"the loss is {loss}: {ADVICE}")
 
 
 def _computed(checks: Checks, heard: Heard) -> None:
@@ -479,4 +484,4 @@ def check_numbers(what: str, values: Sequence[Tensor]) -> None:
             continue
         # By the sum, which is quick.
         if bool(one.sum().isnan()) and bool(one.isnan().any()):
-            raise WrongError(f"{what} have NaN: {ADVICE}")
+            raise NotANumberError(f"{what} have NaN: {ADVICE}")
