@@ -395,10 +395,13 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
             "examples", f"1 to {MOST_EXAMPLES:,}; the same whenever the client comes (`Entrance`)"
         ),
         Rule("member", "the client's own keys, signed; the same whenever it comes (`Entrance`)"),
-        Rule("digest", "64 hexadecimal digits (`Entrance`)"),
+        Rule("digest", "up to 128 letters and digits (`Entrance`)"),
         Rule("joins", "a truth value"),
-        Rule("form", "of what leaves the head, where that is a file of its own (`Entrance`)"),
-        Rule("targets", "likewise, of targets where the loss is the server's (`Entrance`)"),
+        Rule(
+            "form",
+            "there if the head is a file of its own; values of at most 1 GiB (`ServedLearner`)",
+        ),
+        Rule("targets", "likewise, of targets, where the loss is the server's (`ServedLearner`)"),
         Rule("tests", f"at most {MOST_EXAMPLES:,} (`Entrance`)"),
     ),
     Smashed: (
@@ -455,7 +458,7 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("peer", "the client to whom it was asked to hand its head (`Hall`)"),
         Rule(
             "content",
-            "bytes, as many as a sealed head has; the receiver opens and checks it (`Hall`)",
+            "bytes; the receiver opens the head and checks it (`Site`)",
         ),
     ),
     Failed: (Rule("reason", "text, of which 500 characters are shown (`Hall`)"),),
