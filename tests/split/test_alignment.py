@@ -210,9 +210,18 @@ def test_messages_that_make_no_sense_are_refused() -> None:
         holder.receive("party 1", Common(torch.tensor([0])), 0.0)
     with pytest.raises(ValueError, match="server is told Blinded by party 7"):
         holder.receive("party 7", Blinded(0, 1, point), 0.0)
+    with pytest.raises(ValueError, match="server says who is with all, and it is not due"):
+        party.receive("server", Common(torch.tensor([0])), 0.0)
+    party.receive("server", Blinded(0, 1, point), 0.0)
     for places in ([1], [-1], [0, 0]):
         with pytest.raises(ValueError, match="server names places that party 1 does not have"):
             party.receive("server", Common(torch.tensor(places)), 0.0)
+    for wrong in (torch.tensor([[0]]), torch.tensor([0.0]), torch.tensor([]).long()):
+        with pytest.raises(ValueError, match="server sends places as"):
+            party.receive("server", Common(wrong), 0.0)
+    party.receive("server", Common(torch.tensor([0])), 0.0)
+    with pytest.raises(ValueError, match="server says who is with all, and it is not due"):
+        party.receive("server", Common(torch.tensor([0])), 0.0)
     holder.receive("party 1", Blinded(0, 2, point), 0.0)
     with pytest.raises(ValueError, match="party 1 sends a point twice"):
         holder.receive("party 1", Blinded(1, 2, point), 0.0)

@@ -13,9 +13,17 @@ a and b are secret scalars, and x^a is X25519(a, x). It has u-coordinates in and
 until the result is the u-coordinate of a point of the curve: about half of all numbers are those of
 its twist, and X25519 keeps to either, so without this everybody would see a bit of each id's hash.
 Points are sorted by their bytes, so that they do not tell in which order ids were kept. The order
-of I follows from a hash of the ids with a key of the holder's, and tells nothing of it either. A
-point of small order, which no id has and of which every power is zero, is refused by the name of
-its sender. Who sends first, and in how many messages, does not matter.
+of I follows from a hash of the ids with a key of the holder's, and tells nothing of it either. Who
+sends first, and in how many messages, does not matter.
+
+Refused by the name of the sender: numbers that are no points of the curve, such as those of the
+twist; points of small order, of which every power is zero; a point twice, in whichever list, since
+an id names one person and powers of different points differ; points of the receiver that come back
+as they were; parts of a list that overlap, or do not make up as many as were told.
+
+A list of points is a query: who sends points of ids that it guesses learns which of them the other
+has. So each side asks `asks` before anything follows from a whole list, and answers no other list
+than one that it has answered before; a party answers when it has all points of the holder.
 
 What it gives, where all keep to the protocol (semi-honest) and the Diffie-Hellman problem is hard
 on Curve25519: nobody's ids can be read or guessed from what travels, without a secret. The holder
@@ -25,8 +33,8 @@ What it does not give:
 
 - Sizes and the intersection leak: how many ids each has, and who is common.
 - An active party, which sends points of ids that it guesses, learns which of these the other has.
-  Where ids are few, such as telephone numbers, it can guess all of them in time: agree upon the
-  number of ids, and on who may ask how often.
+  Where ids are few, such as telephone numbers, it can guess many of them at once: agree upon the
+  number of ids, and on how many runs there are.
 - Nothing proves that a party hashed ids that it really has, or that it sent the right powers.
 - Parties that pool what they know learn what all of them together know.
 - Ids have to be written alike everywhere: "Ann" is not "ann ".
@@ -38,7 +46,9 @@ Communities", for Diffie-Hellman intersection. RFC 7748 for X25519.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,6 +56,7 @@ import torch
 from torch import Tensor
 
 from dure.data.keys import name_of
+from dure.errors import DureError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -58,6 +69,41 @@ _A = 486662
 """Curve25519 is v² = u³ + A u² + u modulo the prime."""
 
 _DOMAIN = b"dure entity alignment 1\0"
+
+SMALL_ORDER = frozenset(
+    {
+        0,
+        1,
+        _PRIME - 1,
+        39382357235489614581723060781553021112529911719440698176882885853963445705823,
+        325606250916557431795983626356110631294008115727848805560023387167927233504,
+    }
+)
+"""The u-coordinates of points of small order, on the curve and on its twist."""
+
+MOST_IDS = 1 << 24
+"""Ids that somebody may have, where nobody has said how many there are."""
+
+_TESTS = 24
+"""Of many points: whether those of a random subset multiply to a square. One of the twist among
+them passes each test with a probability of one half."""
+
+_FEW = 24
+"""Points that are sooner looked at one by one."""
+
+
+class NobodyError(DureError, ValueError):
+    """No id is with all parties: nobody has said anything wrong."""
+
+    exit_code = 2
+
+
+Asks = Callable[[str, bytes], None]
+"""asks(sender, digest) of a list of points. Raises ValueError where it may not be answered."""
+
+
+def anything(sender: str, digest: bytes) -> None:
+    """Every list may be answered."""
 
 
 class Blinded(msgspec.Struct, frozen=True, tag=True):
@@ -159,19 +205,81 @@ def check_library() -> None:
         raise ValueError('alignment needs the extra: pip install "dure[deploy]"') from error
 
 
+class PeerPoints:
+    """A list of points of somebody else, which come in parts: each place once, and no point twice.
+
+    most: how many there may be.
+    """
+
+    def __init__(self, sender: str, most: int, refused: frozenset[bytes]) -> None:
+        self.sender = sender
+        self.most = most
+        self.refused = refused
+        """Points that were sent to it, which do not come back."""
+        self.total: int | None = None
+        self._at: dict[int, bytes] = {}
+        self._places: dict[bytes, int] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Whether all have come."""
+        return len(self._at) == self.total
+
+    @property
+    def points(self) -> list[bytes]:
+        """All, in their order."""
+        return [self._at[place] for place in range(len(self._at))]
+
+    def take(self, first: int, total: int, points: Tensor) -> None:
+        """Take a part. Raises ValueError for one that makes no sense, and takes nothing of it.
+
+        A part that has come already changes nothing.
+        """
+        given = points_of(self.sender, points)
+        if self.total is not None and total != self.total:
+            raise ValueError(f"{self.sender} says that it has {self.total} ids, and then {total}")
+        if not 1 <= total <= self.most:
+            raise ValueError(f"{self.sender} has {total} ids, and may have 1 to {self.most}")
+        if first < 0 or not given or first + len(given) > total:
+            raise ValueError(
+                f"{self.sender} sends points {first} to {first + len(given)} of {total}"
+            )
+        if len(set(given)) < len(given):
+            raise ValueError(f"{self.sender} sends a point twice: an id names one person")
+        new = {place: one for place, one in enumerate(given, first) if self._is_new(place, one)}
+        check_points(self.sender, list(new.values()))
+        self.total = total
+        self._at |= new
+        self._places |= {one: place for place, one in new.items()}
+
+    def _is_new(self, place: int, point: bytes) -> bool:
+        if point in self.refused:
+            raise ValueError(f"{self.sender} sends a point back as it was sent to it")
+        if self._places.get(point, place) != place:
+            raise ValueError(f"{self.sender} sends a point twice: an id names one person")
+        if self._at.get(place, point) != point:
+            raise ValueError(f"{self.sender} sends two points for place {place}")
+        return place not in self._at
+
+    def digest(self) -> bytes:
+        """SHA-256 of all points in their order."""
+        return hashlib.sha256(b"".join(self.points)).digest()
+
+
 class _Side:
     """What the holder and a party have in common: ids, and a secret.
 
-    most: points in a message.
+    most: points in a message. asks: asked before anything follows from a whole list of points.
     """
 
-    def __init__(self, name: str, ids: Sequence[Any], secret: bytes, most: int) -> None:
+    def __init__(self, name: str, ids: Sequence[Any], secret: bytes, most: int, asks: Asks) -> None:
         texts = id_texts(ids)
         if not texts:
             raise ValueError(f"{name} has no ids: there is nobody to align")
         self.name = name
         self.exponent = Exponent(secret)
         self.most = most
+        self.asks = asks
         self.rows: list[int] | None = None
         """Which of its ids, by their places, are with all parties, in the order for all."""
         own = [self.exponent.power(point_of(text)) for text in texts]
@@ -186,6 +294,9 @@ class _Side:
     def tick(self, now: float) -> list[Envelope]:
         return []
 
+    def _peer(self, sender: str, most: int) -> PeerPoints:
+        return PeerPoints(sender, most, frozenset(self._points))
+
     def _blinded(self, to: str) -> list[Envelope]:
         total = len(self._points)
         return [
@@ -193,54 +304,81 @@ class _Side:
             for first in range(0, total, self.most)
         ]
 
-    def _raised(self, sender: str, points: Tensor) -> list[bytes]:
-        """Points of someone else, raised to the secret. Raises ValueError for what is no point."""
-        return [self._power(sender, point) for point in points_of(sender, points)]
+    def _raised(self, peer: PeerPoints) -> list[bytes]:
+        """All points of somebody else, raised to the secret."""
+        self.asks(peer.sender, peer.digest())
+        return [self._power(peer.sender, point) for point in peer.points]
 
     def _power(self, sender: str, point: bytes) -> bytes:
-        if int.from_bytes(point, "little") >= _PRIME:
-            raise ValueError(f"{sender} sends a point that is no number below 2^255 - 19")
         try:
             return self.exponent.power(point)
         except ValueError as error:
-            raise ValueError(
-                f"{sender} sends a point of small order, which no id has: it would tell nothing of "
-                f"an id"
-            ) from error
+            raise ValueError(f"{sender} sends {_SMALL}") from error
 
 
 class AlignedParty(_Side):
-    """A party without the labels. ids: one for each of its people."""
+    """A party without the labels. ids: one for each of its people.
+
+    limit: how many ids the holder may have.
+    """
 
     def __init__(
-        self, name: str, holder: str, ids: Sequence[Any], secret: bytes, most: int = 4096
+        self,
+        name: str,
+        holder: str,
+        ids: Sequence[Any],
+        secret: bytes,
+        most: int = 4096,
+        limit: int = MOST_IDS,
+        asks: Asks = anything,
     ) -> None:
-        super().__init__(name, ids, secret, most)
+        super().__init__(name, ids, secret, most, asks)
         self.holder = holder
         self._began = False
+        self._theirs = self._peer(holder, limit)
+        self._answered = False
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message. Raises ValueError for one that makes no sense."""
         if sender == self.holder and isinstance(message, Blinded):
-            own = [] if self._began else self._blinded(self.holder)
-            self._began = True
-            raised = Twice(message.first, tensor_of(self._raised(sender, message.points)))
-            return [*own, (self.holder, raised)]
+            return self._take(message)
         if sender == self.holder and isinstance(message, Common):
-            self.rows = self._placed(message.places.tolist())
+            self._place(message.places)
             return []
         raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
 
-    def _placed(self, places: list[int]) -> list[int]:
-        if len(set(places)) < len(places) or not all(0 <= p < len(self._sent) for p in places):
+    def _take(self, message: Blinded) -> list[Envelope]:
+        self._theirs.take(message.first, message.total, message.points)
+        own = [] if self._began else self._blinded(self.holder)
+        self._began = True
+        if self._answered or not self._theirs.whole:
+            return own
+        self._answered = True
+        raised = self._raised(self._theirs)
+        return own + [
+            (self.holder, Twice(first, tensor_of(raised[first : first + self.most])))
+            for first in range(0, len(raised), self.most)
+        ]
+
+    def _place(self, places: Tensor) -> None:
+        if not self._answered or self.rows is not None:
+            raise ValueError(f"{self.holder} says who is with all, and it is not due")
+        if places.dtype != torch.int64 or places.ndim != 1 or not len(places) > 0:
+            raise ValueError(
+                f"{self.holder} sends places as {places.dtype} of shape {list(places.shape)}, but "
+                f"they are (n,) of int64"
+            )
+        listed = places.tolist()
+        if len(set(listed)) < len(listed) or not all(0 <= p < len(self._sent) for p in listed):
             raise ValueError(f"{self.holder} names places that {self.name} does not have, or twice")
-        return [self._sent[place] for place in places]
+        self.rows = [self._sent[place] for place in listed]
 
 
 class AlignedHolder(_Side):
     """The holder of the labels. parties: the names of the others.
 
     order: bytes from which, and from ids, the order of all follows; by default those of the secret.
+    limits: how many ids each party has, or may have.
     """
 
     def __init__(
@@ -251,21 +389,26 @@ class AlignedHolder(_Side):
         secret: bytes,
         most: int = 4096,
         order: bytes | None = None,
+        limits: Mapping[str, int] | None = None,
+        asks: Asks = anything,
     ) -> None:
-        super().__init__(name, ids, secret, most)
+        super().__init__(name, ids, secret, most, asks)
         self.parties = list(parties)
         self._order = secret if order is None else order
         self._texts = id_texts(ids)
-        self._theirs: dict[str, dict[bytes, int]] = {name: {} for name in parties}
-        """The places of each party's points, by the points raised to both secrets."""
-        self._totals: dict[str, int] = {}
-        self._mine: dict[str, dict[int, bytes]] = {name: {} for name in parties}
-        """The own points that each party has raised, by their places."""
+        most_of = {} if limits is None else limits
+        self._theirs = {one: self._peer(one, most_of.get(one, MOST_IDS)) for one in parties}
+        """The points of each party."""
+        self._mine = {one: self._peer(one, len(self._points)) for one in parties}
+        """The own points that each party has raised."""
 
     @property
     def awaited(self) -> list[str]:
         """Who has not sent all of its points yet, or not raised all of the holder's."""
-        return [name for name in self.parties if not self._has_all(name)]
+        return [one for one in self.parties if not self._has_all(one)]
+
+    def _has_all(self, name: str) -> bool:
+        return self._theirs[name].whole and self._mine[name].whole
 
     def begin(self, now: float) -> list[Envelope]:
         """What it says first."""
@@ -276,66 +419,72 @@ class AlignedHolder(_Side):
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """What it says to a message.
 
-        Raises ValueError for one that makes no sense, and where nobody is with all parties.
+        Raises ValueError for one that makes no sense, and NobodyError where nobody is with all
+        parties.
         """
         if sender not in self.parties or not isinstance(message, Blinded | Twice):
             raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
-        if self.rows is not None:
-            return []
         if isinstance(message, Blinded):
-            self._take_theirs(sender, message)
+            self._theirs[sender].take(message.first, message.total, message.points)
         else:
-            self._take_mine(sender, message)
-        return [] if self.awaited else self._align()
-
-    def _take_theirs(self, sender: str, message: Blinded) -> None:
-        points = self._raised(sender, message.points)
-        total = self._totals.setdefault(sender, message.total)
-        _check_range(sender, message.first, len(points), total)
-        if message.total != total:
-            raise ValueError(f"{sender} says that it has {total} ids, and then {message.total}")
-        theirs = self._theirs[sender]
-        for place, point in enumerate(points, message.first):
-            if theirs.setdefault(point, place) != place:
-                raise ValueError(f"{sender} sends a point twice: an id names one person")
-
-    def _take_mine(self, sender: str, message: Twice) -> None:
-        points = points_of(sender, message.points)
-        _check_range(sender, message.first, len(points), len(self._points))
-        self._mine[sender].update(enumerate(points, message.first))
-
-    def _has_all(self, name: str) -> bool:
-        theirs = len(self._theirs[name]) == self._totals.get(name)
-        return theirs and len(self._mine[name]) == len(self._points)
+            self._mine[sender].take(message.first, len(self._points), message.points)
+        return [] if self.awaited or self.rows is not None else self._align()
 
     def _align(self) -> list[Envelope]:
         """Who is with all parties, and in which order."""
+        # The places of each party's points, by the points raised to both secrets.
+        theirs = {
+            name: {point: place for place, point in enumerate(self._raised(self._theirs[name]))}
+            for name in self.parties
+        }
+        mine = {name: self._mine[name].points for name in self.parties}
         common = set(range(len(self._points)))
         for name in self.parties:
-            theirs = self._theirs[name]
-            common &= {place for place, point in self._mine[name].items() if point in theirs}
+            common &= {place for place, point in enumerate(mine[name]) if point in theirs[name]}
         if not common:
-            raise ValueError(
+            raise NobodyError(
                 "nobody is with all parties: look whether they write ids in the same way"
             )
         # Neither as ids are kept here, which may be by label, nor as points were sent.
         order = sorted(common, key=lambda place: self._drawn(self._sent[place]))
         self.rows = [self._sent[place] for place in order]
-        return [(name, Common(self._places(name, order))) for name in self.parties]
-
-    def _places(self, name: str, order: Sequence[int]) -> Tensor:
-        mine = self._mine[name]
-        theirs = self._theirs[name]
-        return torch.tensor([theirs[mine[place]] for place in order])
+        return [
+            (name, Common(torch.tensor([theirs[name][mine[name][place]] for place in order])))
+            for name in self.parties
+        ]
 
     def _drawn(self, row: int) -> bytes:
         """A number of the id, which tells nothing of how ids are kept."""
         return hashlib.blake2b(self._texts[row].encode(), key=self._order).digest()
 
 
-def _check_range(sender: str, first: int, count: int, total: int) -> None:
-    if first < 0 or first + count > total:
-        raise ValueError(f"{sender} sends points {first} to {first + count} of {total}")
+def check_points(sender: str, points: Sequence[bytes]) -> None:
+    """Raise ValueError for points that no id has: not on the curve, or of small order."""
+    numbers = [int.from_bytes(point, "little") for point in points]
+    if any(u >= _PRIME for u in numbers):
+        raise ValueError(f"{sender} sends a point that is no number below 2^255 - 19")
+    if not SMALL_ORDER.isdisjoint(numbers):
+        raise ValueError(f"{sender} sends {_SMALL}")
+    if not _are_squares([u * (u * (u + _A) + 1) % _PRIME for u in numbers]):
+        raise ValueError(f"{sender} sends a point of the curve's twist, which no id has")
+
+
+_SMALL = "a point of small order, which no id has: it would tell nothing of an id"
+
+
+def _are_squares(numbers: Sequence[int]) -> bool:
+    """Whether all are squares modulo the prime, and not 0."""
+    if len(numbers) <= _FEW:
+        return all(map(_is_square, numbers))
+    # A product is a square where an even number of its factors are none.
+    for _ in range(_TESTS):
+        chosen = (byte & 1 for byte in secrets.token_bytes(len(numbers)))
+        product = 1
+        for number in compress(numbers, chosen):
+            product = product * number % _PRIME
+        if not _is_square(product):
+            return False
+    return True
 
 
 def tensor_of(points: Sequence[bytes]) -> Tensor:

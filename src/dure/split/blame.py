@@ -41,6 +41,10 @@ class WrongError(ValueError):
     """A client has sent what cannot be."""
 
 
+class NotANumberError(WrongError):
+    """A client has sent NaN, or what is infinite."""
+
+
 class CannotComputeError(DureError):
     """The server cannot compute with what clients have sent.
 

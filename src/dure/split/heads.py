@@ -23,6 +23,7 @@ from dure.split.blame import (
     ADVICE,
     GRADIENT,
     AbsurdError,
+    NotANumberError,
     WrongError,
     check_grown,
     check_size,
@@ -57,7 +58,9 @@ def _named(forms: Sequence[Form]) -> str:
 def check_bounded(what: str, gradients: Sequence[Tensor]) -> None:
     """Raise WrongError for gradients that are not finite, or absurd."""
     if not largest(gradients) <= GRADIENT:
-        raise WrongError(f"{what} are not all finite numbers below {GRADIENT:g} in size: {ADVICE}")
+        raise NotANumberError(
+            f"{what} are not all finite numbers below {GRADIENT:g} in size: {ADVICE}"
+        )
 
 
 class Number(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dure.data.batches import batches_per_epoch
 from dure.errors import described
-from dure.split.blame import ADVICE, GRADIENT
+from dure.split.blame import ADVICE, GRADIENT, NotANumberError
 from dure.split.blame import WrongError as WrongError
 from dure.split.due import FromClient
 from dure.split.heads import Heads, check_bounded
@@ -194,6 +194,11 @@ class Rule(NamedTuple):
     holds: str
     check: Callable[[Checks, Any], None] | None = None
 
+    @property
+    def shown(self) -> str:
+        """What holds, as the page has it: without where it is checked."""
+        return self.holds.partition(" (`")[0]
+
 
 class Checks:
     """Of one run."""
@@ -307,7 +312,7 @@ def _missed(checks: Checks, heard: Heard) -> None:
 def _loss(checks: Checks, heard: Heard) -> None:
     loss = heard.message.loss
     if not abs(loss) <= MOST_LOSS:
-        raise WrongError(f"the loss is {loss}: {ADVICE}")
+        raise NotANumberError(f"the loss is {loss}: {ADVICE}")
 
 
 def _computed(checks: Checks, heard: Heard) -> None:
@@ -390,10 +395,13 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
             "examples", f"1 to {MOST_EXAMPLES:,}; the same whenever the client comes (`Entrance`)"
         ),
         Rule("member", "the client's own keys, signed; the same whenever it comes (`Entrance`)"),
-        Rule("digest", "64 hexadecimal digits (`Entrance`)"),
+        Rule("digest", "up to 128 letters and digits (`Entrance`)"),
         Rule("joins", "a truth value"),
-        Rule("form", "of what leaves the head, where that is a file of its own (`Entrance`)"),
-        Rule("targets", "likewise, of targets where the loss is the server's (`Entrance`)"),
+        Rule(
+            "form",
+            "there if the head is a file of its own; values of at most 1 GiB (`ServedLearner`)",
+        ),
+        Rule("targets", "likewise, of targets, where the loss is the server's (`ServedLearner`)"),
         Rule("tests", f"at most {MOST_EXAMPLES:,} (`Entrance`)"),
     ),
     Smashed: (
@@ -450,7 +458,7 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("peer", "the client to whom it was asked to hand its head (`Hall`)"),
         Rule(
             "content",
-            "bytes, as many as a sealed head has; the receiver opens and checks it (`Hall`)",
+            "bytes; the receiver opens the head and checks it (`Site`)",
         ),
     ),
     Failed: (Rule("reason", "text, of which 500 characters are shown (`Hall`)"),),
@@ -479,4 +487,4 @@ def check_numbers(what: str, values: Sequence[Tensor]) -> None:
             continue
         # By the sum, which is quick.
         if bool(one.sum().isnan()) and bool(one.isnan().any()):
-            raise WrongError(f"{what} have NaN: {ADVICE}")
+            raise NotANumberError(f"{what} have NaN: {ADVICE}")

@@ -35,7 +35,7 @@ from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual import Passage, nbytes
 from dure.record.meter import Meter
 from dure.split.account import Account
-from dure.split.blame import ADVICE, CannotComputeError, WrongError
+from dure.split.blame import ADVICE, CannotComputeError, NotANumberError, WrongError
 from dure.split.compressed import Exchange
 from dure.split.due import FromClient
 from dure.split.messages import (
@@ -174,7 +174,6 @@ class Hall:
         """Trains until the round is over; False where it `ends` before. Raises ClientsLostError,
         LossNotFiniteError."""
         self.account.begin(round)
-        self._diverged.clear()
         self._returns.clear()
         if self.order.over:
             # Whoever was turned away is not waited for, and may come again.
@@ -276,6 +275,7 @@ class Hall:
 
     def _enters(self, name: str) -> None:
         self.here.add(name)
+        self._diverged.pop(name, None)
         self._refused.discard(name)
         self._since.pop(name, None)
         self._send(name, self.told)
@@ -378,6 +378,8 @@ class Hall:
             frame = decode(event.frame)
             self._deals(name, frame)
         except (FrameError, WrongError) as error:
+            if isinstance(error, NotANumberError):
+                self._diverged[name] = f"round {self.order.round + 1}"
             self._fails(name, f"sent what cannot be: {error}")
         except CannotComputeError as error:
             self._cannot_compute(error)
@@ -454,8 +456,8 @@ class Hall:
                 heard = replace(heard, message=self._with(name).read(name, message))
             checked = self.checks.checked(heard)
         except LossNotFiniteError as error:
-            raise WrongError(f"what crosses the cut has NaN: {ADVICE}") from error
-        except (MemoryError, torch.OutOfMemoryError):
+            raise NotANumberError(f"what crosses the cut has NaN: {ADVICE}") from error
+        except (WrongError, MemoryError, torch.OutOfMemoryError):
             raise
         # What cannot be unpacked is the sender's as well, whatever a decoder raises.
         except Exception as error:

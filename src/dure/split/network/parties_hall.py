@@ -7,30 +7,58 @@
                        the run ends with an error that names it, and can be resumed
 
 Steps that were made after the newest that all have kept are made once more, by the same bits. What
-parties have said before they heard of it is dropped.
+parties have said before they heard of it is dropped. Only what is due puts a party's deadline off,
+and a party that comes again more than `MOST_RETURNS` times without a new step is not waited for.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from dure.contracts.channels import Came, Channels, Event, Gone
+from dure.contracts.channels import Came, Channels, Event, Gone, Said
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual import nbytes
 from dure.record.meter import Meter
+from dure.split.alignment import NobodyError
 from dure.split.network.control import Failed, Members
 from dure.split.network.entrance import Entrance
 from dure.split.network.frames import Frame, FrameError, decode, encode
-from dure.split.network.parties_control import Evaluate, Evaluated, Kept, Resume, Resumed
+from dure.split.network.parties_control import (
+    Evaluate,
+    Evaluated,
+    Keep,
+    Kept,
+    Resume,
+    Resumed,
+)
 from dure.split.parties.messages import party
 
 MOMENT = 0.2
 """Seconds between two looks at the clock and at wishes to end."""
 
+MOST_RETURNS = 8
+"""Times that a party may come again until there is a step that was not made before."""
+
+MOST_LATE = 1 << 13
+"""Messages of a party that are dropped, as of a turn before, until it has begun the newest one."""
+
+MOST_SHOWN = 500
+"""Characters of a party's reason that are shown."""
+
 PULSE = 0.5
 """Seconds between two looks that a terminal gets."""
+
+
+Question = Keep | Evaluate
+CheckAnswer = Callable[[str, Any, Any], None]
+"""check(name, question, answer) raises ValueError for an answer that cannot be."""
+
+
+def _anything(name: str, question: Any, answer: Any) -> None:
+    """Whatever has the right kind may be an answer."""
 
 
 class PartyLostError(DureError):
@@ -93,9 +121,16 @@ class PartiesHall:
         self._target = 0
         self._under_way = False
         """Whether a step has begun and is not over."""
-        self._question: Frame | None = None
+        self._question: Question | None = None
         self._asked = False
         self._answers: dict[str, Any] = {}
+        self._check_answer: CheckAnswer = _anything
+        self._returns: Counter[str] = Counter()
+        """How often each has come again since there was a new step."""
+        self._late: Counter[str] = Counter()
+        """Messages of each that were dropped."""
+        self._farthest = 0
+        """The most steps of the work that were made."""
         self._since: dict[str, float] = {}
         """Since when somebody is waited for."""
         self._reasons: dict[str, str] = {}
@@ -108,6 +143,8 @@ class PartiesHall:
     def does(self, work: Work) -> None:
         """Begins something else, from what all have kept of it."""
         self.work = work
+        self._farthest = 0
+        self._returns.clear()
         self._target = work.done
         self._anew()
 
@@ -123,9 +160,13 @@ class PartiesHall:
         while self.work.done < step or self._under_way or len(self._ready) < len(self.names):
             self._moment()
 
-    def ask(self, question: Frame) -> dict[str, Any]:
-        """What all parties answer, by name. Raises as `reach` does."""
+    def ask(self, question: Question, check: CheckAnswer | None = None) -> dict[str, Any]:
+        """What all parties answer, by name. Raises as `reach` does.
+
+        check: of an answer, by the name of a party and the question; raises ValueError.
+        """
         self._question, self._answers, self._asked = question, {}, False
+        self._check_answer = check or _anything
         try:
             self._goes_on()
             while len(self._answers) < len(self.names):
@@ -143,15 +184,14 @@ class PartiesHall:
             raise KeyboardInterrupt
         if event is not None:
             self._happens(event)
-        # Nobody is late whose message only waits to be heard.
-        self._look(late=event is None)
+        # Nobody is late whose message only waits to be heard; who comes and goes says nothing.
+        self._look(late=not isinstance(event, Said))
 
     def _happens(self, event: Event) -> None:
         name = self.names[event.client]
         if isinstance(event, Came):
             if self.entrance.lets_in(event):
-                self._enters(name)
-                self._anew()
+                self._comes(name)
         elif isinstance(event, Gone):
             self._here.discard(name)
             self._ready.discard(name)
@@ -160,6 +200,14 @@ class PartiesHall:
             self.tell(f"{name} is gone, and waited for: {event.why}")
         elif name in self._here:
             self._hears(name, event.frame)
+
+    def _comes(self, name: str) -> None:
+        self._returns[name] += 1
+        if self._returns[name] > MOST_RETURNS:
+            self.channels.turn_away(self.names.index(name), "it has come again too often")
+            self._lost(name, f"has come again {MOST_RETURNS} times without a new step")
+        self._enters(name)
+        self._anew()
 
     def _look(self, late: bool) -> None:
         """Who has been waited for long enough? late: whether that is asked now."""
@@ -244,10 +292,11 @@ class PartiesHall:
                 self._send(name, self._question)
 
     def _hears(self, name: str, content: bytes) -> None:
-        self._since.pop(name, None)
         try:
             frame = decode(content)
             self._deals(name, frame)
+        except NobodyError:
+            raise
         # What cannot be decoded, is not due, or has another shape than was agreed upon.
         except ValueError as error:
             self.refuses(name, str(error))
@@ -261,20 +310,41 @@ class PartiesHall:
         self.meters[name].sent(size)
         self.meter.received(size)
         if isinstance(frame, Failed):
-            self._lost(name, f"cannot go on: its own code raised {frame.reason}")
+            self._lost(name, f"cannot go on: its own code raised {frame.reason[:MOST_SHOWN]}")
         elif isinstance(frame, Resumed):
-            if frame.turn == self._turn:
-                self._ready.add(name)
-                self._goes_on()
+            self._resumes(name, frame)
         elif name not in self._ready:
             # Of a turn before.
-            return
+            self._late[name] += 1
+            if self._late[name] > MOST_LATE:
+                raise FrameError(f"{MOST_LATE} messages came, and Resumed is due")
         elif isinstance(frame, Kept | Evaluated):
-            if not self._asked or name in self._answers:
-                raise FrameError(f"{type(frame).__name__} was not asked for")
-            self._answers[name] = frame
+            self._answered(name, frame)
         else:
             self._trains(name, frame)
+
+    def _resumes(self, name: str, frame: Resumed) -> None:
+        if frame.turn > self._turn or (frame.turn == self._turn and name in self._ready):
+            raise FrameError(f"Resumed of turn {frame.turn} is not due")
+        if frame.turn == self._turn:
+            self._since.pop(name, None)
+            self._late[name] = 0
+            self._ready.add(name)
+            self._goes_on()
+
+    def _answered(self, name: str, frame: Kept | Evaluated) -> None:
+        question = self._question
+        if not self._asked or name in self._answers or question is None:
+            raise FrameError(f"{type(frame).__name__} was not asked for")
+        if isinstance(question, Keep):
+            due = isinstance(frame, Kept) and frame.step == question.step
+        else:
+            due = isinstance(frame, Evaluated) and frame.first == question.first
+        if not due:
+            raise FrameError(f"{type(frame).__name__} is no answer to {question}")
+        self._check_answer(name, question, frame)
+        self._since.pop(name, None)
+        self._answers[name] = frame
 
     def _trains(self, name: str, frame: Any) -> None:
         assert self.work is not None
@@ -283,9 +353,13 @@ class PartiesHall:
         began = time.perf_counter()
         done = self.work.done
         said = self.work.receive(name, frame)
+        self._since.pop(name, None)
         self.meter.counters.compute_seconds += time.perf_counter() - began
         if self.work.done > done:
             self._under_way = False
+        if self.work.done > self._farthest:
+            self._farthest = self.work.done
+            self._returns.clear()
         self._say(said)
         self._goes_on()
 

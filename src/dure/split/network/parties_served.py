@@ -10,7 +10,6 @@ server that is killed, or a party, goes on from there by the same bits.
 from __future__ import annotations
 
 import copy
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +28,12 @@ from dure.record.disk import write_atomically
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder
 from dure.split.busy import Busy
+from dure.split.heads import check_bounded
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
 from dure.split.network import sizes
 from dure.split.network.entrance import Entrance
-from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Keep
+from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Evaluated, Keep
 from dure.split.network.parties_hall import PartiesHall
 from dure.split.parties.facts import facts_of
 from dure.split.parties.guarded import GuardedGradients
@@ -54,6 +54,12 @@ from dure.tensors.buffers import passing_buffers
 
 PEOPLE = "people.tree"
 """In the run folder: which rows the people have whom all parties know."""
+
+ASKED = "asked.json"
+"""Likewise: digests of the lists of ids that were answered."""
+
+SECRET = "align.pem"
+"""Likewise, until all have aligned: the secret of this side."""
 
 
 def no_time(examples: int, back: bool) -> float:
@@ -88,8 +94,8 @@ class Aligning:
 
     def receive(self, sender: str, message: Any) -> list[tuple[str, Any]]:
         if isinstance(message, Aligned):
-            if self.holder.rows is None:
-                raise ValueError("it is aligned, and nobody knows yet who is with all parties")
+            if self.holder.rows is None or sender in self._aligned:
+                raise ValueError("it says that it is aligned, which is not due")
             self._aligned.add(sender)
             return []
         return list(self.holder.receive(sender, message, 0.0))
@@ -197,7 +203,7 @@ class ServedParties(Learner):
             lambda look: place.report({"federation": look}),
             place.interrupted,
         )
-        rows = self._aligned() if plan.align else self._all_rows(entrance)
+        rows = self._aligned(entrance) if plan.align else self._all_rows(entrance)
         self.examples = len(rows)
         joins = plan.align and needs_two(self.model, self.train)
         self.batches = Batches(len(rows), plan.batch_size, seed, joins=joins)
@@ -227,7 +233,7 @@ class ServedParties(Learner):
                 )
         return torch.arange(len(self.train))
 
-    def _aligned(self) -> Tensor:
+    def _aligned(self, entrance: Entrance) -> Tensor:
         """The rows of the people whom all know, in the order for all."""
         folder = self.place.folder
         if folder is not None and (folder / PEOPLE).exists():
@@ -238,15 +244,26 @@ class ServedParties(Learner):
         known = plan.known(first, len(self.train), self.seed)
         ids = ids_of(self.task.train, plan.id_column)
         own = [ids[row] for row in known.tolist()]
+        # They load the library with the curve.
+        from dure.split.network.queries import Queries, secret_in
+
+        secret_file = None if folder is None else folder / SECRET
+        secret = secret_in(secret_file)
+        queries = Queries(None if folder is None else folder / ASKED)
+        sizes = {
+            name: entrance.hellos[place].examples for place, name in enumerate(self.hall.names)
+        }
 
         def holder() -> AlignedHolder:
             return AlignedHolder(
                 plan.holder,
                 self.hall.names,
                 own,
-                secrets.token_bytes(32),
+                secret,
                 # Of ids that parties know anyway, it tells nothing: it may follow from the seed.
                 order=plan.secret(first, self.seed),
+                limits=sizes,
+                asks=queries.ask,
             )
 
         self._tells("aligning: whom do all parties know?")
@@ -257,6 +274,8 @@ class ServedParties(Learner):
         # All parties have it on their disks by now.
         if folder is not None:
             write_atomically(folder / PEOPLE, tree_to_bytes({"rows": rows}))
+        if secret_file is not None:
+            secret_file.unlink(missing_ok=True)
         return rows
 
     def _training(self, rows: Tensor) -> Training:
@@ -362,23 +381,29 @@ class ServedParties(Learner):
     def _test_activations(self, rows: Tensor) -> list[Tensor]:
         """What leaves all heads for these rows of the test data, in the order of parties."""
         assert self.test is not None
-        answers = self.hall.ask(Evaluate(int(rows[0]), len(rows)))
+        answers = self.hall.ask(Evaluate(int(rows[0]), len(rows)), self._check_evaluated)
         found: list[Tensor] = []
-        for number, like in enumerate(self.activations):
+        for number in range(self.parties):
             if number == self.plan.label_party:
                 inputs, _ = self.test.batch(rows)
                 head = self.division.heads[number].module
                 with in_mode(head, training=False):
                     found.append(head(select(inputs, self.division.features[number])))
                 continue
-            values = answers[party(number)].values
-            if values.shape != (len(rows), *like.shape[1:]) or values.dtype != like.dtype:
-                self.hall.refuses(
-                    party(number),
-                    f"activations of test data of shape {list(values.shape)} and {values.dtype}",
-                )
-            found.append(values)
+            found.append(answers[party(number)].values)
         return found
+
+    def _check_evaluated(self, name: str, asked: Evaluate, answer: Evaluated) -> None:
+        """Raises ValueError for activations of test data that cannot be joined."""
+        values = answer.values
+        like = self.activations[int(name.removeprefix("party "))]
+        wanted = (asked.count, *like.shape[1:])
+        if tuple(values.shape) != wanted or values.dtype != like.dtype:
+            raise ValueError(
+                f"activations of test data of shape {list(values.shape)} and {values.dtype}, and "
+                f"{asked.count} people have {list(wanted)} and {like.dtype}"
+            )
+        check_bounded("activations of test data", [values])
 
     # What is kept
 

@@ -8,10 +8,9 @@ folder, so that it may be killed at any moment.
 from __future__ import annotations
 
 import copy
-import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +50,9 @@ from dure.split.parties.table import Table
 from dure.split.received import GradientBound
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.modes import in_mode
+
+if TYPE_CHECKING:
+    from dure.split.network.queries import Queries
 
 Event = Callable[[str, Mapping[str, object]], None]
 
@@ -109,6 +111,8 @@ class PartySite:
         self._kept: dict[int, dict[str, Any]] = {0: {"part": self.part.kept(), "memory": None}}
         """What it knew after some steps, by their number."""
         self._aligning: AlignedParty | None = None
+        self._queries: Queries | None = None
+        self._secret: bytes | None = None
         self._rows: Tensor | None = None if plan.align else self.known
         self._party: Party | None = None
         self._resumed = False
@@ -224,9 +228,7 @@ class PartySite:
 
     def _resume(self, step: int) -> None:
         if step == ALIGNS:
-            # The secret is nobody else's, and a new one each time.
-            secret = secrets.token_bytes(32)
-            self._aligning = AlignedParty(self.name, self.plan.holder, self.ids, secret)
+            self._aligning = self._begins_to_align()
             self._rows = self._party = None
             return
         if self._rows is None or step not in self._kept:
@@ -237,12 +239,35 @@ class PartySite:
             )
         if self._party is None:
             self._party = self._made(self._rows)
+        self._forgets_secret()
         kept = self._kept[step]
         self.part.back(kept["part"])
         if self._party.guard is not None and kept["memory"] is not None:
             self._party.guard.memory = copy.deepcopy(kept["memory"])
         self._party.drop()
         self._party.done = step
+
+    def _begins_to_align(self) -> AlignedParty:
+        """The secret is this party's for the run: after a crash it sends the same points again."""
+        # They load the library with the curve.
+        from dure.split.network.queries import Queries, secret_in
+
+        if self._queries is None:
+            self._queries = Queries(self._in_folder(f"asked-{self.run}.json"))
+        if self._secret is None:
+            self._secret = secret_in(self._in_folder(self._key))
+        return AlignedParty(
+            self.name, self.plan.holder, self.ids, self._secret, asks=self._queries.ask
+        )
+
+    def _forgets_secret(self) -> None:
+        """All have aligned: nobody needs it any more, and nobody reads it later."""
+        self._secret = None
+        if self.plan.align and self.folder is not None:
+            (self.folder / self._key).unlink(missing_ok=True)
+
+    def _in_folder(self, name: str) -> Path | None:
+        return None if self.folder is None else self.folder / name
 
     def _made(self, rows: Tensor) -> Party:
         batches = Batches(len(rows), self.plan.batch_size, self.seed, joins=self._joins)
@@ -291,6 +316,10 @@ class PartySite:
     def _write(self, name: str, tree: dict[str, Any]) -> None:
         if self.folder is not None:
             write_atomically(self.folder / name, tree_to_bytes(tree))
+
+    @property
+    def _key(self) -> str:
+        return f"align-{self.run}.pem"
 
     @property
     def _people(self) -> str:

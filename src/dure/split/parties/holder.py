@@ -22,6 +22,7 @@ from torch import Tensor
 from dure.data.batches import Batches
 from dure.errors import CutNotANumberError, LossNotFiniteError
 from dure.randomness.seeds import seed_generators
+from dure.split.blame import GRADIENT, largest
 from dure.split.busy import Busy
 from dure.split.parties.guarded import GuardedGradients
 from dure.split.parties.messages import (
@@ -152,6 +153,9 @@ class Holder:
         gradients = {name: one.grad for name, one in zip(self.parties, values, strict=True)}
         if any(one is not None and bool(one.isnan().any()) for one in gradients.values()):
             self.part.optimizer.zero_grad(set_to_none=True)
+            blamed = self._blamed(came)
+            if blamed != self.name:
+                raise LossNotFiniteError(math.nan, blamed, f"step {step + 1}")
             raise CutNotANumberError("gradients", self.name, f"step {step + 1}")
         if self.guarded is not None:
             gradients = self.guarded.gradients(gradients, targets, step)
@@ -165,11 +169,12 @@ class Holder:
         return self.busy.work(seconds, said, now)
 
     def _blamed(self, came: Sequence[Activations]) -> str:
-        """Whose activations have made the loss what it is; the holder where nobody's have."""
+        """Whose activations, infinite or absurd, have made the loss what it is; the holder where
+        nobody's have."""
         bad = [
             name
             for name, one in zip(self.parties, came, strict=True)
-            if not bool(torch.isfinite(one.values).all())
+            if not largest([one.values]) <= GRADIENT
         ]
         return " and ".join(bad) or self.name
 
