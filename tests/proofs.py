@@ -96,6 +96,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_fifteen_runs_open_and_fit",
     ),
     "run/test_resume.py": ("test_a_killed_run_goes_on_to_the_same_bits[threads]",),
+    "security/test_fuzzers.py": (
+        "test_nothing_that_is_sent_for_minutes_is_a_mistake_of_the_server",
+    ),
     "test_features_run.py": (
         "test_frozen_layers_and_resume[parameter-server-ranks",
         "test_frozen_layers_and_resume[downpour-ranks",

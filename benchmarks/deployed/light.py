@@ -117,7 +117,7 @@ class Light:
         while not reserved.get("complete"):
             at = reserved["offset"]
             part = memoryview(stream)[at : at + reserved["part"]]
-            path = f"/v1/uploads/{reserved['upload']}"
+            path = f"/v1/uploads/{reserved['upload']}?offset={at}"
             headers = {"upload-offset": str(at), "content-length": str(len(part))}
             reserved = self.understood(self.request("PATCH", path, part, headers))
 

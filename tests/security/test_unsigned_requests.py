@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,48 +18,24 @@ from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from dure.wire.requests import Machine, Trains
-from dure.wire.signatures import Key
 from dure.worlds.network.server import serving
 from dure.worlds.network.server.access import Access, Refused
 from dure.worlds.network.server.at_once import MOST_OF_ADDRESS, MOST_OF_CLIENT, AtOnce
-from dure.worlds.network.server.attendance import Served
-from dure.worlds.network.server.channels import NetworkChannels
-from dure.worlds.network.server.register import FILE, Register
-from dure.worlds.network.server.serving import Serving
 from dure.worlds.network.server.sparing import MOST_LINES
-from dure.worlds.network.server.watching import Watching
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "worlds" / "network"))
 from fuzzed import Request, Target
+from listeners import channels_served
 
 SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
 def channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server of split learning, of which the port is known."""
-    folder = tmp_path_factory.mktemp("channels")
-    about = Served(
-        run="run",
-        clients=2,
-        strategy={"name": "split"},
-        seed=0,
-        trains=Trains({}),
-        machine=Machine("2", "none", "loop", 1),
-        heartbeat=5.0,
-        patience=1.0,
-        compare=lambda theirs, ours: [],
-        samples=lambda examples: 0,
-    )
-    with Register(folder / FILE, 2) as register:
-        access = Access(register, "open")
-        served = NetworkChannels(about, access, Watching(), folder, Key.make(), 600.0, lambda: None)
-        listens = Serving(served.asgi(), "127.0.0.1", 0, None, served.lives_in, heartbeat=5.0)
-        try:
-            yield SimpleNamespace(port=listens.port, access=access)
-        finally:
-            listens.stop()
+    """A server of split learning."""
+    with channels_served(tmp_path_factory.mktemp("channels")) as served:
+        yield served
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ those who die.
 
 from __future__ import annotations
 
+import hmac
 import os
 
 import msgspec
@@ -16,7 +17,9 @@ from torch import nn
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.two_hosts.across import address_towards
+from dure.errors import PeerLostError
 from dure.machine.cores import available_cores
+from dure.machine.group_key import VARIABLE, group_key
 from dure.parameter_server.digests import MOST as LISTS
 from dure.parameter_server.messages import MANAGER, server, worker
 from dure.parameter_server.plan import Plan
@@ -58,12 +61,21 @@ def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
 
     Raises PeerLostError if a rank does not come.
     """
-    token = group.broadcast_bytes(os.urandom(32) if group.rank == 0 else None)
+    told_to_all = group.broadcast_bytes(os.urandom(32) if group.rank == 0 else None)
+    # The group's connections tell it to whoever listens: with a key, that is not enough.
+    key = group_key()
+    token = told_to_all if key is None else hmac.digest(key, told_to_all, "sha256")
+    mark = "" if key is None else hmac.digest(token, b"dure card", "sha256").hex()
     name = name_of(group.rank, plan)
     port = Port(name, token, most=_most(plan, model), host=_own_address(group))
-    cards = group.gather_bytes(msgspec.json.encode(own_card(name, port.address)))
+    cards = group.gather_bytes(msgspec.json.encode(own_card(name, port.address, mark)))
     told = group.broadcast_bytes(b"[" + b",".join(cards) + b"]" if group.rank == 0 else None)
     known = {card.name: card for card in msgspec.json.decode(told, type=list[Card])}
+    try:
+        _check_keys(known, mark)
+    except PeerLostError:
+        port.close()
+        raise
     port.meet(known, _called_by(group.rank, plan))
     assert port.memory is not None
     here = [other for other in known if port.memory.shares(other)]
@@ -72,6 +84,19 @@ def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
     if len(here) <= available_cores():
         port.spin = SPIN
     return port
+
+
+def _check_keys(cards: dict[str, Card], own: str) -> None:
+    """Raises PeerLostError for the first process that has another key, or alone has one."""
+    for rank, card in enumerate(cards.values()):
+        if card.key != own:
+            which = f"another {VARIABLE}" if card.key and own else "a key" if card.key else "no key"
+            raise PeerLostError(
+                (rank,),
+                "the meeting of the parameter server",
+                "its start",
+                f"has {which}, unlike this one: set {VARIABLE} alike on all hosts",
+            )
 
 
 def _most(plan: Plan, model: nn.Module) -> int:

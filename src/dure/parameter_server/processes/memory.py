@@ -27,7 +27,10 @@ _MOST_VIEWS = 256
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Where a process is: its host, its memory there, and where it listens."""
+    """Where a process is: its host, its memory there, and where it listens.
+
+    key: by which others see whether it has the same `DURE_KEY`; empty without one.
+    """
 
     name: str
     host: str
@@ -35,14 +38,15 @@ class Card(msgspec.Struct, frozen=True):
     pool: int
     nbytes: int
     address: tuple[str, int]
+    key: str = ""
 
 
-def own_card(name: str, address: tuple[str, int]) -> Card:
+def own_card(name: str, address: tuple[str, int], key: str = "") -> Card:
     """This process's."""
     own = pool()
     # Processes of different users may not open each other's files in /proc.
     host = f"{name_of_this_host()} {os.getuid()}"
-    return Card(name, host, os.getpid(), own.descriptor, own.nbytes, address)
+    return Card(name, host, os.getpid(), own.descriptor, own.nbytes, address, key)
 
 
 class Memory:

@@ -40,6 +40,8 @@ _AGAIN_SECONDS = 0.25
 """Until one that could not be reached is called again."""
 _MOST_CALLERS = 64
 """Who have proved nothing yet; of more, the one that has waited longest goes."""
+BESIDE = " heart"
+"""Ends the name of the second port of a process, by which it says that it lives."""
 _LARGE = 1 << 16
 """Bytes of a payload that is not kept for what may be said after it."""
 _PIECES = 16
@@ -242,6 +244,8 @@ class Port:
         self._look(max(0.0, seconds))
 
     def _look(self, seconds: float) -> None:
+        while self._callers and self._callers[0].until < time.monotonic():
+            self._hang_up(self._callers[0])
         for key, events in self._wait(min(seconds, 3600.0)):
             if key.data is None:
                 self._answer_call()
@@ -324,7 +328,7 @@ class Port:
             return
         self._callers.append(caller)
         self._selector.register(there, selectors.EVENT_READ, caller)
-        while len(self._callers) > _MOST_CALLERS or self._callers[0].until < now:
+        while len(self._callers) > _MOST_CALLERS:
             self._hang_up(self._callers[0])
 
     def _greet(self, caller: Caller) -> None:
@@ -336,10 +340,18 @@ class Port:
         except OSError:
             self._hang_up(caller)
             return
-        if name is not None:
+        if name is not None and not self._is_of_job(name):
+            self._hang_up(caller)
+        elif name is not None:
             self._callers.remove(caller)
             self._selector.unregister(caller.socket)
             self._add(name, caller.socket)
+
+    def _is_of_job(self, name: str) -> bool:
+        """Whether a process of the job may be called this: so there are no more lines than that."""
+        if self.memory is None:
+            return True
+        return name in self.memory.cards or name.removesuffix(BESIDE) in self.memory.cards
 
     def _hang_up(self, caller: Caller) -> None:
         self._callers.remove(caller)

@@ -24,7 +24,7 @@ from dure.parameter_server.gradients import Computed
 from dure.parameter_server.layout import Layout, Owed
 from dure.parameter_server.messages import MANAGER, Beat, Envelope, worker
 from dure.parameter_server.plan import Plan
-from dure.parameter_server.processes.port import Gone, Port
+from dure.parameter_server.processes.port import BESIDE, Gone, Port
 from dure.parameter_server.processes.rooms import Outbox, Slots
 from dure.parameter_server.processes.said import (
     Account,
@@ -280,7 +280,7 @@ class Heart(threading.Thread):
     def __init__(self, side: WorkerSide, port: Port, beat: float = 0.5) -> None:
         super().__init__(name="dure heart", daemon=True)
         self._side = side
-        self._port = port.beside(f"{side.name} heart")
+        self._port = port.beside(f"{side.name}{BESIDE}")
         self._beat = beat
         self._ended = threading.Event()
 

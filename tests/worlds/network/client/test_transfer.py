@@ -72,11 +72,14 @@ class Shelf:
         self.served: list[tuple[int, int]] = []
 
     def __call__(self, request: Request) -> None:
-        assert request.path == f"/v1/tensors/{self.digest}"
+        path, _, query = request.path.partition("?")
+        assert path == f"/v1/tensors/{self.digest}"
         at = 0
         headers = {}
         if "range" in request.headers and self.ranges:
             at = int(request.headers["range"].removeprefix("bytes=").removesuffix("-"))
+            # The query says the same, and is signed.
+            assert query == f"from={at}"
             assert request.headers["if-range"] == f'"{self.digest}"'
             headers = {"content-range": f"bytes {at}-{len(self.stream) - 1}/{len(self.stream)}"}
         end = len(self.stream)
@@ -237,7 +240,9 @@ class Store:
             said = from_json(request.body(), Reserve)
             self.size = said.bytes
             return request.reply(body=self.reserved())
-        assert request.path == "/v1/uploads/7%2Fa"
+        # The query says the same as the header, and is signed.
+        offset = request.headers["upload-offset"]
+        assert request.path == f"/v1/uploads/7%2Fa?offset={offset}"
         if request.length > self.most:
             self.refused += 1
             request.body()

@@ -29,7 +29,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -85,10 +85,13 @@ class Status:
         if self.page is None:
             return _json({"error": "there is no page here: pip install 'dure[report]'"}, 404)
         body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST_BODY:
-                return Response(status_code=413, headers={"connection": "close"})
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MOST_BODY:
+                    return Response(status_code=413, headers={"connection": "close"})
+        except ClientDisconnect:
+            return Response(status_code=400)
         asked = (request.method, target_of(request), dict(request.headers), body)
         try:
             # In a thread, since it reads files.
