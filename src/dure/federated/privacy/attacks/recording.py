@@ -250,7 +250,7 @@ def _numbered(tensors: Mapping[str, Tensor], kind: str) -> Iterator[Tensor]:
 def _read_json(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
 
 

@@ -221,5 +221,5 @@ def _read_head(path: Path) -> Chain | None:
     """What was noted of the log; None where nothing was, or a power failure has taken it."""
     try:
         return msgspec.json.decode(_head(path).read_bytes(), type=Chain)
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
