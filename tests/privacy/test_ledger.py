@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dure.errors import RunFolderError
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.ledger import FILE, Ledger
+from dure.privacy.step_count import FILE as STEPS
+from dure.privacy.step_count import StepCount
 
 ROUND = Releases(0.5, 1.0)
 
@@ -102,3 +107,41 @@ def test_a_file_that_is_no_ledger_is_refused_by_its_line(line: bytes, tmp_path: 
     (tmp_path / FILE).write_bytes(json.dumps(LINE).encode() + b"\n" + line + b"\n")
     with pytest.raises(RunFolderError, match="line 2"):
         Ledger(1e-5, tmp_path)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255))
+def test_a_ledger_with_a_byte_changed_is_no_ledger_or_says_the_same(
+    place: float, bits: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ledger = Ledger(1e-5, folder)
+        for number in (1, 2, 3):
+            ledger.charge(number, ROUND)
+        ledger.close()
+        lines = (folder / FILE).read_bytes()
+        content = bytearray(lines)
+        # Half a line at the end is what a kill leaves, and was never relied upon.
+        content[int(place * (len(content) - 1))] ^= bits
+        (folder / FILE).write_bytes(content)
+        try:
+            spent = Ledger(1e-5, folder).spent
+        except RunFolderError as error:
+            assert FILE in str(error)  # noqa: PT017 - or it says the same
+        else:
+            assert spent == [Releases(0.5, 1.0, 3)]
+
+
+def test_a_ledger_of_an_older_dure_has_no_checksums_and_is_read(tmp_path: Path) -> None:
+    line = {"number": 1, "rate": 0.5, "noise": 1.0, "times": 1}
+    (tmp_path / FILE).write_text(json.dumps(line) + "\n")
+    assert Ledger(1e-5, tmp_path).spent == [ROUND]
+
+
+def test_a_count_of_steps_with_another_number_is_refused(tmp_path: Path) -> None:
+    count = StepCount(tmp_path, 10)
+    count.begin()
+    file = tmp_path / STEPS
+    file.write_text(file.read_text().replace("10", "11"))
+    with pytest.raises(RunFolderError, match=STEPS):
+        StepCount(tmp_path, 10)

@@ -9,9 +9,11 @@ import os
 import pickle
 import random
 import struct
+import tempfile
 import tracemalloc
 import weakref
 from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
@@ -28,9 +30,12 @@ from dure.record.checkpoint import (
     Contents,
     pack_checkpoint,
     pack_tree,
+    read_tree,
     save_checkpoint,
     stored,
+    tree_to_bytes,
     write_atomically,
+    write_tree,
 )
 from dure.record.weights import TensorFile, weights_to_bytes
 from written import files_in, unpacked
@@ -390,3 +395,23 @@ def test_whoever_asks_twice_gets_the_same_bytes(tensors) -> None:
     """A disk that was full for a moment is tried again."""
     file = TensorFile(tensors)
     assert b"".join(file) == b"".join(file) == weights_to_bytes(tensors)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())
+def test_a_file_of_a_tree_that_has_changed_is_named(place: float, bits: int, cut: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "turn.tree"
+        write_tree(path, {"rows": torch.arange(40), "order": [1, 2]})
+        content = bytearray(path.read_bytes())
+        at = int(place * len(content))
+        content[at] ^= bits
+        path.write_bytes(content[:at] if cut else content)
+        with pytest.raises(RunFolderError, match=r"turn\.tree is damaged"):
+            read_tree(path)
+
+
+def test_a_file_of_a_tree_is_read_again_also_one_without_a_checksum(tmp_path: Path) -> None:
+    tree = {"rows": [1, 2], "of": "me"}
+    write_tree(tmp_path / "new.tree", tree)
+    (tmp_path / "old.tree").write_bytes(tree_to_bytes(tree))
+    assert read_tree(tmp_path / "new.tree") == read_tree(tmp_path / "old.tree") == tree

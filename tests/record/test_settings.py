@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from dure.record.settings import edited, other_run, settings
+from dure.record.settings import changed as what_changed
+from dure.record.settings import (
+    config_digest,
+    edited,
+    other_run,
+    settings,
+    with_sums,
+    without_sums,
+)
 
 CONFIG: dict[str, Any] = {
     "label": "x",
@@ -67,3 +75,24 @@ def test_what_the_user_names_again_is_not_compared_with_the_config() -> None:
     assert edited(settings(CONFIG), settings(other), ["task.name"]) == [
         "task.options is {} and was {'lr': 0.1}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (CONFIG, None),
+        ({**CONFIG, "label": "y"}, "rest"),
+        ({**CONFIG, "stop": {"rounds": 4}}, "rest"),
+        ({**CONFIG, "seed": 1}, "settings"),
+        (changed("task", options={"lr": 0.2}), "settings"),
+    ],
+)
+def test_what_has_changed_in_a_config_is_told_by_its_checksums(
+    config: dict[str, Any], what: str | None
+) -> None:
+    written = with_sums(CONFIG)
+    assert without_sums(written) == CONFIG
+    assert what_changed({**written, **config}) == what
+    assert config_digest(written) == config_digest(CONFIG)
+    # An older dure wrote none.
+    assert what_changed(config) is None

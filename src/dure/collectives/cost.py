@@ -254,7 +254,7 @@ class Calibration:
             return cls(
                 {(e.pop("backend"), e.pop("ranks"), e.pop("cores")): Link(**e) for e in entries}
             )
-        except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls()  # it is a cache: a new fit writes it anew
 
     def save(self, path: str | Path) -> None:

@@ -38,7 +38,7 @@ from dure.record import inside
 from dure.record.disk import Summed, make_folder, sync_folder, told, write_atomically, write_synced
 from dure.record.inside import LARGE, contents
 from dure.record.on_disk import Leaf, OnDisk
-from dure.record.seal import Seal, begins_as_of, checksum_of, opened, sealed
+from dure.record.seal import Seal, begins_as_of, checksum, checksum_of, opened, sealed
 from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
 
 UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
@@ -106,12 +106,30 @@ def tree_from_bytes(content: bytes) -> Any:
     return unpack_tree(json.loads(packed), weights_from_bytes(tensors))
 
 
+_TREE = b"dure tree "
+"""A file of a tree begins so; then come its CRC-32 and a line break."""
+
+
+def write_tree(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write a tree as a file with a checksum, at once or not at all. Raises RunFolderWriteError."""
+    content = tree_to_bytes(tree)
+    write_atomically(path, [_TREE + checksum(content).encode() + b"\n", content])
+
+
 def read_tree(path: Path) -> dict[str, Any]:
-    """The mapping in a file of `tree_to_bytes`. Raises RunFolderError if there is none."""
+    """The mapping in a file of `write_tree`, or in one without a checksum of an older dure.
+
+    Raises RunFolderError if there is none, or its checksum is not that of its content.
+    """
     try:
-        tree = tree_from_bytes(contents(path, most=LARGE))
+        content = contents(path, most=LARGE)
+        if content.startswith(_TREE):
+            head, content = content[: len(_TREE) + 9], content[len(_TREE) + 9 :]
+            if head != _TREE + checksum(content).encode() + b"\n":
+                raise ValueError("its checksum is not that of its content")
+        tree = tree_from_bytes(content)
     except (OSError, *UNREADABLE) as error:
-        raise RunFolderError(f"cannot read {path}: {error}") from error
+        raise RunFolderError(f"{path} is damaged: {error}: put back a copy of it") from error
     if not isinstance(tree, dict):
         raise RunFolderError(f"{path} is damaged: it holds no mapping")
     return tree

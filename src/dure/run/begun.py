@@ -132,7 +132,7 @@ class _Known:
             raise self._refused(reference, "was not begun on this machine, or was edited since")
         try:
             begun = msgspec.json.decode(content, type=Begun)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             raise self._refused(reference, "is not known for certain") from None
         for file, digest in begun.files.items():
             if _digest_of(Path(file)) != digest:

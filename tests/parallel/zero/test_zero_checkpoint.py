@@ -211,6 +211,8 @@ def test_what_version_1_wrote_is_read_and_what_a_later_one_writes_is_refused(
         save_file(tensors, path, metadata)
     index = json.loads((tmp_path / "index.json").read_text())
     version = index.pop("version")
+    # Neither had checksums.
+    del index["checksum"], index["files"]
     (tmp_path / "index.json").write_text(json.dumps(index))
     before, state_before = read_whole(tmp_path)
     assert before.keys() == weights.keys()
@@ -246,6 +248,12 @@ def without(index: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in index.items() if name != key}
 
 
+def flip(file: Path) -> None:
+    """Its last byte is another one, which no header tells."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 DAMAGES: list[Callable[[Path, dict[str, Any]], Any]] = [
     lambda folder, index: (folder / "index.json").write_text("["),
     lambda folder, index: (folder / "index.json").write_text("[]"),
@@ -253,6 +261,10 @@ DAMAGES: list[Callable[[Path, dict[str, Any]], Any]] = [
     lambda folder, index: (folder / "index.json").write_text(json.dumps(without(index, "names"))),
     lambda folder, index: (folder / "index.json").write_text(json.dumps({**index, "shapes": {}})),
     lambda folder, index: (folder / "index.json").write_text(json.dumps({**index, "ranks": "2"})),
+    lambda folder, index: (folder / "index.json").write_text(
+        json.dumps({**index, "order": index["order"][::-1]})
+    ),
+    lambda folder, index: flip(folder / "00000-of-00002.safetensors"),
     lambda folder, index: (folder / "rest.safetensors").write_bytes(b"\x08" + bytes(15)),
     lambda folder, index: (folder / "00001-of-00002.safetensors").write_bytes(b"\xff" * 64),
     lambda folder, index: save_file(

@@ -4,10 +4,11 @@
                                          runs of elements; which runs they are is in the metadata
     folder/rest.safetensors              what is not divided, such as buffers
     folder/index.json                    version, names, shapes, the optimizer's settings, how many
-                                         ranks; written last
+                                         ranks, checksums (CRC-32) of the files and of the index;
+                                         written last
 
 A reader takes from each file the elements that it needs, so that no rank needs room for more than
-its share.
+its share. Checksums are compared before: of N ranks each reads every N-th file for that.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from dure.parallel.zero.agreement import agreed
 from dure.parallel.zero.optimizer import Division
 from dure.parallel.zero.shares import Share
 from dure.record.checkpoint import pack_tree, unpack_tree
-from dure.record.disk import write_atomically
+from dure.record.disk import Summed, write_atomically
 from dure.record.inside import LARGE, contents, pinned
 from dure.record.on_disk import Leaf
+from dure.record.seal import checksum, checksum_of
 from dure.record.weights import TensorFile, pairs_in, weights_from_bytes
 
 VERSION = 2
@@ -57,11 +59,15 @@ def save(
     # Rank 0 may name the parts in an index only when all of them are there.
     with agreed(group, "waiting for all parts of a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(_new(folder, file_of(group.rank, group.size)), _part(shares, division))
+        pieces = Summed(_part(shares, division))
+        write_atomically(_new(folder, file_of(group.rank, group.size)), pieces)
+    # As numbers, of which none is beyond 32 bits.
+    told = group.all_gather_values([float(int(pieces.checksum, 16))], "checksums of a checkpoint")
+    sums = [f"{int(one):08x}" for (one,) in told]
     # Nobody goes on, to end or to write the next one, before this one is whole.
     with agreed(group, "waiting for the index of a checkpoint"):
         if group.rank == 0:
-            _write_index(folder, model, shares, division, ranks=group.size)
+            _write_index(folder, model, shares, division, sums)
 
 
 def _new(folder: Path, name: str) -> Path:
@@ -93,8 +99,14 @@ def _part(shares: Sequence[Share], division: Division) -> TensorFile:
 
 
 def _write_index(
-    folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, ranks: int
+    folder: Path,
+    model: nn.Module,
+    shares: Sequence[Share],
+    division: Division,
+    sums: Sequence[str],
 ) -> None:
+    """Write what is not divided, and the index. sums: the checksums of the ranks' files."""
+    ranks = len(sums)
     divided = {
         id(p): name
         for share in shares
@@ -125,7 +137,8 @@ def _write_index(
         "order": [divided.get(id(parameter)) for parameter in division.parameters],
         "settings": settings,
     }
-    write_atomically(_new(folder, _REST), TensorFile(rest))
+    pieces = Summed(TensorFile(rest))
+    write_atomically(_new(folder, _REST), pieces)
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
     # A folder that is another one on each host would make a checkpoint with parts missing.
     unseen = [name for name in names if not _new(folder, name).exists()]
@@ -139,7 +152,27 @@ def _write_index(
         # Each rename is atomic. Files of an older checkpoint of more ranks may stay; no index names
         # them.
         _new(folder, name).rename(folder / name)
-    write_atomically(folder / "index.json", json.dumps(index).encode())
+    files = {file_of(rank, ranks): one for rank, one in enumerate(sums)}
+    write_atomically(
+        folder / "index.json", _sealed({**index, "files": {**files, _REST: pieces.checksum}})
+    )
+
+
+def _sealed(index: Mapping[str, Any]) -> bytes:
+    """The index with its own checksum."""
+    return json.dumps({**index, "checksum": checksum(json.dumps(index).encode())}).encode()
+
+
+def _check_sums(folder: Path, index: Mapping[str, Any], rank: int, ranks: int) -> None:
+    """Compare this rank's share of the files. Raises ValueError. Older dure wrote no checksums."""
+    if "checksum" not in index:
+        return
+    plain = {name: value for name, value in index.items() if name != "checksum"}
+    if json.loads(_sealed(plain)) != index:
+        raise ValueError("index.json is damaged: its checksum is not that of its content")
+    for name, said in list(index["files"].items())[rank::ranks]:
+        if checksum_of(folder / name) != said:
+            raise ValueError(f"{name} is damaged: its checksum is not that of its content")
 
 
 class _Run(NamedTuple):
@@ -186,15 +219,18 @@ def _whole(folder: Path) -> Iterator[None]:
 class Checkpoint:
     """A checkpoint to read from, as a context.
 
+    rank, ranks: the others compare the other files with their checksums.
+
     Raises RunFolderError if there is none, or a part of it is missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
         # If one file cannot be opened, those that were are closed again.
         with _whole(folder), ExitStack() as stack:
             index = json.loads(contents(folder / "index.json"))
             _check_version(index, folder)
+            _check_sums(folder, index, rank, ranks)
             rest = weights_from_bytes(contents(folder / _REST, most=LARGE))
             self._files: list[Any] = []
             for rank in range(index["ranks"]):
@@ -326,7 +362,7 @@ def load(
     """
     with ExitStack() as stack:
         with agreed(group, "reading a checkpoint"):
-            checkpoint = stack.enter_context(Checkpoint(folder))
+            checkpoint = stack.enter_context(Checkpoint(folder, group.rank, group.size))
             _check_model(model, checkpoint, folder)
             division.check_groups(checkpoint.groups)
             states: dict[int, dict[str, Any]] = {}

@@ -23,8 +23,7 @@ from dure.data.batches import Batches
 from dure.errors import DureError, RunFolderError
 from dure.machine.threads import threads_for
 from dure.randomness.seeds import generator
-from dure.record.checkpoint import read_tree, tree_to_bytes
-from dure.record.disk import write_atomically
+from dure.record.checkpoint import read_tree, write_tree
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder
 from dure.split.busy import Busy
@@ -273,7 +272,7 @@ class ServedParties(Learner):
         rows = known[torch.tensor(aligning.holder.rows)]
         # All parties have it on their disks by now.
         if folder is not None:
-            write_atomically(folder / PEOPLE, tree_to_bytes({"rows": rows}))
+            write_tree(folder / PEOPLE, {"rows": rows})
         if secret_file is not None:
             secret_file.unlink(missing_ok=True)
         return rows

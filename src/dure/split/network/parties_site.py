@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
-from dure.errors import PolicyError, StateError
-from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.errors import PolicyError, RunFolderError, StateError
+from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
-from dure.record.inside import LARGE, contents
 from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.network import sizes
@@ -315,7 +314,7 @@ class PartySite:
 
     def _write(self, name: str, tree: dict[str, Any]) -> None:
         if self.folder is not None:
-            write_atomically(self.folder / name, tree_to_bytes(tree))
+            write_tree(self.folder / name, tree)
 
     @property
     def _key(self) -> str:
@@ -332,7 +331,6 @@ class PartySite:
 def _read(path: Path) -> dict[str, Any]:
     """Raises StateError for a file that is damaged."""
     try:
-        tree: dict[str, Any] = tree_from_bytes(contents(path, most=LARGE))
-    except Exception as error:
-        raise StateError(f"{path} is damaged: {error}") from error
-    return tree
+        return read_tree(path)
+    except RunFolderError as error:
+        raise StateError(str(error)) from error

@@ -24,8 +24,7 @@ from dure.data.examples import Examples
 from dure.errors import RunFolderError
 from dure.fleet.virtual import nbytes
 from dure.machine.threads import threads_for
-from dure.record.checkpoint import UNREADABLE, read_tree, tree_to_bytes
-from dure.record.disk import write_atomically
+from dure.record.checkpoint import UNREADABLE, read_tree, write_tree
 from dure.record.meter import Counters, Meter
 from dure.split.account import Account
 from dure.split.across import AcrossTheCut
@@ -260,7 +259,7 @@ class ServedLearner(Learner):
     def _kept(self) -> None:
         """Writes down what the server knows now."""
         if self.place.folder is not None:
-            write_atomically(self.place.folder / TURN, tree_to_bytes(self.state()))
+            write_tree(self.place.folder / TURN, self.state())
 
     def _take_up(self) -> None:
         """What was written down after the newest checkpoint, by a server that was killed."""

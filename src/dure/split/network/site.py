@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import StateError
+from dure.errors import RunFolderError, StateError
 from dure.fleet.virtual import Envelope, Node
 from dure.randomness.seeds import generators_state, restore_generators
-from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
+from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
-from dure.record.inside import LARGE, contents
 from dure.record.weights import weights_to_bytes
 from dure.split.client import Client, HeadError, Kept
 from dure.split.heads import Heads
@@ -351,9 +350,7 @@ class Site:
             return
         for turn in kept.keys() - self._written:
             own, memory = kept[turn]
-            write_atomically(
-                self._file(turn), tree_to_bytes({"own": written(own), "memory": memory})
-            )
+            write_tree(self._file(turn), {"own": written(own), "memory": memory})
         for turn in self._written - kept.keys():
             self._file(turn).unlink(missing_ok=True)
         self._written = set(kept)
@@ -364,8 +361,10 @@ class Site:
         for path in sorted(self.folder.glob(f"head-{self.identity.run}-*.tree")):
             turn = int(path.stem.rpartition("-")[2])
             try:
-                found = tree_from_bytes(contents(path, most=LARGE))
+                found = read_tree(path)
                 self.machine.kept[turn] = Kept(read(found["own"]), found["memory"])
+            except RunFolderError as error:
+                raise StateError(str(error)) from error
             except Exception as error:
                 raise StateError(f"{path} is damaged: {error}") from error
             self._written.add(turn)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import dure
@@ -109,6 +113,30 @@ def test_the_buffers_that_came_back_are_those_of_the_model_with_the_update(tmp_p
     for name, tensor in run.model.state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(what.after[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept")
+    recorded(folder / "run", dure.FedSGD(clients=2))
+    return folder / "run"
+
+
+@given(data=st.data(), place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255))
+@settings(deadline=None)
+def test_a_recording_with_a_byte_changed_is_named(
+    kept: Path, data: st.DataObject, place: float, bits: int
+) -> None:
+    names = sorted(one.name for one in (kept / "updates").iterdir())
+    name = data.draw(st.sampled_from(names))
+    with tempfile.TemporaryDirectory() as where:
+        run = Path(shutil.copytree(kept, Path(where) / "run"))
+        file = run / "updates" / name
+        content = bytearray(file.read_bytes())
+        content[int(place * len(content))] ^= bits
+        file.write_bytes(content)
+        with pytest.raises(RunFolderError, match=name.replace(".", r"\.")):
+            read_updates(run)
 
 
 def test_so_many_rounds_are_kept_and_none_unless_asked(tmp_path: Path) -> None:

@@ -379,6 +379,49 @@ def test_what_is_damaged_is_named(tmp_path: Path, name: str, how: str) -> None:
         DAMAGED[name](state)
 
 
+def kept_in(folder: Path) -> list[str]:
+    """All that a state holds, as digests and values."""
+    with ClientState(folder) as state:
+        memory = state.memory()
+        model, personal = state.model(), state.personal()
+        assert memory is not None
+        assert model is not None
+        assert personal is not None
+        return [
+            repr((state.about, state.updates(), state.confirmations(), model[0])),
+            *(digest_of(one) for one in (model[1], personal, state.frozen())),
+            digest_of({str(place): one for place, one in enumerate(memory)}),
+            state.update(1).name,
+        ]
+
+
+@given(data=st.data(), place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255))
+@settings(deadline=None, max_examples=60)
+def test_a_byte_of_any_file_that_has_changed_is_named_or_changes_nothing(
+    data: st.DataObject, place: float, bits: int
+) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        with ClientState(folder) as state:
+            state.enter(ABOUT)
+            state.keep_model(7, model_of(1))
+            state.keep_frozen(model_of(3))
+            state.keep_personal(model_of(2))
+            state.keep_pending(0, memory_of(1))
+            state.settle(0, kept=True)
+            state.keep_update(reserve_of(1, 2), model_of(2))
+        before = kept_in(folder)
+        file = folder / data.draw(st.sampled_from(sorted(names_in(folder))))
+        content = bytearray(file.read_bytes())
+        if content:
+            content[int(place * len(content))] ^= bits
+        file.write_bytes(content)
+        try:
+            assert kept_in(folder) == before
+        except StateError as error:
+            assert file.name in str(error)  # noqa: PT017 - or it is as it was
+
+
 def test_a_full_disk_leaves_what_was_kept(tmp_path: Path) -> None:
     with ClientState(tmp_path) as state:
         state.keep_pending(0, memory_of(1))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -325,3 +327,42 @@ def test_what_a_killed_process_has_begun_is_in_nobody_s_way(tmp_path) -> None:
     (tmp_path / f".{FILE}.{os.getpid()}").write_bytes(b"begun")
     with Register(tmp_path / FILE, clients=4) as register:
         assert register.clients() == []
+
+
+def changed_row(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(statement)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE clients SET number = 3 WHERE number = 1",
+        f"UPDATE clients SET key = '{key(9)}' WHERE number = 1",
+        "UPDATE clients SET name = 'ward 4' WHERE number = 1",
+        "UPDATE clients SET state = 'enrolled' WHERE number = 0",
+        "DELETE FROM clients WHERE number = 1",
+        "DELETE FROM seals WHERE number = 1",
+    ],
+)
+def test_a_client_s_row_that_has_changed_is_named(tmp_path: Path, statement: str) -> None:
+    with Register(tmp_path / FILE, clients=4) as register:
+        for number in range(2):
+            register.enrol(key(number), f"ward {number}")
+        register.revoke("0")
+    with Register(tmp_path / FILE) as again:
+        assert [one.state for one in again.clients()] == ["revoked", "enrolled"]
+    changed_row(tmp_path / FILE, statement)
+    with pytest.raises(RunFolderError, match=r"clients\.db is damaged: client [013] is not"):
+        Register(tmp_path / FILE)
+
+
+def test_a_register_of_an_older_dure_gets_its_checksums(tmp_path: Path) -> None:
+    with Register(tmp_path / FILE, clients=4) as register:
+        register.enrol(key(0), "ward 0")
+    changed_row(tmp_path / FILE, "DROP TABLE seals")
+    with Register(tmp_path / FILE) as register:
+        register.enrol(key(1), "ward 1")
+        register.forget("0")
+    with Register(tmp_path / FILE) as register:
+        assert [one.number for one in register.clients()] == [0, 1]

@@ -251,7 +251,7 @@ def _numbered(tensors: Mapping[str, Tensor], kind: str) -> Iterator[Tensor]:
 def _read_json(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(contents(path), type=kind)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
 
 

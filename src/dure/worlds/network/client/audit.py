@@ -293,5 +293,5 @@ def _read_head(path: Path) -> Chain | None:
     """What was noted of the log; None where nothing was, or a power failure has taken it."""
     try:
         return msgspec.json.decode(contents(_head(path)), type=Chain)
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None

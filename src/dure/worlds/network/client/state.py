@@ -632,5 +632,5 @@ def _read(path: Path, kind: type[_Content]) -> _Content | None:
         raise _damaged(path, "its checksum is not that of its content")
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error

@@ -746,7 +746,7 @@ def _examples_in(cohort: Path) -> list[int]:
     try:
         content = contents(cohort)
         written = msgspec.json.decode(content, type=list[_Examples] | _Cohort)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"cannot read {cohort}: {error}") from error
     found = written if isinstance(written, list) else written.examples
     if not found:
