@@ -99,7 +99,8 @@ class Stream(IterableDataset):
         self.n = n
 
     def __iter__(self):
-        return ((torch.full((2,), float(i)), i % 3) for i in range(self.n))
+        rows = torch.arange(float(self.n), dtype=torch.float64)[:, None].expand(-1, 2)
+        return ((rows[i], i % 3) for i in range(self.n))
 
 
 def linear():

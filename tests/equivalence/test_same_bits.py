@@ -39,7 +39,9 @@ def test_the_same_seed_gives_the_same_bits_with_dropout_and_batch_norm(name: str
     def run(seed: int) -> dure.Run:
         torch.manual_seed(seed + 100)  # the global generator must not matter
         strategy, world = SYSTEMS[name]()
-        task = small_task(n=40, model=with_dropout)  # no batch of one, which batch norm refuses
+        task = small_task(
+            n=40, model=with_dropout, dtype=torch.float32
+        )  # no batch of one, which batch norm refuses
         return dure.train(task, strategy, world, dure.Stop(epochs=3), seed=seed)  # type: ignore[arg-type]
 
     first, again, other = run(1), run(1), run(2)

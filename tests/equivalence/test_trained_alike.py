@@ -99,7 +99,11 @@ def apart(run: dure.Run, right: Mapping[str, Tensor]) -> float:
         {"unfreeze": {"2.*": 3}},
         {"lr_schedule": schedule},
         {"optimizer": groups},
-        {"precision": "bf16", "model": partial(network, torch.float32)},
+        {
+            "precision": "bf16",
+            "model": partial(network, torch.float32),
+            "dtype": torch.float32,
+        },
         {"optimizer": partial(torch.optim.AdamW, lr=0.01), **EVERYTHING},
     ],
     ids=["clip", "ema", "unfreeze", "schedule", "groups", "bf16", "everything"],
@@ -342,7 +346,12 @@ def test_bf16_computes_roughly_and_keeps_weights(strategy: Any, world: Any) -> N
     stop = dure.Stop(rounds=2) if strategy.unit == "round" else dure.Stop(steps=2)
     runs = [
         dure.train(
-            small_task(model=partial(network, torch.float32), precision=precision, optimizer=PLAIN),
+            small_task(
+                model=partial(network, torch.float32),
+                precision=precision,
+                optimizer=PLAIN,
+                dtype=torch.float32,
+            ),
             strategy,
             world,
             stop,
@@ -371,5 +380,7 @@ AUTOCAST = [*HALVED, (dure.SingleWorker(8, accumulate=2), dure.Processes(1))]
 def test_the_loss_is_computed_where_forward_is(strategy: Any, world: Any) -> None:
     stop = dure.Stop(rounds=1) if strategy.unit == "round" else dure.Stop(steps=1)
     model = partial(network, torch.float32)
-    task = small_task(model=model, precision="bf16", optimizer=PLAIN, loss=in_bf16)
+    task = small_task(
+        model=model, precision="bf16", optimizer=PLAIN, loss=in_bf16, dtype=torch.float32
+    )
     dure.train(task, strategy, world, stop)

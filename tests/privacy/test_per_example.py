@@ -297,7 +297,7 @@ def test_linear_layers_with_any_dimensions_between(shape: list[int], wide: Any) 
 def test_both_forms_of_a_norm_are_the_same() -> None:
     given = torch.randn(7, 5, 4, dtype=torch.float64)
     outgoing = torch.randn(7, 5, 3, dtype=torch.float64)
-    gram = layers.Products._gram(given, outgoing)
+    gram = layers.gram_norms(given, outgoing)
     torch.testing.assert_close(gram, layers.Products._formed(given, outgoing))
     layer = nn.Conv2d(4, 6, 3, groups=2).double()
     images, gradients = (torch.randn(3, n, 8, 8, dtype=torch.float64) for n in (4, 6))
@@ -305,7 +305,7 @@ def test_both_forms_of_a_norm_are_the_same() -> None:
     for by_gram in (True, False):
         part = layers.Patches(layers._Convolution(layer), images, gradients[:, :, :6, :6])
         part._by_gram = by_gram
-        found.append(part.squares())
+        found.append(part.norms())
     torch.testing.assert_close(*found)
 
 
@@ -409,6 +409,48 @@ class Counts(nn.Module):
         return values
 
 
+class MixesInTraining(nn.Module):
+    """Mixes in training alone, in a share of the steps, beside random numbers of its own."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not self.training:
+            return values
+        mixed = bool(torch.rand(()) < self.share)
+        values = F.dropout(values, 0.1)
+        return values - values.mean(0) if mixed else values
+
+
+class Rolls(nn.Module):
+    """Mixes an example with its neighbour, as some augmentations do."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        share = torch.rand(()) if self.training else 1.0
+        return share * values + (1 - share) * values.roll(1, 0)
+
+
+class Remembers(nn.Module):
+    """Keeps something of a batch for the next one, in no buffer."""
+
+    last: Tensor | float = 0.0
+
+    def forward(self, values: Tensor) -> Tensor:
+        before, self.last = self.last, values.detach().mean()
+        return values + before
+
+
+def listened(hook: Callable[[nn.Linear], object]) -> Make:
+    def make() -> nn.Module:
+        model = nn.Linear(8, 3).double()
+        hook(model)
+        return model
+
+    return make
+
+
 REFUSED: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], str]] = {
     "batch norm": (
         lambda: nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)),
@@ -442,6 +484,41 @@ REFUSED: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], str]] = {
         vectors,
         "depends on the other examples",
     ),
+    "mixed in training": (
+        lambda: nn.Sequential(nn.Linear(8, 8), MixesInTraining(1.0), nn.Linear(8, 3)),
+        vectors,
+        "depends on the other examples",
+    ),
+    "mixed now and then": (
+        lambda: nn.Sequential(nn.Linear(8, 8), MixesInTraining(0.5), nn.Linear(8, 3)),
+        vectors,
+        "depends on the other examples",
+    ),
+    "mixed with a neighbour": (
+        lambda: nn.Sequential(nn.Linear(8, 8), Rolls(), nn.Linear(8, 3)),
+        vectors,
+        "depends on the other examples",
+    ),
+    "remembered": (
+        lambda: nn.Sequential(nn.Linear(8, 8), Remembers(), nn.Linear(8, 3)),
+        vectors,
+        "keeps something of earlier batches|depends on the other examples",
+    ),
+    "a hook on a parameter": (
+        listened(lambda model: model.weight.register_hook(lambda gradient: gradient * 2)),
+        vectors,
+        "weight has a hook on its gradient",
+    ),
+    "a hook after accumulation": (
+        listened(lambda model: model.bias.register_post_accumulate_grad_hook(lambda _: None)),
+        vectors,
+        "bias has a hook on its gradient",
+    ),
+    "a hook on a module": (
+        listened(lambda model: model.register_full_backward_hook(lambda *_: None)),
+        vectors,
+        "with a backward hook",
+    ),
     "buffers": (
         lambda: nn.Sequential(Counts(), nn.Linear(8, 3)),
         vectors,
@@ -460,6 +537,37 @@ def test_what_mixes_examples_is_refused(what: str) -> None:
     make, data, reason = REFUSED[what]
     with pytest.raises(ValueError, match=reason):
         chosen(task_of(make, data))
+
+
+class Drops(nn.Module):
+    """Dropout as a function, which is no module that could be put to rest."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends = attends
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.attends:
+            values = F.scaled_dot_product_attention(values, values, values, None, 0.1).mean(1)
+        return self.head(F.dropout(values, 0.1, self.training))
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_dropout_as_a_function_is_no_mixing_and_keeps_the_fast_way(attends: bool) -> None:
+    choice, _ = chosen(task_of(double(lambda: Drops(attends)), sequences if attends else vectors))
+    assert choice.kind is Ghost
+
+
+class Noisy(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values + torch.randn_like(values) if self.training else values
+
+
+def test_examples_of_a_model_that_draws_otherwise_are_computed_alone() -> None:
+    make = double(lambda: nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 3)))
+    choice, _ = chosen(task_of(make, vectors))
+    assert choice.kind is Functional
 
 
 def test_a_loss_that_mixes_examples_is_refused() -> None:
