@@ -209,6 +209,8 @@ class Site(NamedTuple):
         secure = privacy_of(welcome).secure
         if secure is not None:
             said.append(semi_honest(secure, roster is not None))
+            if self.kept.temporary:
+                said.append("without --state, sums that it helps with are forgotten at its end")
         return "; ".join(filter(None, said))
 
     def _roster(self, welcome: Welcome) -> OwnersRoster | None:

@@ -77,7 +77,6 @@ from dure.federated.privacy.secure_aggregation.messages import (
     ProtocolError,
     PublicKeys,
     Sealed,
-    Share,
     Shared,
     Shares,
     Signed,
@@ -397,26 +396,9 @@ class Server:
         _check_owners(unmasked.lost, held - survivors)
         _check_all(held - {one.client for one in (*unmasked.survivors, *unmasked.lost)})
         for one in unmasked.survivors:
-            self._check_share("seed", one, client)
-        for one in unmasked.lost:
-            self._check_share("private", one, client)
-        for one in unmasked.survivors:
             self._seeds[one.client][client] = one.piece
         for one in unmasked.lost:
             self._privates[one.client][client] = one.piece
-
-    def _check_share(self, purpose: str, share: Share, holder: int) -> None:
-        """Raises ProtocolError for a share that its owner has not committed to."""
-        # Of its own secret a client commits to no share: whatever it says, it is the one to blame.
-        if share.client == holder:
-            return
-        private, seed = self._share_commitments[share.client][holder]
-        found = share_commitment(purpose, self._digest, share.client, holder, share.piece)
-        if found != (seed if purpose == "seed" else private):
-            raise ProtocolError(
-                f"its share of client {share.client}'s secret is not the one that client "
-                f"{share.client} has committed to, and that it has said to have"
-            )
 
     def _enough(self, there: Sequence[int]) -> None:
         least = self._context.least
@@ -492,8 +474,8 @@ class Server:
         survivors = set(self._survivors)
         gone = [client for client in self._sharing if client not in survivors]
         # All secrets first: where one is missing, the total stays as it is.
-        seeds = self._rebuilt(self._survivors, self._seeds, self._is_seed)
-        privates = self._rebuilt(gone, self._privates, self._is_private)
+        seeds = self._rebuilt("seed", self._survivors, self._seeds, self._is_seed)
+        privates = self._rebuilt("private", gone, self._privates, self._is_private)
         masks = [(own_mask(self._digest, one, seed), -1) for one, seed in seeds.items()]
         for client, private in privates.items():
             masks += self._masks_with(client, KeyPair.of(private), survivors)
@@ -521,9 +503,16 @@ class Server:
         return KeyPair.of(secret).public == self._keys[client].mask
 
     def _rebuilt(
-        self, owners: Iterable[int], shares: Mapping[int, Mapping[int, bytes]], fits: Fits
+        self,
+        purpose: str,
+        owners: Iterable[int],
+        shares: Mapping[int, Mapping[int, bytes]],
+        fits: Fits,
     ) -> dict[int, bytes]:
-        """The secret of each owner, from its shares by holder."""
+        """The secret of each owner, from its shares by holder.
+
+        Shares are held against commitments where a secret does not fit: others spoil nothing.
+        """
         places = {owner: self._by_place(owner, shares.get(owner, {})) for owner in owners}
         threshold = self._context.threshold
         try:
@@ -534,7 +523,7 @@ class Server:
         found = dict(zip(places, secrets, strict=True))
         for owner, secret in found.items():
             if not (secret and fits(owner, secret)):
-                found[owner] = self._recovered(owner, places[owner], fits)
+                found[owner] = self._recovered(purpose, owner, places[owner], fits)
         return found
 
     def _by_place(self, owner: int, shares: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -548,18 +537,47 @@ class Server:
             )
         return {at: shares[holder] for at, holder in enumerate(holders) if holder in shares}
 
-    def _recovered(self, owner: int, shares: Mapping[int, bytes], fits: Fits) -> bytes:
+    def _is_committed(self, purpose: str, owner: int, holder: int, share: bytes) -> bool:
+        """Whether the owner has committed to this share of the holder's; else that is to blame."""
+        # Of its own secret a client commits to no share: whatever it says, it is the one to blame.
+        if owner == holder:
+            return True
+        private, seed = self._share_commitments[owner][holder]
+        found = share_commitment(purpose, self._digest, owner, holder, share)
+        if found == (seed if purpose == "seed" else private):
+            return True
+        self._blame(
+            holder,
+            f'at "{STAGES[UNMASK]}": its share of client {owner}\'s secret is not the one that '
+            f"client {owner} has committed to, and that it has said to have",
+        )
+        return False
+
+    def _recovered(
+        self, purpose: str, owner: int, shares: Mapping[int, bytes], fits: Fits
+    ) -> bytes:
         """The secret of an owner; if some shares are not of that secret, the owner is to blame."""
         threshold = self._context.threshold
-        # Each share is one that the owner has committed to, or has given itself, which comes last.
         holders = self._cohort.holders(owner)
+        shares = {
+            at: share
+            for at, share in shares.items()
+            if self._is_committed(purpose, owner, holders[at], share)
+        }
+        if len(shares) < self._context.threshold:
+            raise TooFewError(
+                f"secure aggregation of round {self._context.round}: {len(shares)} of "
+                f"{len(holders)} have given the share of client {owner}'s secret that it has "
+                f"committed to, and {self._context.threshold} have to"
+            )
+        # Each share is one that the owner has committed to, or has given itself, which comes last.
         order = sorted(shares, key=lambda at: holders[at] == owner)
         found = recover(shares, threshold, lambda secret: fits(owner, secret), order)
         if found.secret is None or found.wrong:
             self._blame(
                 owner,
-                f'at "{STAGES[SHARE]}": the shares that it has committed to are not those of the '
-                f"secret that it has advertised or committed to",
+                f'at "{STAGES[SHARE]}": its shares, which are those that it has committed to, are '
+                f"not of the secret that it has advertised or committed to",
             )
         if found.secret is None:
             raise TooFewError(
