@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 
-MOST_CONTROL = 64
+MOST_CONTROL = 1000
 PERIOD = 10.0
-"""Seconds in which a peer may send so many pings and pongs: it needs one for each heartbeat."""
+"""Seconds in which a peer may send so many pings and pongs: it needs one or two a heartbeat, and a
+heartbeat may be as short as 20 ms."""
 
 MOST_AT_ONCE = 256
 """Messages in one piece: each takes some memory, also an empty one."""
