@@ -50,6 +50,8 @@ from dure.wire.signatures import Key
 
 RUN = "0123456789abcdef"
 LASTS = 0.3
+SECONDS = 20.0
+"""That a run may take here, on a busy machine."""
 
 Lie = Callable[[Frame], Sequence[Frame]]
 
@@ -166,6 +168,7 @@ class Channels:
         self.folder = folder
         self.key = Key.make()
         self.lasts = lasts
+        self._until = time.monotonic() + SECONDS
         self.peers = list(peers)
         self.events: deque[Event] = deque()
         self.turned_away: dict[int, str] = {}
@@ -187,6 +190,7 @@ class Channels:
     # As the server has them
 
     def next(self, seconds: float) -> Event | None:
+        assert time.monotonic() < self._until, "the run neither goes on nor ends"
         if self.events:
             return self.events.popleft()
         time.sleep(min(seconds, 0.01))

@@ -401,6 +401,8 @@ class AlignedHolder(_Side):
         """The points of each party."""
         self._mine = {one: self._peer(one, len(self._points)) for one in parties}
         """The own points that each party has raised."""
+        self._powers: dict[str, list[bytes]] = {}
+        """The points of each party, raised to both secrets, once all of its list has come."""
 
     @property
     def awaited(self) -> list[str]:
@@ -426,6 +428,9 @@ class AlignedHolder(_Side):
             raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
         if isinstance(message, Blinded):
             self._theirs[sender].take(message.first, message.total, message.points)
+            # At once: what is wrong with it is this party's, and nobody else's.
+            if self._theirs[sender].whole and sender not in self._powers:
+                self._powers[sender] = self._raised(self._theirs[sender])
         else:
             self._mine[sender].take(message.first, len(self._points), message.points)
         return [] if self.awaited or self.rows is not None else self._align()
@@ -434,7 +439,7 @@ class AlignedHolder(_Side):
         """Who is with all parties, and in which order."""
         # The places of each party's points, by the points raised to both secrets.
         theirs = {
-            name: {point: place for place, point in enumerate(self._raised(self._theirs[name]))}
+            name: {point: place for place, point in enumerate(self._powers[name])}
             for name in self.parties
         }
         mine = {name: self._mine[name].points for name in self.parties}

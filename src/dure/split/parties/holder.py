@@ -151,11 +151,12 @@ class Holder:
             raise LossNotFiniteError(loss, self._blamed(came), f"step {step + 1}")
         found.loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: one.grad for name, one in zip(self.parties, values, strict=True)}
+        blamed = self._blamed(came)
+        if blamed != self.name and not self._are_bounded(gradients):
+            self.part.optimizer.zero_grad(set_to_none=True)
+            raise LossNotFiniteError(math.nan, blamed, f"step {step + 1}")
         if any(one is not None and bool(one.isnan().any()) for one in gradients.values()):
             self.part.optimizer.zero_grad(set_to_none=True)
-            blamed = self._blamed(came)
-            if blamed != self.name:
-                raise LossNotFiniteError(math.nan, blamed, f"step {step + 1}")
             raise CutNotANumberError("gradients", self.name, f"step {step + 1}")
         if self.guarded is not None:
             gradients = self.guarded.gradients(gradients, targets, step)
@@ -167,6 +168,11 @@ class Holder:
         ]
         seconds = self.seconds(examples, False) + self.seconds(examples, True)
         return self.busy.work(seconds, said, now)
+
+    def _are_bounded(self, gradients: Mapping[str, Tensor | None]) -> bool:
+        """Whether no gradient of the tail, or of activations, is absurd."""
+        own = [one.grad for one in self.part.module.parameters()]
+        return largest([*own, *gradients.values()]) <= GRADIENT
 
     def _blamed(self, came: Sequence[Activations]) -> str:
         """Whose activations, infinite or absurd, have made the loss what it is; the holder where
