@@ -168,6 +168,42 @@ def test_neither_python_nor_the_live_page_hangs_or_quotes(
             assert SECRET not in said
 
 
+@pytest.mark.parametrize("trick", sorted(TRICKS))
+@pytest.mark.parametrize("name", ["kept.json", "key.pem", "policy.toml", "audit.jsonl"])
+def test_a_clients_folder_from_somebody_else(name: str, trick: str, tmp_path: Path) -> None:
+    from dure.worlds.network.client.audit import verify
+    from dure.worlds.network.client.policy import Policy
+    from dure.worlds.network.client.state import ClientState
+
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    folder = tmp_path / "state"
+    with ClientState(folder):
+        pass
+    path = folder / name
+    path.unlink(missing_ok=True)
+    TRICKS[trick](path, secret)
+
+    def keys() -> object:
+        with ClientState(folder) as state:
+            return state.key
+
+    with in_time():
+        for read in (
+            lambda: dure.personal_model(folder, small_task()),
+            lambda: Policy.read(path),
+            lambda: verify(path),
+            keys,
+        ):
+            said = ""
+            try:
+                read()
+            except (DureError, ValueError) as error:
+                said = str(error)
+            assert SECRET not in said
+    assert secret.read_text() == SECRET
+
+
 @pytest.mark.parametrize("trick", [name for name in TRICKS if name != "no JSON"])
 def test_one_function_opens_what_is_a_file_of_the_folder_alone(trick: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from dure.contracts.metric import Metric
 from dure.peer_text import one_line
@@ -51,7 +52,14 @@ class Said:
         self._weighted: list[str] = []
 
     def take(self, measured: Measured) -> dict[str, float]:
-        """What they say now, as metrics by name."""
+        """What they say now, as metrics by name.
+
+        A name that no client was asked for is left out: it would become a column, a label, or a
+        metric of the server's own.
+        """
+        known = {whose + metric for whose in WHOSE for metric in ("loss", *self.metrics)}
+        names = [name for name in measured.values if name in known]
+        measured = replace(measured, values={name: measured.values[name] for name in names})
         self.measured = measured
         for client, reason in measured.failures.items():
             self.failed.setdefault(client, Counter())[reason] += 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import time
 import weakref
@@ -37,6 +38,7 @@ from dure.machine.group_key import VARIABLE
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP = range(4)
 _PATIENCE = 5.0  # seconds for two hosts to reach each other, or a quarter of the meeting's time
 _STRANGER = 0.5  # seconds for a caller to prove who it is
+_MOST_CALLERS = 64  # who have proved nothing yet; of more, the one that has waited longest goes
 _WORD = 16  # bytes of the word that the store tells, and of each end's random number
 _PROOF = 32  # bytes by which an end proves that it knows word and key
 
@@ -249,23 +251,86 @@ def _patience(meeting: Meeting) -> float:
 def _accepted(
     server: socket.socket, word: bytes, key: bytes, patience: float
 ) -> socket.socket | None:
-    """The connection of the one that knows the word and the key."""
+    """The connection of the one that knows the word and the key.
+
+    Callers are heard side by side, so that strangers who say nothing hold up no one.
+    """
     until = time.monotonic() + patience
-    with suppress(TimeoutError):
-        while (left := until - time.monotonic()) > 0:
-            server.settimeout(left)
-            caller = server.accept()[0]
-            caller.settimeout(min(left, _STRANGER))
-            with suppress(OSError):
-                own = secrets.token_bytes(_WORD)
-                caller.sendall(own)
-                theirs = _received(caller, _WORD)
-                # The caller proves itself first: a stranger gets nothing that the key has made.
-                if compare_digest(_received(caller, _PROOF), _proof(key, b"1", word, own, theirs)):
-                    caller.sendall(_proof(key, b"0", word, own, theirs))
-                    return caller
-            caller.close()
-    return None
+    callers: deque[_Caller] = deque()
+    made: socket.socket | None = None
+    server.setblocking(False)
+    with selectors.DefaultSelector() as ready:
+        ready.register(server, selectors.EVENT_READ)
+        while made is None and (now := time.monotonic()) < until:
+            while callers and (len(callers) > _MOST_CALLERS or callers[0].until < now):
+                _hang_up(ready, callers.popleft())
+            for found, _ in ready.select(min(until - now, _STRANGER)):
+                if found.data is None:
+                    _answer_call(server, ready, callers)
+                elif found.data in callers:
+                    made = _heard(found.data, word, key)
+                    if made is None and found.data.ended:
+                        callers.remove(found.data)
+                        _hang_up(ready, found.data)
+                if made is not None:
+                    break
+    for caller in callers:
+        if caller.connection is not made:
+            caller.connection.close()
+    return made
+
+
+class _Caller:
+    """One who has called, and has not proved anything yet. until: when it has to have done so."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.until = time.monotonic() + _STRANGER
+        self.own = secrets.token_bytes(_WORD)
+        self.said = b""
+        self.ended = False
+        connection.setblocking(False)
+        connection.send(self.own)  # a new connection has room for it
+
+
+def _answer_call(
+    server: socket.socket, ready: selectors.DefaultSelector, callers: deque[_Caller]
+) -> None:
+    with suppress(OSError):
+        caller = _Caller(server.accept()[0])
+        callers.append(caller)
+        ready.register(caller.connection, selectors.EVENT_READ, caller)
+
+
+def _heard(caller: _Caller, word: bytes, key: bytes) -> socket.socket | None:
+    """The caller's connection, once it has proved that it knows word and key; it is answered."""
+    try:
+        more = caller.connection.recv(_WORD + _PROOF - len(caller.said))
+    except BlockingIOError:
+        return None
+    except OSError:
+        more = b""
+    caller.said += more
+    caller.ended = not more
+    theirs, proof = caller.said[:_WORD], caller.said[_WORD:]
+    if len(proof) < _PROOF:
+        return None
+    # The caller proves itself first: a stranger gets nothing that the key has made.
+    caller.ended = not compare_digest(proof, _proof(key, b"1", word, caller.own, theirs))
+    if caller.ended:
+        return None
+    caller.connection.setblocking(True)
+    try:
+        caller.connection.sendall(_proof(key, b"0", word, caller.own, theirs))
+    except OSError:
+        caller.ended = True
+        return None
+    return caller.connection
+
+
+def _hang_up(ready: selectors.DefaultSelector, caller: _Caller) -> None:
+    ready.unregister(caller.connection)
+    caller.connection.close()
 
 
 def _connected(meeting: Meeting, key: bytes) -> socket.socket | None:

@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, TypeVar
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.peer_text import printable
 from dure.record.disk import sync_folder
+from dure.record.inside import descriptor_of
 from dure.record.seal import checksum
 
 FILE = "clients.db"
@@ -418,6 +419,11 @@ def _make(path: Path, clients: int) -> None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
+    try:
+        # SQLite follows links, and opens pipes and devices.
+        os.close(descriptor_of(path))
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be used: {error.strerror}") from error
     with _told(path):
         db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA journal_mode = WAL").fetchone()
