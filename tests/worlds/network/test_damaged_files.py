@@ -6,10 +6,11 @@ from __future__ import annotations
 import functools
 import shutil
 import signal
+import sqlite3
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dure
-from dure.errors import DamagedUpdateError, DureError, LineageError
+from dure.errors import DamagedUpdateError, DureError, LineageError, RunFolderError
 from dure.record.run import RunFolder
 from dure.record.settings import with_sums
 from dure.report.read import read_run
@@ -238,6 +239,33 @@ def test_a_damaged_update_ends_it_with_file_round_and_client(
     with pytest.raises(DamagedUpdateError, match=said) as caught:
         use(run)
     assert caught.value.exit_code == 1
+
+
+def test_a_journal_that_has_lost_its_end_is_named(served: Served, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(served.killed, tmp_path / "run"))
+    with closing(sqlite3.connect(run / "journal.db")) as journal, journal:
+        # Those of the two last rounds.
+        journal.execute(
+            "DELETE FROM events WHERE seq >= (SELECT max(seq) FROM events WHERE ticket = 6)"
+        )
+    # The checkpoint is of a later row, where there is one.
+    said = r"journal\.db (is damaged: it ends before model 4|ends with row)"
+    with pytest.raises(RunFolderError, match=said):
+        go_on(run)
+
+
+@pytest.mark.parametrize("name", ["journal.db", "clients.db", "cohort.json"])
+def test_a_file_without_which_nothing_was_written_is_missed(
+    served: Served, tmp_path: Path, name: str
+) -> None:
+    run = Path(shutil.copytree(served.killed, tmp_path / "run"))
+    (run / name).unlink()
+    if name == "cohort.json" and not (run / "checkpoint").exists():
+        # Its journal has it, from the beginning.
+        assert same(go_on(run), served.weights)
+        return
+    with pytest.raises(RunFolderError, match=rf"{name}.* is missing"):
+        go_on(run)
 
 
 def test_files_that_are_not_the_run_s_are_left_alone(served: Served, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from deployed import Deployment, Ended, Plan
 
 import dure
-from dure.errors import RunFolderError
+from dure.errors import LineageError, RunFolderError
 from dure.run.replay import replay
 from dure.worlds.network.journal import Event, _sum
 
@@ -86,7 +86,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "cohort.json").write_text(f"[1{'0' * 400}, 1]"),
         "cannot read .*cohort",
     ),
-    "another model": (lambda run: (run / "model.safetensors").write_text("x" * 99), "cannot read"),
 }
 
 
@@ -102,3 +101,17 @@ def test_damage_to_what_was_recorded_is_an_error_of_the_folder(
     with pytest.raises(RunFolderError, match=said) as caught:
         replay(tmp_path / "run", task=plan.task())
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("recorded", ["FedAsync"], indirect=True)
+def test_another_model_than_the_one_that_was_signed_is_told(
+    recorded: tuple[Path, Plan], tmp_path: Path
+) -> None:
+    run, plan = recorded
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").write_text("x" * 99)
+    with pytest.raises(LineageError, match="not the model that was signed"):
+        replay(tmp_path / "run", task=plan.task())
+    (tmp_path / "run" / "model.lineage.json").unlink()
+    with pytest.raises(RunFolderError, match=r"model\.safetensors is damaged"):
+        replay(tmp_path / "run", task=plan.task())

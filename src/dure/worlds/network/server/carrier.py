@@ -419,7 +419,17 @@ class NetworkCarrier:
     # Events
 
     def _sweep(self) -> None:
-        """Removes updates of which nothing more is to be made, and which a kill has left here."""
+        """Removes updates of which nothing more is to be made, and which a kill has left here.
+
+        Raises RunFolderError where the journal has lost what it had: its rows are synced before the
+        model that they make is written down.
+        """
+        made = self._newest[0] if self._newest is not None else 0
+        if self.models.newest > made:
+            raise RunFolderError(
+                f"{self.journal.path} is damaged: it ends before model {self.models.newest}, which "
+                f"was made, and comes to model {made} only: put back a copy of it and its log"
+            )
         self.making.sweep()
         if self.federation.holds:
             # Of answers that a kill has interrupted: nobody's any more, whatever is recorded.

@@ -61,6 +61,11 @@ class ModelDigests:
         if path is not None and writes:
             self._lines = Lines(path)
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest model that is known; 0 without."""
+        return max((model for model, _ in self._known), default=0)
+
     def note(self, model: int, of: Of, sha256: str) -> None:
         """Compare a model with its line, or write its line.
 
