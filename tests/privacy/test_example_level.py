@@ -211,6 +211,19 @@ def test_an_epsilon_chooses_the_noise_for_the_length_of_the_run() -> None:
         dure.train(task_of(), dure.SingleWorker(4, epsilon=4.0), stop=dure.Stop(epochs=2))
 
 
+@pytest.mark.parametrize("noise", ["", ":0.6"])
+@pytest.mark.parametrize("epsilon", [-4.0, 0.0, math.nan, math.inf, 1e-6])
+def test_a_budget_that_nothing_keeps_to_is_refused_before_any_work(
+    noise: str, epsilon: float, tmp_path: Path
+) -> None:
+    if not noise and epsilon == 1e-6:
+        pytest.skip("the noise that keeps to it is found")
+    strategy = dure.SingleWorker(8, privacy=f"dp-sgd:1{noise}", epsilon=epsilon)
+    with pytest.raises(ValueError, match="epsilon"):
+        dure.train(task_of(), strategy, stop=dure.Stop(epochs=2), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_ends_before_it_tells_more_than_it_may() -> None:
     strategy = dure.SingleWorker(4, privacy="dp-sgd:1:1.1", epsilon=2.5)
     run = dure.train(task_of(), strategy, stop=dure.Stop(steps=1_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from dure.contracts.strategy import seeded_model
 from dure.run.compare import compare
 from dure.run.fresh import FreshModel
 from dure.tensors.copies import copy_of
-from small import CLASSES, FEATURES, small_task
+from small import CLASSES, FEATURES, same_bits, small_task
 
 SYSTEMS: list[tuple[Any, Any, dure.Stop]] = [
     (dure.SingleWorker(8), None, dure.Stop(steps=2)),
@@ -174,3 +175,28 @@ def test_the_model_takes_no_memory_here_while_it_is_trained_elsewhere() -> None:
     )
     assert trained is not model
     assert torch.equal(trained.weight, torch.ones(CLASSES, FEATURES))
+
+
+def test_a_model_function_that_gives_the_same_model_again_is_refused_in_the_next_run() -> None:
+    backbone = nn.Linear(FEATURES, 8).double()
+    frozen = nn.Linear(8, 8).double().requires_grad_(False)
+
+    def task(model: Callable[[], nn.Module]) -> dure.Task:
+        return small_task(model=model)
+
+    def head() -> nn.Module:
+        return nn.Linear(8, CLASSES).double()
+
+    def around() -> nn.Module:
+        return nn.Sequential(backbone, frozen, head())
+
+    stop = dure.Stop(steps=1)
+    dure.train(task(around), dure.SingleWorker(), stop=stop)
+    with pytest.raises(ValueError, match=r"gives 0\.weight again.*copy\.deepcopy"):
+        dure.train(task(around), dure.SingleWorker(), stop=stop)
+    # A copy is fresh, and what is frozen may be shared.
+    with_copy = task(
+        lambda: nn.Sequential(copy.deepcopy(backbone), frozen, nn.Linear(8, CLASSES).double())
+    )
+    first = dure.train(with_copy, dure.SingleWorker(), stop=stop)
+    assert same_bits(first, dure.train(with_copy, dure.SingleWorker(), stop=stop))

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from dure.contracts.strategy import another, examples_for
 from dure.contracts.task import Task
 from dure.machine.devices import home_of, to_device
-from dure.privacy.per_example.proof import moved
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.loss_check import first_of
+from dure.tasks.moved import moved
 
 TRIED = 3
 """Examples of the trial."""
@@ -47,7 +47,7 @@ def padding_rows(task: Task, model: nn.Module) -> list[PaddingRow]:
         return rows
     before = generators_state()
     try:
-        return _without_gradient(task, moved(another(model, task, 0).eval()), rows)
+        return _without_gradient(task, moved(another(model, task, 0).eval(), "padding"), rows)
     except Exception:
         # What is wrong with the model is said where it is trained.
         return []

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -24,6 +25,20 @@ from dure.memory.undivided import (
 )
 from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
+
+_TRAINED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+"""Parameters of this process that a run trains or has trained, as long as anybody holds them."""
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Raise ValueError for a model with parameters that an earlier run has trained."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and _TRAINED.get(id(parameter)) is parameter:
+            raise ValueError(
+                f"the task's model function gives {name} again, which an earlier run has trained: "
+                f"let it make a fresh model in each call, such as copy.deepcopy(model); "
+                f"Task(weights=...) begins with the weights of a run"
+            )
 
 
 class FreshModel:
@@ -73,6 +88,7 @@ class FreshModel:
             return another(model, self.task, self.seed)
         # The learner gets the model itself, since it needs its memory anyway.
         self._put_away(model)
+        _TRAINED.update((id(one), one) for one in model.parameters() if one.requires_grad)
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:

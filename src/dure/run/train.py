@@ -43,7 +43,7 @@ from dure.run.data_asks import check_data_asks, check_drawn
 from dure.run.drive import drive
 from dure.run.early import check_early, goes_on
 from dure.run.fits import check_fits, made_in_memory
-from dure.run.fresh import FreshModel, fresh_model
+from dure.run.fresh import FreshModel, check_fresh, fresh_model
 from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
 from dure.run.own_data import forget, to_look_at
@@ -553,6 +553,7 @@ def prepare(
     if model is None:
         with made_in_memory():
             model = fresh_model(task, seed, divided, world.elsewhere)
+        check_fresh(model)
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
     # Optimizers are made to be looked at: the first would load the compiler, which takes seconds.

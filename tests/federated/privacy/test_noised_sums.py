@@ -29,9 +29,27 @@ def test_without_noise_it_is_what_the_server_would_have_clipped_itself(
     # Clients that add noise round to coarser numbers.
     coarse = 1e-3 if where == "distributed" else 1e-5
     torch.testing.assert_close(weights_of(summed), weights_of(seen), atol=coarse, rtol=0)
-    # Of the same clients, of whom the same is told besides.
-    assert summed.history.steps[-1].samples == seen.history.steps[-1].samples
-    assert summed.history.steps[-1].loss == pytest.approx(seen.history.steps[-1].loss, abs=1e-3)
+    # How many examples clients have is told to nobody: passes are counted, of each client one.
+    assert [step.samples for step in summed.history.steps] == [10, 20, 30]
+    assert summed.summary["epochs"] == 3
+    # The loss is the mean over clients, of which some have one example more than others.
+    assert summed.history.steps[-1].loss == pytest.approx(seen.history.steps[-1].loss, rel=0.1)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_epochs_of_clients_whose_examples_nobody_counts_are_their_passes(passes: int) -> None:
+    strategy = dure.FedAvg(
+        clients=10, privacy=f"{SECURE}/user-level:0.5:1", local_epochs=passes, fraction=1.0
+    )
+    run = dure.train(small_task(), strategy, stop=dure.Stop(epochs=6))
+    assert run.summary["ended"] == "epochs"
+    assert run.summary["steps"] == 6 / passes
+
+
+def test_epochs_are_refused_where_nobody_can_count_passes() -> None:
+    strategy = dure.FedAvg(clients=10, privacy=f"{SECURE}/user-level:0.5:1", local_steps=2)
+    with pytest.raises(ValueError, match=r"epochs count passes over the data.*give rounds"):
+        dure.train(small_task(), strategy, stop=dure.Stop(epochs=6))
 
 
 @pytest.mark.parametrize("where", ["server", "distributed"])

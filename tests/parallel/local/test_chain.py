@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -97,6 +99,69 @@ def test_models_that_cannot_be_divided_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
         check_chain(small_task(model=model), model(), 2)
+
+
+class Between(nn.Sequential):
+    """Does something between its first two layers, of which outputs tell nothing."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], zero: bool = False) -> None:
+        super().__init__(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.between = between
+        if zero:
+            nn.init.zeros_(self[2].weight)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self[2](self[1](self.between(self[0](inputs))))
+        return scores
+
+
+def without_grad(values: Tensor) -> Tensor:
+    with torch.no_grad():
+        return values.clone()
+
+
+def doubled(values: Tensor) -> Tensor:
+    values.register_hook(lambda gradient: 2 * gradient)
+    return values
+
+
+class Reversed(torch.autograd.Function):
+    """The gradient reversal of domain adaptation."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def listened() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh())
+    inner.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * 3,))
+    return nn.Sequential(inner, nn.Linear(8, CLASSES)).double()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Between(Tensor.detach),
+        lambda: Between(without_grad),
+        lambda: Between(doubled),
+        lambda: Between(Reversed.apply),
+        lambda: Between(Tensor.detach, zero=True),
+        listened,
+    ],
+    ids=["detach", "no_grad", "hook", "reversal", "a last layer of zeros", "a hook on layers"],
+)
+def test_what_a_forward_pass_does_to_gradients_between_layers_is_no_chain(
+    model: Callable[[], nn.Module],
+) -> None:
+    task = small_task(model=model)
+    with pytest.raises(ValueError, match="give other gradients"):
+        check_chain(task, seeded_model(task, 0), 2)
 
 
 def test_costs_are_counted_for_an_example_and_measuring_leaves_no_gradient() -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.contracts.strategy import another, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.errors import described
+from dure.errors import PlanError, described
 from dure.machine.devices import home_of, to_device
 from dure.parallel.local import parts
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode
+from dure.tasks.moved import moved
 
 WORK_OF_AN_ELEMENT = 10
 """Operations that an element of a layer's output costs on top of the counted products."""
@@ -48,43 +50,76 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     """Raises ValueError unless the model is a chain of layers that `stages` threads can divide.
 
+    A PlanError where its layers are no such chain.
+
     It is one if its layers, one after the other, compute what it computes, in training mode, on two
-    examples.
+    examples: the same outputs, and the same gradients of all parameters.
     """
-    whole = another(model, task, 0)
-    chain = another(model, task, 0)
+    whole = moved(another(model, task, 0), "chain")
+    chain = moved(another(model, task, 0), "chain")
     layers = layers_of(chain)
     some = torch.arange(min(2, len(task.train)))
     inputs, _ = to_device(examples_for(whole, task)[0].batch(some), home_of(whole))
     before = generators_state()
+    wrong = "compute something else"
     try:
-        # From one seed both draw the same dropout. Layers may write into inputs: each has a copy.
-        seed_generators(0, "chain")
-        expected = whole.train()(copied(inputs))
-        seed_generators(0, "chain")
-        chain.train()
-        found = run(layers, copied(inputs))
-        same = all(
-            torch.equal(a, b) if isinstance(a, Tensor) else a == b
-            for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True)
-        )
+        # Layers may write into inputs: each has a copy.
+        expected = _tried(whole, whole, copied(inputs))
+        found = _tried(chain, partial(run, layers), copied(inputs))
+        if _same(expected.outputs, found.outputs):
+            wrong = "" if _near(expected.gradients, found.gradients) else "give other gradients"
     except Exception as error:
-        same = False
-        reason = f" ({described(error)})".replace("\n", " ")
-    else:
-        reason = ""
+        wrong += f" ({described(error)})".replace("\n", " ")
     finally:
         restore_generators(before)
-    if not same or not layers:
-        raise ValueError(
-            "the model is no chain of its layers: its children one after the other compute "
-            f"something else{reason}; make it an nn.Sequential"
+    if wrong or not layers:
+        raise PlanError(
+            f"the model is no chain of its layers: its children one after the other {wrong}; make "
+            f"it an nn.Sequential"
         )
     if stages > len(layers):
         raise ValueError(
             f"{stages} threads cannot divide {len(layers)} layers: each has at least one"
         )
     _check_nothing_is_shared(layers, stages)
+
+
+class _Tried(NamedTuple):
+    outputs: Any
+    gradients: list[Tensor | None]
+
+
+def _tried(model: nn.Module, forward: Callable[[Any], Any], inputs: Any) -> _Tried:
+    """Outputs in training, and gradients of all parameters of a sum of them by fixed weights."""
+    model.train()
+    # From one seed both draw the same dropout, and the same weights.
+    seed_generators(0, "chain")
+    outputs = forward(inputs)
+    ends = [leaf for leaf in _tensors(outputs) if leaf.requires_grad]
+    # What a forward pass does to gradients (detach, no_grad, hooks) shows in the backward pass.
+    if ends:
+        torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])
+    return _Tried(outputs, [parameter.grad for parameter in model.parameters()])
+
+
+def _same(expected: Any, found: Any) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True)
+    )
+
+
+def _near(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> bool:
+    """Whether gradients agree, but for the order in which they were added up."""
+    return all(_is_near(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def _is_near(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    dense, like = one.to_dense(), other.to_dense()
+    largest = float(dense.abs().max()) if dense.numel() else 0.0
+    return torch.allclose(dense, like, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
 
 
 def _check_nothing_is_shared(layers: Sequence[nn.Module], stages: int) -> None:

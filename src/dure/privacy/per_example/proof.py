@@ -42,13 +42,13 @@ from dure.privacy.per_example.losses import Each, losses_of
 from dure.privacy.per_example.refused import check_layers
 from dure.privacy.per_example.way import CannotClipError, Clipped, Way, count, cut
 from dure.randomness.seeds import (
-    generator,
     generators_state,
     restore_generators,
     same_state,
     seed_generators,
 )
 from dure.tasks.loss_shares import loss_and_count
+from dure.tasks.moved import moved
 
 TRIED = 3
 """Examples. An odd number, which few models have as a dimension of their own."""
@@ -75,9 +75,6 @@ _DROPOUT_P = 4
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 """By which ways may differ, as a share: sums are taken in other orders."""
-
-MOVED = 0.02
-"""How far the weights of the copy are moved, in deviations of a normal number."""
 
 _NOTICED = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError)
 """What the code of a model or a loss raises where it is called in a way that it does not know."""
@@ -108,7 +105,7 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
     try:
         device = home_of(model)
         loss = task.on(device).loss
-        twin = moved(another(model, task, 0).to(device))
+        twin = moved(another(model, task, 0).to(device), "dp-sgd proof")
         batch = examples.batch(torch.arange(min(TRIED, len(examples))))
         inputs, targets = to_device(batch, device)
         _check_others(twin, inputs)
@@ -127,20 +124,6 @@ def _making(way: Way, each: Each) -> Callable[[nn.Module], Way]:
     if isinstance(way, Ghost):
         return partial(Ghost, each=each, shared=frozenset(way.shared))
     return partial(type(way), each=each)  # type: ignore[call-arg]
-
-
-@torch.no_grad()
-def moved(model: nn.Module) -> nn.Module:
-    """Return the model with other weights, which are the same on every rank.
-
-    Those that a model begins with may hide gradients behind zeros.
-    """
-    draws = generator(0, "dp-sgd proof")
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            noise = torch.randn(parameter.shape, generator=draws, dtype=parameter.dtype)
-            parameter.add_(noise.to(parameter.device), alpha=MOVED)
-    return model
 
 
 @torch.no_grad()
