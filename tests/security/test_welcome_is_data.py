@@ -30,6 +30,7 @@ from dure.run.train import found_again
 from dure.tasks.builtin import load_task
 from dure.wire.requests import Machine, Trains, Welcome
 from dure.wire.signatures import Key
+from dure.worlds.network.client.agreement import Orders
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
@@ -229,6 +230,7 @@ class Lies:
 
     def __init__(self, honest: Mapping[str, Any], lie: Mapping[str, Any]) -> None:
         self.strategies = [honest, lie]
+        self.orders = Orders()
 
     def check_in(self, said: object) -> Welcome:
         return welcome(self.strategies.pop(0) if len(self.strategies) > 1 else self.strategies[0])

@@ -37,7 +37,7 @@ from dure.split.network import sizes
 from dure.split.network.checks import WrongError
 from dure.split.network.control import Failed, Hello, Members
 from dure.split.network.cut_model import CutAtClient, check_arriving
-from dure.split.network.frames import FrameError
+from dure.split.network.frames import FrameError, encode
 from dure.split.network.incoming import CheckedClient
 from dure.split.network.incoming import Crossing as Crossed
 from dure.split.network.outgoing import say
@@ -106,8 +106,9 @@ def take_part(
                 # The server hears of it at once, and need not wait for this client.
                 with suppress(Exception), session.channel() as other:
                     told = what_is_told(0, error, share_errors, kept.folder)
-                    say(other, site.hello)
-                    say(other, Failed(_in_words(told)))
+                    failed = Failed(_in_words(told))
+                    say(other, site.hello, encode(site.hello))
+                    say(other, failed, encode(failed))
                 # What the server has said wrongly is no error of this site's own code.
                 if isinstance(error, DureError | FrameError | WrongError):
                     raise

@@ -400,13 +400,14 @@ class Coordinator:
         """Whether fewer clients are there than a round is to have; whoever comes is told of."""
         if self.fewest == 1 or self.present is None or not self.synchronous:
             return False
-        if len(self.present) >= self.fewest:
+        there = sum(1 for client in self.present if not self._is_out(client))
+        if there >= self.fewest:
             self._told_few = False
             return False
         if not self._told_few:
             self._told_few = True
             self.tell(
-                f"round {self.round + 1} does not begin: {len(self.present)} clients are there, "
+                f"round {self.round + 1} does not begin: {there} clients are there, "
                 f"and a client of the run asks for at least {self.fewest} in a new model"
             )
         self.wake = now + RETRY

@@ -402,6 +402,9 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
             "there if the head is a file of its own; values of at most 1 GiB (`ServedLearner`)",
         ),
         Rule("targets", "likewise, of targets, where the loss is the server's (`ServedLearner`)"),
+        Rule(
+            "head", "bytes of the head, at most 16 GiB; where the server has none of it, all alike"
+        ),
         Rule("tests", f"at most {MOST_EXAMPLES:,} (`Entrance`)"),
     ),
     Smashed: (

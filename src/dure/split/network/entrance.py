@@ -27,6 +27,7 @@ EXAMPLES = "examples.json"
 """In the run folder: how many examples each client has, by its number."""
 
 MOST_HELLO = 1 << 16
+MOST_HEAD = 1 << 34
 MOMENT = 0.2
 
 Check = Callable[[Hello], None]
@@ -147,6 +148,8 @@ class Entrance:
                 f"it says that it has {hello.examples:,} examples, and may have 1 to "
                 f"{MOST_EXAMPLES:,}"
             )
+        if not 0 <= hello.head <= MOST_HEAD:
+            raise ValueError(f"it says that its head has {hello.head:,} bytes")
         if not -1 <= hello.tests <= MOST_EXAMPLES:
             raise ValueError(f"it says that it has {hello.tests:,} test examples")
         if len(hello.digest) > 128 or not hello.digest.isalnum():

@@ -14,7 +14,7 @@ from typing import Protocol
 from dure.split import alignment
 from dure.split.messages import HeadGradients, OutputGradients, Smashed
 from dure.split.network.control import Query
-from dure.split.network.frames import Frame, encode
+from dure.split.network.frames import Frame
 from dure.split.network.parties_control import Evaluated
 from dure.split.parties.messages import Activations
 
@@ -44,9 +44,9 @@ class Says(Protocol):
         """Set the bytes that a message of the server may have from now on."""
 
 
-def say(channel: Says, message: Frame) -> None:
-    """Send a message, once the site's log has its line."""
-    channel.say(encode(message), kind_of(message), not isinstance(message, OF_EACH_STEP))
+def say(channel: Says, message: Frame, encoded: Pieces) -> None:
+    """Send an encoded message, once the site's log has its line."""
+    channel.say(encoded, kind_of(message), not isinstance(message, OF_EACH_STEP))
 
 
 def kind_of(message: Frame) -> str:

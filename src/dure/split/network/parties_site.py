@@ -25,7 +25,7 @@ from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
 from dure.split.network import sizes
 from dure.split.network.control import Hello, Members
-from dure.split.network.frames import Frame, decode
+from dure.split.network.frames import Frame, decode, encode
 from dure.split.network.incoming import Patience
 from dure.split.network.outgoing import Says, say
 from dure.split.network.parties_control import (
@@ -139,13 +139,13 @@ class PartySite:
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
         self._resumed = False
-        say(channel, self.hello)
+        say(channel, self.hello, encode(self.hello))
         while True:
             frame = decode(channel.next(self.patience.left))
             if isinstance(frame, Members):
                 channel.allow(self.most)
             for said in self._hears(frame):
-                say(channel, said)
+                say(channel, said, encode(said))
             if self._resumed:
                 self.patience.note(self._accepted)
 

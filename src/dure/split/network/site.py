@@ -197,7 +197,7 @@ class Site:
 
     def talks(self, channel: Says) -> None:
         """Until the channel ends, by the error that it raises."""
-        say(channel, self.hello)
+        say(channel, self.hello, encode(self.hello))
         greeted = False
         while True:
             frame = decode(channel.next(self.patience.left if greeted else None))
@@ -207,7 +207,7 @@ class Site:
             if not greeted:
                 continue
             for said in self._hears(frame, channel):
-                say(channel, said)
+                say(channel, said, encode(said))
             if self._working is not None:
                 self.patience.note(self.working.checked.accepted)
                 with self._as_drawn():
@@ -324,7 +324,8 @@ class Site:
         """What the model gives for these, of which the server computes a part."""
         at_client = self.working.at_client
         assert self.test is not None
-        say(channel, at_client.query(inputs, targets, examples, len(self.test)))
+        query = at_client.query(inputs, targets, examples, len(self.test))
+        say(channel, query, encode(query))
         answer = decode(channel.next(self.patience.left))
         if not isinstance(answer, Answer):
             raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
