@@ -49,10 +49,10 @@ class Named:
             Named._ELSEWHERE.append(cls)
 
     # Before `__init__`, which the dataclass makes and which would name the argument alone.
-    def __new__(cls, *values: Any, **given: Any) -> Self:
-        if given and dataclasses.is_dataclass(cls):
+    def __new__(cls, *values: Any, **kwargs: Any) -> Self:
+        if kwargs and dataclasses.is_dataclass(cls):
             known = _arguments_of(cls)
-            for name in given:
+            for name in kwargs:
                 if name not in known and "__init__" in vars(cls):
                     raise TypeError(_unknown(cls, name, known))
         return super().__new__(cls)

@@ -83,14 +83,14 @@ def test_a_link_out_of_the_folder_is_not_followed(run: Path, tmp_path: Path, pla
         shutil.rmtree(link)
     link.unlink(missing_ok=True)
     link.symlink_to(secret if "." not in place else secret / "inner")
-    with pytest.raises(RunFolderError, match=f"{link.name} is a link or no file"):
+    with pytest.raises(RunFolderError, match=f"{link.name} is a link"):
         dure.backup(run, tmp_path / "copy")
     assert not any((tmp_path / "copy").iterdir())
 
 
 def test_a_pipe_in_the_folder_is_not_waited_for(run: Path, tmp_path: Path) -> None:
     os.mkfifo(run / "pipe.json")
-    with pytest.raises(RunFolderError, match=r"pipe\.json is a link or no file"):
+    with pytest.raises(RunFolderError, match=r"pipe\.json is neither a file nor a folder"):
         dure.backup(run, tmp_path / "copy")
 
 

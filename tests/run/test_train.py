@@ -35,6 +35,7 @@ FILES = {
 }
 CONFIG = {
     "run",
+    "checksums",
     *(
         "label",
         "task",

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import dure
 from dure.data.own_part import divide
 from dure.data.partition import IID
-from dure.record.checkpoint import tree_from_bytes
+from dure.record.checkpoint import read_tree
 from small import CLASSES, FEATURES, small_task
 
 
@@ -79,7 +79,7 @@ def newest_head(folder: Path) -> list[Tensor]:
     """The weights that clients have written down after the newest of all turns."""
     files = folder.glob("site-*/head-*.tree")
     newest = max(files, key=lambda path: int(path.stem.rpartition("-")[2]))
-    return list(tree_from_bytes(newest.read_bytes())["own"]["weights"])
+    return list(read_tree(newest)["own"]["weights"])
 
 
 def check_same(ended: Ended, plan: Plan, folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.data.batches import Batches
-from dure.record.checkpoint import tree_from_bytes
+from dure.record.checkpoint import read_tree
 from dure.split import alignment
 from dure.split.network.frames import decode
 
@@ -73,7 +73,7 @@ def newest_heads(folder: Path, number: int) -> dict[str, Tensor]:
     """What a party has written down after the newest step."""
     files = folder.glob(f"site-{number}/head-*.tree")
     newest = max(files, key=lambda path: int(path.stem.rpartition("-")[2]))
-    values: dict[str, Tensor] = tree_from_bytes(newest.read_bytes())["part"]["values"]
+    values: dict[str, Tensor] = read_tree(newest)["part"]["values"]
     return values
 
 
@@ -176,7 +176,7 @@ def test_aligned_parties_and_one_with_the_labels_show_neither_columns_nor_labels
             assert row.numpy().tobytes() not in traffic
     assert b"person" not in traffic
     # Labels in the order of every batch, as any number that labels are kept as.
-    rows = tree_from_bytes((tmp_path / "run" / "people.tree").read_bytes())["rows"]
+    rows = read_tree(tmp_path / "run" / "people.tree")["rows"]
     batches = Batches(len(rows), 8, 0)
     for step in range(12):
         labels = train.targets[rows[batches.at(step)]]

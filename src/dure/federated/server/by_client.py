@@ -57,7 +57,9 @@ class Said:
         A name that no client was asked for is left out: it would become a column, a label, or a
         metric of the server's own.
         """
-        known = {whose + metric for whose in WHOSE for metric in ("loss", *self.metrics)}
+        # A server without data of its own does not see that its clients measure the accuracy.
+        own = ("loss", "accuracy", *self.metrics)
+        known = {whose + metric for whose in WHOSE for metric in own}
         names = [name for name in measured.values if name in known]
         measured = replace(measured, values={name: measured.values[name] for name in names})
         self.measured = measured
