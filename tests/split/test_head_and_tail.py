@@ -667,7 +667,7 @@ def test_a_head_that_trains_nothing_is_told_of_and_the_tail_learns(
     make: Callable[[], nn.Module],
 ) -> None:
     def last() -> nn.Module:
-        return double(nn.Linear(8, 3)) if make is frozen else nn.Sequential(double(nn.Linear(6, 3)))
+        return double(nn.Linear(8, 3)) if make is frozen else double(nn.Linear(6, 3))
 
     task = dure.joined(*two_files(make_head=make, make_tail=last))
     with pytest.warns(UserWarning, match="the head has no parameter that trains"):
