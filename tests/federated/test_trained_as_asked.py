@@ -105,7 +105,11 @@ def test_every_local_step_of_every_client_is_clipped() -> None:
 
 
 def test_clients_compute_in_bfloat16() -> None:
-    asked: dict[str, Any] = {"optimizer": PLAIN, "model": partial(network, torch.float32)}
+    asked: dict[str, Any] = {
+        "optimizer": PLAIN,
+        "model": partial(network, torch.float32),
+        "dtype": torch.float32,
+    }
     strategy = dure.FedAvg(**ONE)
     stop = dure.Stop(rounds=2)
     short = dure.train(small_task(precision="bf16", **asked), strategy, stop=stop, seed=3)

@@ -29,9 +29,9 @@ def folder(tmp_path_factory):
         return out, run.model.eval()(ROWS)
 
 
-def test_examples_come_in_the_dtype_of_the_model(tmp_path):
+def test_examples_come_in_the_dtype_of_the_task(tmp_path):
     task = small_task(train=(ROWS.double().numpy(), torch.arange(5) % 3), test=None)
-    task = dataclasses.replace(task, model=lambda: TASK.model().float())
+    task = dataclasses.replace(task, model=lambda: TASK.model().float(), dtype=torch.float32)
     run = dure.train(task, dure.SingleWorker(5), stop=Stop(steps=1), out=tmp_path / "run")
     found = predict(tmp_path / "run", "train:0:5", task)
     with torch.no_grad():

@@ -250,7 +250,7 @@ def test_a_model_without_test_data_trains_without_measures():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_model_trains_in_its_own_dtype(dtype):
-    run = train(3, task=small_task(model=partial(network, dtype)))
+    run = train(3, task=small_task(model=partial(network, dtype), dtype=dtype))
     assert {p.dtype for p in run.model.parameters()} == {dtype}
 
 

@@ -283,7 +283,10 @@ def with_dropout() -> nn.Module:
         (
             {},
             {"attack": "label-flip", "attackers": 1},
-            {"train": (torch.zeros(20, 6), torch.zeros(20, 3)), "loss": F.mse_loss},
+            {
+                "train": (torch.zeros(20, 6).double(), torch.zeros(20, 3).double()),
+                "loss": F.mse_loss,
+            },
             "label-flip needs a task with classes, and this one has none",
         ),
         (
