@@ -112,7 +112,8 @@ def test_the_single_worker_trains_as_the_loop_that_people_write(asked: dict[str,
     task = small_task(**{"optimizer": MOMENTUM, **asked})
     run = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=STEPS), seed=3)
     assert apart(run, by_hand(task, STEPS, 3)) == 0
-    plain = small_task(optimizer=MOMENTUM, model=asked.get("model", network))
+    kept = {name: asked[name] for name in ("model", "dtype") if name in asked}
+    plain = small_task(optimizer=MOMENTUM, **kept)
     untouched = dure.train(plain, dure.SingleWorker(8), stop=dure.Stop(steps=STEPS), seed=3)
     assert largest_difference(run, untouched) > 1e-6
 

@@ -103,7 +103,9 @@ def test_the_norm_that_is_clipped_is_that_of_the_joint_gradient() -> None:
 def test_bf16_computes_roughly_and_keeps_weights_and_bits() -> None:
     runs = [
         dure.train(
-            small_task(model=lambda: network(torch.float32), precision=precision),
+            small_task(
+                model=lambda: network(torch.float32), dtype=torch.float32, precision=precision
+            ),
             dure.DataParallel(9),
             dure.Processes(3),
             STOP,
@@ -315,8 +317,9 @@ def test_half_precision_gradients_travel_beside_a_tail_in_float32() -> None:
             result: Tensor = self.second(self.first(inputs)).float()
             return result
 
-    run = dure.train(small_task(model=Mixed), dure.DataParallel(8), dure.Processes(2), STOP)
-    again = dure.train(small_task(model=Mixed), dure.DataParallel(8), dure.Processes(2), STOP)
+    task = small_task(model=Mixed, dtype=torch.bfloat16)
+    run = dure.train(task, dure.DataParallel(8), dure.Processes(2), STOP)
+    again = dure.train(task, dure.DataParallel(8), dure.Processes(2), STOP)
     assert same_bits(run, again)
     assert run.model.first.weight.dtype is torch.bfloat16  # type: ignore[union-attr]
 

@@ -49,7 +49,7 @@ RIGHT = {**WRONG, "2": OnShards()}
 
 def task() -> dure.Task:
     generator = torch.Generator().manual_seed(1)
-    examples = torch.randn(24, 6, generator=generator), torch.arange(24) % 3
+    examples = torch.randn(24, 6, generator=generator).double(), torch.arange(24) % 3
     return dure.Task(network, F.cross_entropy, examples, examples, partial(torch.optim.SGD, lr=0.1))
 
 

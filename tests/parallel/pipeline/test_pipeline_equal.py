@@ -169,7 +169,12 @@ def test_digits_whose_last_batch_is_smaller() -> None:
 
     def program(place: Place) -> float:
         exact = dure.Task(
-            lambda: model().double(), task.loss, task.train, task.test, task.optimizer
+            lambda: model().double(),
+            task.loss,
+            task.train,
+            task.test,
+            task.optimizer,
+            dtype=torch.float64,
         )
         steps = -(-len(task.train) // 256) + 1
         return compare(place, exact, pipeline(place, batch_size=256, microbatches=3), steps=steps)

@@ -54,7 +54,8 @@ def test_a_long_layer_that_is_used_twice_is_gathered_as_often_by_ranks_without_e
 ) -> None:
     """Batches of 4 and 1 for 2 ranks, tests of 1. Before the order is learned its gradient is sent
     when that of one use is there, and the other one comes late."""
-    task, stop = small_task(n=5, model=Twice, test=examples(1, seed=1)), dure.Stop(steps=2)
+    task = small_task(n=5, model=Twice, test=examples(1, seed=1), dtype=torch.float32)
+    stop = dure.Stop(steps=2)
     one = dure.train(task, dure.SingleWorker(4), stop=stop, seed=3)
     mesh = dure.Parallel(dure.Mesh(2), 4, 1, zero=3)
     for strategy in (dure.ZeRO(3, 4, prefetch=0), mesh):
