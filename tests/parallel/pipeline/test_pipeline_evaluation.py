@@ -95,7 +95,7 @@ class Growing(dure.Examples):
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
         inputs, targets = super().batch(indices)
         self.read = getattr(self, "read", 0) + 1
-        return (inputs.repeat(1, 2, 1) if self.read > 4 else inputs), targets
+        return (inputs.repeat(1, 2, 1) if self.read > 6 else inputs), targets
 
 
 def test_examples_of_another_shape_are_refused() -> None:
