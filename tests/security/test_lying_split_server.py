@@ -124,6 +124,15 @@ def test_zeros_bound_nothing_and_large_numbers_are_told_from_infinite_ones() -> 
         bound.check("server", "gradients", [torch.tensor([math.inf, 0.0])], forms)
 
 
+def test_large_numbers_do_not_hide_others_that_are_none() -> None:
+    bound = GradientBound()
+    values = [torch.tensor([3e38, 3e38]), torch.tensor([math.nan])]
+    forms = [(torch.float32, (2,)), (torch.float32, (1,))]
+    for order in (1, -1):
+        with pytest.raises(ReceivedError, match="finite"):
+            bound.check("server", "gradients", values[::order], forms[::order])
+
+
 # Turns, and heads that the server would like to have, or to give
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError
+from dure.split.blame import largest
 
 FACTOR = 1000.0
 """Times the largest norm before, that a norm may be."""
@@ -100,9 +101,8 @@ def norm_of(values: Sequence[Tensor | None]) -> float:
     ]
     found = math.hypot(*norms)
     if math.isinf(found):
-        # The squares overflow, which the numbers themselves may not.
-        sizes = (one.detach().abs().max() for one in values if one is not None and one.numel())
-        return max(map(float, sizes), default=0.0)
+        # The squares overflow, which the numbers themselves may not; NaN is hidden by that.
+        return largest(values)
     return found
 
 
