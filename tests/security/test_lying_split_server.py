@@ -176,7 +176,7 @@ def test_a_head_of_the_servers_own_is_refused_where_heads_do_not_reach_it(
         assert "heads do not reach it in this run" in clients.refused(site, frame)
 
 
-@pytest.mark.parametrize("change", ["shape", "NaN", "number"])
+@pytest.mark.parametrize("change", ["shape", "NaN", "number", "optimizer"])
 def test_where_they_do_it_has_to_be_one_of_this_model(change: str, tmp_path: Path) -> None:
     clients = Clients(tmp_path, dure.SplitLearning(clients=2, batch_size=4, handover="server"))
     site = clients.sites[0]
@@ -185,9 +185,10 @@ def test_where_they_do_it_has_to_be_one_of_this_model(change: str, tmp_path: Pat
         weights[0] = weights[0].T.contiguous()
     elif change == "NaN":
         weights[0][0, 0] = math.nan
-    else:
+    elif change == "number":
         weights.append(weights[0])
-    head = Own(tuple(weights), (), tuple({} for _ in weights))
+    state = {"momentum_buffer": torch.tensor(math.nan)} if change == "optimizer" else {}
+    head = Own(tuple(weights), (), tuple(state for _ in weights))
     reason = clients.refused(site, turn_for(site, head=head))
     assert "server sends" in reason
 

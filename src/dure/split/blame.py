@@ -87,6 +87,14 @@ def check_size(what: str, tensors: Iterable[Tensor | None], most: float) -> None
         raise AbsurdError(f"{what} become as large as {size:g}, and training keeps below {most:g}")
 
 
+def check_bounded(what: str, gradients: Iterable[Tensor | None]) -> None:
+    """Raise NotANumberError for gradients that are not finite, or beyond `GRADIENT`."""
+    if not largest(gradients) <= GRADIENT:
+        raise NotANumberError(
+            f"{what} are not all finite numbers below {GRADIENT:g} in size: {ADVICE}"
+        )
+
+
 def check_grown(what: str, own: Own, before: float) -> None:
     """Raise AbsurdError for a side that has grown too much, or has numbers that are not finite.
 

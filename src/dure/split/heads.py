@@ -5,8 +5,9 @@
     optimizer           for each weight nothing, or what the task's optimizer remembers: names,
                         dtypes, shapes, and signs, where all that it remembers is 0 or more
 
-The server checks those that it hands over or averages, a client the one that it is handed: a head
-that cannot be is so found where it comes from, and not blamed on whoever trains it next.
+The server checks the heads that it hands over or averages, a client the heads that the server or
+another client sends: a wrong head is found where it comes from, and whoever trains it next is not
+blamed for it.
 """
 
 from __future__ import annotations
@@ -20,47 +21,20 @@ import torch
 from torch import Tensor
 
 from dure.split.blame import (
-    ADVICE,
     GRADIENT,
     AbsurdError,
-    NotANumberError,
     WrongError,
+    check_bounded,
     check_grown,
     check_size,
     largest,
 )
 from dure.split.messages import Own
 from dure.split.sides import Side
+from dure.split.tensor_forms import TensorForm, check_forms, check_gradient_forms, form_of
 
 TRIED = 3
 """Steps that a copy of an optimizer makes until it remembers all that it ever does."""
-
-Form = tuple[torch.dtype, tuple[int, ...]]
-
-
-def form(tensor: Tensor) -> Form:
-    """Return the dtype and the shape."""
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def check_forms(what: str, given: Sequence[Tensor], wanted: Sequence[Form]) -> None:
-    """Raise WrongError for tensors of other dtypes or shapes."""
-    forms = [form(one) for one in given]
-    if forms != list(wanted):
-        raise WrongError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
-
-
-def _named(forms: Sequence[Form]) -> str:
-    named = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in forms[:5]]
-    return ", ".join(named) or "none"
-
-
-def check_bounded(what: str, gradients: Sequence[Tensor]) -> None:
-    """Raise WrongError for gradients that are not finite, or absurd."""
-    if not largest(gradients) <= GRADIENT:
-        raise NotANumberError(
-            f"{what} are not all finite numbers below {GRADIENT:g} in size: {ADVICE}"
-        )
 
 
 class Number(NamedTuple):
@@ -69,7 +43,7 @@ class Number(NamedTuple):
     form: of a tensor; None of a number or None. positive: whether it is 0 or more.
     """
 
-    form: Form | None
+    form: TensorForm | None
     positive: bool
 
     def check(self, name: str, value: Any) -> None:
@@ -126,7 +100,7 @@ def _tried(side: Side, sign: float) -> list[Mapping[str, Any]]:
 def _number(up: Any, down: Any) -> Number:
     if isinstance(up, Tensor):
         both = isinstance(down, Tensor) and not up.is_complex()
-        return Number(form(up), both and _least(up) >= 0 and _least(down) >= 0)
+        return Number(form_of(up), both and _least(up) >= 0 and _least(down) >= 0)
     numbers = isinstance(up, int | float) and isinstance(down, int | float)
     return Number(None, numbers and up >= 0 and down >= 0)
 
@@ -140,8 +114,8 @@ class Heads:
     def __init__(self, side: Side | None, forgets: bool = False) -> None:
         self._side = side
         self._forgets = forgets
-        self._weights = None if side is None else [form(one) for one in side.parameters.values()]
-        self._buffers = None if side is None else [form(one) for one in side.buffers()]
+        self._weights = None if side is None else [form_of(one) for one in side.parameters.values()]
+        self._buffers = None if side is None else [form_of(one) for one in side.buffers()]
         self._remembered: list[Remembered] | None = None
         self._tried = side is None
         self._largest = 0.0 if side is None else largest(side.parameters.values())
@@ -149,8 +123,8 @@ class Heads:
     def check(self, own: Own) -> None:
         """Raise WrongError for a head that is another model's, or that no training gives."""
         if self._weights is None or self._buffers is None:
-            self._weights = [form(one) for one in own.weights]
-            self._buffers = [form(one) for one in own.buffers]
+            self._weights = [form_of(one) for one in own.weights]
+            self._buffers = [form_of(one) for one in own.buffers]
         check_forms("weights of the head", own.weights, self._weights)
         check_forms("buffers of the head", own.buffers, self._buffers)
         self._check_remembered(own)
@@ -162,14 +136,9 @@ class Heads:
 
     def check_gradients(self, values: Sequence[Tensor | None]) -> None:
         """Likewise, of gradients of the head; None of a weight that got none."""
-        check_bounded("gradients of the head", [one for one in values if one is not None])
-        if self._weights is None:
-            return
-        if len(values) != len(self._weights):
-            raise WrongError(f"gradients of {len(values)} weights came, of {len(self._weights)}")
-        for given, wanted in zip(values, self._weights, strict=True):
-            if given is not None:
-                check_forms("a gradient of the head", [given], [wanted])
+        check_bounded("gradients of the head", values)
+        if self._weights is not None:
+            check_gradient_forms("gradients of the head", values, self._weights)
 
     def _check_remembered(self, own: Own) -> None:
         if len(own.optimizer) != len(own.weights):

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError
-from dure.split.blame import largest
+from dure.split.blame import WrongError, largest
+from dure.split.tensor_forms import TensorForm, check_gradient_forms
 
 FACTOR = 1000.0
 """Times the largest norm before, that a norm may be."""
@@ -32,18 +33,11 @@ FACTOR = 1000.0
 FEWEST = 16
 """Gradients of which nothing is compared: the first ones differ."""
 
-Form = tuple[torch.dtype, tuple[int, ...]]
-
 
 class ReceivedError(DureError):
     """What another machine sends cannot be, or is not due. The message names it."""
 
     exit_code = 1
-
-
-def form(tensor: Tensor) -> Form:
-    """Return the dtype and the shape."""
-    return tensor.dtype, tuple(tensor.shape)
 
 
 class GradientBound:
@@ -61,20 +55,16 @@ class GradientBound:
         self._before = 0.0
 
     def check(
-        self, sender: str, what: str, values: Sequence[Tensor | None], wanted: Sequence[Form]
+        self, sender: str, what: str, values: Sequence[Tensor | None], wanted: Sequence[TensorForm]
     ) -> None:
         """Raise ReceivedError for gradients that cannot be; others count for the bound.
 
         values: None where there is none. wanted: dtypes and shapes.
         """
-        if len(values) != len(wanted):
-            raise ReceivedError(f"{sender} sends {len(values)} {what}, of {len(wanted)}")
-        for one, (dtype, shape) in zip(values, wanted, strict=True):
-            if one is not None and (one.dtype, tuple(one.shape)) != (dtype, shape):
-                raise ReceivedError(
-                    f"{sender} sends {what} of {one.dtype} {list(one.shape)}, and they have to be "
-                    f"{dtype} {list(shape)}"
-                )
+        try:
+            check_gradient_forms(what, values, wanted)
+        except WrongError as error:
+            raise ReceivedError(f"{sender} sends gradients that cannot be: {error}") from error
         self._check_norm(sender, what, norm_of(values))
 
     def _check_norm(self, sender: str, what: str, norm: float) -> None:
@@ -104,19 +94,3 @@ def norm_of(values: Sequence[Tensor | None]) -> float:
         # The squares overflow, which the numbers themselves may not; NaN is hidden by that.
         return largest(values)
     return found
-
-
-def check_finite(sender: str, what: str, values: Sequence[Tensor]) -> None:
-    """Raise ReceivedError for numbers that are not all finite."""
-    for one in values:
-        if (one.is_floating_point() or one.is_complex()) and not bool(one.isfinite().all()):
-            raise ReceivedError(f"{sender} sends {what} that are not all finite numbers")
-
-
-def check_forms(sender: str, what: str, values: Sequence[Tensor], wanted: Sequence[Form]) -> None:
-    """Raise ReceivedError for tensors of other dtypes or shapes."""
-    forms = [form(one) for one in values]
-    if forms != list(wanted):
-        raise ReceivedError(
-            f"{sender} sends {what} of other dtypes or shapes than those of this model"
-        )

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from dure.data.batches import batches_per_epoch
 from dure.errors import described
-from dure.split.blame import ADVICE, GRADIENT, NotANumberError
-from dure.split.blame import WrongError as WrongError
+from dure.split.blame import ADVICE, GRADIENT, NotANumberError, WrongError, check_bounded
 from dure.split.due import FromClient
-from dure.split.heads import Heads, check_bounded
+from dure.split.heads import Heads
 from dure.split.messages import Ended, HeadGradients, OutputGradients, Smashed, Turn
 from dure.split.network.control import (
     Answer,

@@ -13,14 +13,13 @@ from dure.collectives.compression import Compression
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.parallel.pipeline.trace import Value
 from dure.split.across import AcrossTheCut
 from dure.split.batching import values_at
 from dure.split.blame import WrongError
-from dure.split.heads import check_forms
 from dure.split.network.checks import AtServer
 from dure.split.network.control import Answer, Query
 from dure.split.network.site import AtClient
+from dure.split.tensor_forms import check_forms, form_of
 from dure.tasks.loss_shares import NOTHING, Computed
 
 
@@ -33,11 +32,11 @@ class CutAtServer(AtServer):
 
     def arrived(self, values: Sequence[Tensor], examples: int, training: bool) -> list[Tensor]:
         wanted = values_at(self._cut, 0, examples, training)
-        check_forms("values at the cut", values, [_form_of(one) for one in wanted])
+        check_forms("values at the cut", values, [form_of(one) for one in wanted])
         return [one.laid_out(value) for one, value in zip(wanted, values, strict=True)]
 
     def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
-        wanted = [_form_of(one) for one in values_at(self._cut, 1, examples) if one.differentiable]
+        wanted = [form_of(one) for one in values_at(self._cut, 1, examples) if one.differentiable]
         check_forms("gradients at the second cut", gradients, wanted)
 
     def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
@@ -52,7 +51,7 @@ class CutAtServer(AtServer):
 
 def check_arriving(cut: CutModel, values: Sequence[Tensor], examples: int) -> None:
     """Raises ValueError for values that are not those of the second cut."""
-    wanted = [_form_of(one) for one in values_at(cut, 1, examples)]
+    wanted = [form_of(one) for one in values_at(cut, 1, examples)]
     check_forms("values at the second cut", values, wanted)
 
 
@@ -123,7 +122,3 @@ class Forward:
     def _keep(self, outputs: Any, targets: Any, examples: int, share: Any) -> Computed:
         self._outputs = outputs
         return Computed(torch.zeros(()), 0.0)
-
-
-def _form_of(value: Value) -> tuple[torch.dtype, tuple[int, ...]]:
-    return value.dtype, tuple(value.shape)

@@ -28,7 +28,9 @@ from typing import Any
 from torch import Tensor
 
 from dure.fleet.virtual import Envelope
+from dure.split.blame import WrongError, largest
 from dure.split.client import Client, Rules
+from dure.split.heads import Heads
 from dure.split.messages import (
     Gradients,
     Handed,
@@ -42,15 +44,8 @@ from dure.split.messages import (
     Smashed,
     Turn,
 )
-from dure.split.received import (
-    Form,
-    GradientBound,
-    ReceivedError,
-    check_finite,
-    check_forms,
-    form,
-)
-from dure.split.sides import Side
+from dure.split.received import GradientBound, ReceivedError
+from dure.split.tensor_forms import TensorForm, form_of
 
 MOST = 1 << 53
 """Of rounds and steps: numbers that are exact as floats."""
@@ -88,6 +83,8 @@ class CheckedClient:
         largest: float | None = None,
     ) -> None:
         self.machine = machine
+        self.heads = machine.heads = Heads(machine.party.side)
+        """What heads have to be like, whoever sends them."""
         self.rules: Rules = machine.rules
         self.crossing = crossing
         self.steps = steps
@@ -100,7 +97,7 @@ class CheckedClient:
         self._due: type[Message] | None = None
         self._step = 0
         self._examples = 0
-        self._sent: list[Form] = []
+        self._sent: list[TensorForm] = []
         self._newest = -1
         self._passed: dict[int, tuple[int, str]] = {}
         """For which turn which head was handed on, and to whom."""
@@ -138,7 +135,7 @@ class CheckedClient:
             self._step = said.step
             self._examples = said.examples
             there = zip(said.values, self.crossing.leaving, strict=True)
-            self._sent = [form(one) for one, differentiable in there if differentiable]
+            self._sent = [form_of(one) for one, differentiable in there if differentiable]
             self._due = Outputs if self.rules.labels_stay else Gradients
         elif isinstance(said, OutputGradients):
             self._due = Gradients
@@ -165,12 +162,15 @@ class CheckedClient:
                 f"{sender} sends {name} of step {message.step + 1}, and {due} is due"
             )
         if isinstance(message, HeadSum):
-            wanted = [form(one) for one in self._side.parameters.values()]
+            wanted = [form_of(one) for one in self.machine.party.side.parameters.values()]
             self.sums.check(sender, "gradients of the head", message.values, wanted)
             return
         _check_share(sender, message.share)
         if isinstance(message, Outputs):
-            check_finite(sender, "values at the second cut", message.values)
+            if not math.isfinite(largest(message.values)):
+                raise ReceivedError(
+                    f"{sender} sends values at the second cut that are not all finite numbers"
+                )
             try:
                 self.crossing.arriving(message.values, self._examples)
             except ValueError as error:
@@ -228,19 +228,12 @@ class CheckedClient:
             reason = f"{due} is due" if self._due is Handed else "none is due"
             raise ReceivedError(f"a head of {sender} came, for turn {message.turn}, and {reason}")
 
-    @property
-    def _side(self) -> Side:
-        return self.machine.party.side
-
     def check_head(self, sender: str, own: Own) -> None:
-        """Raise ReceivedError for a head that is not one of this model, or not finite."""
-        side = self._side
-        weights = [form(one) for one in side.parameters.values()]
-        check_forms(sender, "weights of a head", own.weights, weights)
-        check_forms(sender, "buffers of a head", own.buffers, [form(one) for one in side.buffers()])
-        if len(own.optimizer) != len(weights):
-            raise ReceivedError(f"{sender} sends a head with another number of optimizer states")
-        check_finite(sender, "weights of a head", own.weights)
+        """Raise ReceivedError for a head that is not of this model, or that no training gives."""
+        try:
+            self.heads.check(own)
+        except WrongError as error:
+            raise ReceivedError(f"{sender} sends a head, and {error}") from error
 
 
 def _check_share(sender: str, share: float) -> None:

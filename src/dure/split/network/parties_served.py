@@ -26,8 +26,8 @@ from dure.randomness.seeds import generator
 from dure.record.checkpoint import read_tree, write_tree
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder
+from dure.split.blame import check_bounded
 from dure.split.busy import Busy
-from dure.split.heads import check_bounded
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
 from dure.split.network import sizes

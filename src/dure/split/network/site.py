@@ -28,7 +28,6 @@ from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
 from dure.split.client import Client, HeadError, Kept
-from dure.split.heads import Heads
 from dure.split.messages import SERVER, Handed, Own, Turn, client
 from dure.split.network.control import (
     Answer,
@@ -219,7 +218,6 @@ class Site:
             self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
             if self._working is None:
                 self._working = self.makes(frame)
-                self.machine.heads = Heads(self.machine.party.side)
                 self._read_kept()
             channel.allow(self.working.most)
             return []

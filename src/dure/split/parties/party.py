@@ -28,7 +28,8 @@ from dure.split.parties.messages import (
     party,
 )
 from dure.split.parties.part import TrainedPart
-from dure.split.received import GradientBound, form
+from dure.split.received import GradientBound
+from dure.split.tensor_forms import form_of
 from dure.tensors.backward import backward_from
 
 Read = Callable[[Tensor, int], Tensor]
@@ -143,7 +144,7 @@ class Party:
                 when = f"step {message.step + 1}"
                 raise CutNotANumberError("gradients", self.holder, when, intact=False)
             if self.bound is not None:
-                self.bound.check(self.holder, "gradients", [gradients], [form(sent)])
+                self.bound.check(self.holder, "gradients", [gradients], [form_of(sent)])
         if self.guard is None or not sent.requires_grad:
             return gradients
         if gradients is None and self.guard.adds:

@@ -1,0 +1,52 @@
+"""Dtypes and shapes of tensors that others send, compared with those that they have to have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dure.split.blame import WrongError
+
+TensorForm = tuple[torch.dtype, tuple[int, ...]]
+"""(dtype, shape)."""
+
+
+class _HasForm(Protocol):
+    """A tensor, or the description of a tensor that does not exist yet."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def form_of(value: _HasForm) -> TensorForm:
+    """Return the dtype and the shape."""
+    return value.dtype, tuple(value.shape)
+
+
+def check_forms(what: str, given: Sequence[Tensor], wanted: Sequence[TensorForm]) -> None:
+    """Raise WrongError for tensors of other dtypes or shapes, or another number of tensors."""
+    forms = [form_of(one) for one in given]
+    if forms != list(wanted):
+        raise WrongError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
+
+
+def check_gradient_forms(
+    what: str, given: Sequence[Tensor | None], wanted: Sequence[TensorForm]
+) -> None:
+    """Raise WrongError likewise, for gradients of which some may be None."""
+    if len(given) != len(wanted):
+        raise WrongError(f"{len(given)} {what}, of {len(wanted)}")
+    for one, form in zip(given, wanted, strict=True):
+        if one is not None:
+            check_forms(what, [one], [form])
+
+
+def _named(forms: Sequence[TensorForm]) -> str:
+    named = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in forms[:5]]
+    return ", ".join(named) or "none"
