@@ -11,7 +11,7 @@ import pytest
 
 from dure.errors import StateError, WorkerFailedError
 from dure.run.split_site import take_part
-from dure.split.network.checks import WrongError
+from dure.split.blame import WrongError
 from dure.split.network.control import Failed
 from dure.split.network.frames import decode
 from small import small_task

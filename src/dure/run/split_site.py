@@ -27,6 +27,7 @@ from dure.machine.threads import threads
 from dure.split.apart.form import Form, decoded, encoded
 from dure.split.apart.sides import ClientPart
 from dure.split.batching import values_at
+from dure.split.blame import WrongError
 from dure.split.client import Client
 from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import Cut
@@ -34,7 +35,6 @@ from dure.split.halves import Halves, guard_of
 from dure.split.leakage.guard import Crossing
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.network import sizes
-from dure.split.network.checks import WrongError
 from dure.split.network.control import Failed, Hello, Members
 from dure.split.network.cut_model import CutAtClient, check_arriving
 from dure.split.network.frames import FrameError, encode

@@ -30,6 +30,12 @@ MOST_HELLO = 1 << 16
 MOST_HEAD = 1 << 34
 MOMENT = 0.2
 
+MOST_RETURNS = 8
+"""Times that a client may come again until something counts: a turn, or a step of all parties."""
+
+MOST_SHOWN = 500
+"""Characters of a client's reason that are shown."""
+
 Check = Callable[[Hello], None]
 """Raises ValueError for what a client says of itself, and cannot be in this run."""
 
@@ -95,7 +101,9 @@ class Entrance:
             frame = decode(event.frame)
             said = type(frame).__name__
             reason = (
-                f"its own code raised: {frame.reason[:500]}" if isinstance(frame, Failed) else ""
+                f"its own code raised: {frame.reason[:MOST_SHOWN]}"
+                if isinstance(frame, Failed)
+                else ""
             )
         except ValueError as error:
             said, reason = str(error), ""

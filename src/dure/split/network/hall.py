@@ -40,11 +40,8 @@ from dure.split.compressed import Exchange
 from dure.split.due import FromClient
 from dure.split.messages import (
     SERVER,
-    Ended,
     Envelope,
-    HeadGradients,
     Message,
-    OutputGradients,
     Own,
     Pass,
     Smashed,
@@ -61,7 +58,7 @@ from dure.split.network.control import (
     Query,
     Sealed,
 )
-from dure.split.network.entrance import Entrance
+from dure.split.network.entrance import MOST_RETURNS, MOST_SHOWN, Entrance
 from dure.split.network.frames import Frame, FrameError, decode, encode
 from dure.split.server import Server
 
@@ -74,16 +71,8 @@ PULSE = 0.5
 MOMENT = 0.2
 """Seconds between two looks at the clock and at wishes to end."""
 
-MOST_RETURNS = 8
-"""Times that a client may come again until a turn counts."""
-
 BUSY = 1.0
 """Seconds between two events after which the server was busy itself: nobody was late meanwhile."""
-
-MOST_SHOWN = 500
-"""Characters of a client's reason that are shown."""
-
-FROM_CLIENTS = (Smashed, OutputGradients, HeadGradients, Ended)
 
 Tell = Callable[[str], None]
 
@@ -411,7 +400,7 @@ class Hall:
         elif isinstance(frame, Measured):
             self._check_measures(name, frame)
             self._measured = self.checks.measured(frame, self._measuring)
-        elif isinstance(frame, FROM_CLIENTS):
+        elif isinstance(frame, FromClient):
             self._trains(name, frame)
         else:
             raise WrongError(f"{type(frame).__name__} is nothing that a client says")

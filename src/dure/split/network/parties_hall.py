@@ -24,7 +24,7 @@ from dure.fleet.virtual import nbytes
 from dure.record.meter import Meter
 from dure.split.alignment import NobodyError
 from dure.split.network.control import Failed, Members
-from dure.split.network.entrance import Entrance
+from dure.split.network.entrance import MOST_RETURNS, MOST_SHOWN, Entrance
 from dure.split.network.frames import Frame, FrameError, decode, encode
 from dure.split.network.parties_control import (
     Evaluate,
@@ -39,14 +39,8 @@ from dure.split.parties.messages import party
 MOMENT = 0.2
 """Seconds between two looks at the clock and at wishes to end."""
 
-MOST_RETURNS = 8
-"""Times that a party may come again until there is a step that was not made before."""
-
 MOST_LATE = 1 << 13
 """Messages of a party that are dropped, as of a turn before, until it has begun the newest one."""
-
-MOST_SHOWN = 500
-"""Characters of a party's reason that are shown."""
 
 PULSE = 0.5
 """Seconds between two looks that a terminal gets."""
