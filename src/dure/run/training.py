@@ -44,7 +44,7 @@ from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
-from dure.wire.layout import Layout
+from dure.wire.layout import Layout, is_extra
 from dure.wire.requests import (
     MOST_THREADS,
     VERSION,
@@ -284,7 +284,7 @@ class Training:
         """What came, as the message of a simulation. Raises ValueError for another model."""
         # Else weights of more digits than are trained would be another model by their digest, and
         # the same one for training.
-        found = {name: form for name, form in forms_of(tensors).items() if _is_model(name)}
+        found = {name: form for name, form in forms_of(tensors).items() if not is_extra(name)}
         if found != self._forms:
             differs = sorted(
                 name for name in {*found, *self._forms} if found.get(name) != self._forms.get(name)
@@ -361,8 +361,3 @@ class Training:
     def remember(self, memory: Sequence[Tensor] | None) -> None:
         if memory is not None:
             self.clients.memories[self.client] = to_device(list(memory), self.device)
-
-
-def _is_model(name: str) -> bool:
-    """Whether a tensor is one of the model's, and not an algorithm's (`Layout.named`)."""
-    return not name.startswith("extra:")

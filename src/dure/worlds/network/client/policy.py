@@ -64,7 +64,7 @@ from dure.catalog import SYSTEMS
 from dure.errors import PolicyError, suggestion
 from dure.machine.threads import set_own_threads
 from dure.record.inside import contents
-from dure.references import is_reference
+from dure.references import is_reference, last_part
 from dure.wire.members import key_said
 from dure.wire.requests import Trains, Welcome
 from dure.worlds.network.client.agreement import model_bytes
@@ -173,8 +173,9 @@ class Policy:
             return
         # Found by a reference, which may lead to another folder here than there. A name of dure's
         # own is none, whatever systems are allowed.
-        own = {_place(one) for one in self.systems if is_reference(one)}
-        if isinstance(reference, str) and _place(reference) in own:
+        own = {last_part(one) for one in self.systems if is_reference(one)}
+        named = isinstance(reference, str) and is_reference(reference)
+        if named and last_part(reference) in own:
             return
         shown = f"{name!r} of its own" if "from" in strategy else repr(name)
         yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"
@@ -368,11 +369,6 @@ def _steps_per_epoch(examples: int | None, batch: int | None) -> int | None:
     if not batch:
         return 1
     return None if examples is None else math.ceil(examples / batch)
-
-
-def _place(reference: str) -> str:
-    """The last part of a reference's path: "rules.py:Mine" of "/home/me/rules.py:Mine"."""
-    return reference.rpartition("/")[2] if is_reference(reference) else ""
 
 
 def _is_count(value: object, least: int) -> bool:
