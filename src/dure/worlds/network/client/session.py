@@ -31,7 +31,6 @@ from dure.wire.requests import (
     Failed,
     Holds,
     MeasuredThis,
-    RangeError,
     Ready,
     Reserve,
     Said,
@@ -40,7 +39,6 @@ from dure.wire.requests import (
     Watched,
     Welcome,
     Word,
-    check_number,
     to_json,
 )
 from dure.wire.signatures import NONCE, Key, Signer, prove
@@ -202,7 +200,6 @@ class Session:
         proof = prove(self._key, token, name, wants)
         body = Enrol(token=token, key=self._key.public, proof=proof, name=name, wants=wants)
         enrolled: Enrolled = self._ask("/v1/enrol", body, Enrolled, "enrol")
-        _check_number(enrolled)
         return enrolled
 
     def check_in(self, said: CheckIn) -> Welcome:
@@ -211,7 +208,6 @@ class Session:
         asked = max(said.smallest_cohort, self.orders.smallest_cohort)
         said = replace(said, smallest_cohort=asked)
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
-        _check_number(welcome)
         self.orders.welcome(welcome)
         self.patience = welcome.patience
         self.heartbeat = welcome.heartbeat
@@ -519,13 +515,6 @@ def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, Form] | N
         raise TransferError(f"what is to be trained or measured is no such model: {error}") from (
             error
         )
-
-
-def _check_number(said: Welcome | Enrolled) -> None:
-    try:
-        check_number(said)
-    except RangeError as error:
-        raise UnfitMessageError(f"an answer of the server is refused: {error}") from error
 
 
 def _long(seconds: float) -> str:
