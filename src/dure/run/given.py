@@ -18,7 +18,7 @@ from dure.errors import PolicyError
 from dure.references import last_part
 
 
-class Given:
+class GivenReferences:
     """The `dure.references.Ask` of a client, for what a server sends.
 
     Args:

@@ -174,8 +174,8 @@ class Policy:
         # Found by a reference, which may lead to another folder here than there. A name of dure's
         # own is none, whatever systems are allowed.
         own = {last_part(one) for one in self.systems if is_reference(one)}
-        named = isinstance(reference, str) and is_reference(reference)
-        if named and last_part(reference) in own:
+        named = reference if isinstance(reference, str) else ""
+        if is_reference(named) and last_part(named) in own:
             return
         shown = f"{name!r} of its own" if "from" in strategy else repr(name)
         yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"
@@ -278,7 +278,7 @@ class Policy:
         """Why the site does not measure a model, in words; empty where it does.
 
         examples: with how many it would. earlier: the models of the same round that it has measured
-        already. Of every system: whoever keeps no list of them (`Evaluations`) counts them itself.
+        already, which `Evaluations` counts.
         """
         most = self.evaluations_per_round
         if examples < self.smallest_test_set:
@@ -376,7 +376,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def updates_together(strategy: Mapping[str, Any]) -> int | None:
-    """How many updates make a new model, in systems without rounds; None in the others."""
+    """Return the updates of a new model, in systems without rounds; None in the others."""
     if strategy.get("name") == "fed-async":
         return 1
     buffer = strategy.get("buffer")

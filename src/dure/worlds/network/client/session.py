@@ -43,7 +43,7 @@ from dure.wire.requests import (
 )
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import Form, TensorsError, check, forms_of, receive
-from dure.worlds.network.client.agreement import Orders
+from dure.worlds.network.client.agreement import ServerChecks
 from dure.worlds.network.client.audit import Audit, Kind
 from dure.worlds.network.client.channel import Channel
 from dure.worlds.network.client.link import (
@@ -156,7 +156,7 @@ class Session:
         self.heartbeat = 10.0
         self.holds = False
         """Whether updates stay here, by what the server says of its run."""
-        self.orders = Orders()
+        self.checks = ServerChecks()
         """Checks of what the server says, by what the site has agreed to."""
         self.expects: dict[str, Form] | None = None
         """What the tensors of a model are like, with what assignments have besides; None where
@@ -205,10 +205,10 @@ class Session:
     def check_in(self, said: CheckIn) -> Welcome:
         """Says who it is, what it would train, and how many clients it asks for; without examples
         it only looks. Raises PolicyError for a run that is not the one that was agreed to."""
-        asked = max(said.smallest_cohort, self.orders.smallest_cohort)
+        asked = max(said.smallest_cohort, self.checks.smallest_cohort)
         said = replace(said, smallest_cohort=asked)
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
-        self.orders.welcome(welcome)
+        self.checks.welcome(welcome)
         self.patience = welcome.patience
         self.heartbeat = welcome.heartbeat
         self.holds = welcome.holds
@@ -236,7 +236,7 @@ class Session:
                 raise
             return Word(over=over)
         try:
-            self.orders.word(word)
+            self.checks.word(word)
         except PolicyError:
             if word.train is not None:
                 self._declines(word.train)
