@@ -116,6 +116,11 @@ def is_reference(text: str) -> bool:
     return attribute.isidentifier() and (is_file(place) or is_module)
 
 
+def last_part(reference: str) -> str:
+    """Return the file's and the object's name: "rules.py:Mine" of "/home/me/rules.py:Mine"."""
+    return reference.rpartition("/")[2]
+
+
 def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
     """The object that `reference` names. wanted: what the others are that an error may suggest.
 

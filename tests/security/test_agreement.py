@@ -29,7 +29,7 @@ from dure.wire.requests import (
     Word,
     to_json,
 )
-from dure.worlds.network.client.agreement import Agreed, AgreedOrders
+from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
 from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.link import Answer
@@ -174,7 +174,7 @@ def test_what_is_refused_is_neither_agreed_to_nor_approved(tmp_path: Path) -> No
             agrees(one, server)
         assert one.kept.agreed("run-1") is None
         agrees(one, server, approve=True)
-        assert one.kept.agreed("run-1") == Agreed.of(WELCOME)
+        assert one.kept.agreed("run-1") == AgreedRun.of(WELCOME)
 
 
 def test_a_site_says_at_each_check_in_how_many_clients_it_asks_for(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_site_trains_for_no_smaller_cohort_than_it_asks_for(tmp_path: Path) ->
 
 @given(st.integers(0, 1 << 53), st.sampled_from(["train", "measure", "final"]))
 def test_a_model_has_no_more_bytes_than_that_of_the_run(size: int, field: str) -> None:
-    orders = AgreedOrders(Agreed.of(WELCOME), 1, lambda welcome: None, lambda: 1)
+    orders = AgreementChecks(AgreedRun.of(WELCOME), 1, lambda welcome: None, lambda: 1)
     model = MeasureThis(1, DIGEST, size)
     order = Train(1, 1, 1, DIGEST, size) if field == "train" else model
     word = Word(**{field: order})
@@ -227,11 +227,11 @@ def test_a_model_has_no_more_bytes_than_that_of_the_run(size: int, field: str) -
 
 def test_a_step_of_a_protocol_belongs_to_a_run_that_has_one() -> None:
     say = Word(say=SayThis(4, 0, "q", b"hello"))
-    bare = AgreedOrders(Agreed.of(WELCOME), 1, lambda welcome: None, lambda: 1)
+    bare = AgreementChecks(AgreedRun.of(WELCOME), 1, lambda welcome: None, lambda: 1)
     with pytest.raises(PolicyError, match="ticket 4"):
         bare.word(say)
-    holds = Agreed.of(replace(WELCOME, holds=True))
-    AgreedOrders(holds, 1, lambda welcome: None, lambda: 1).word(say)
+    holds = AgreedRun.of(replace(WELCOME, holds=True))
+    AgreementChecks(holds, 1, lambda welcome: None, lambda: 1).word(say)
 
 
 def training(policy: Policy, **strategy: Any) -> Training:

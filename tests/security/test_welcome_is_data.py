@@ -23,14 +23,14 @@ from dure.errors import DureError, PolicyError, RunFolderError
 from dure.run import join as joining
 from dure.run.begun import Asks
 from dure.run.config import Asked, AskedTask
-from dure.run.given import Given
+from dure.run.given import GivenReferences
 from dure.run.registry import decode_strategy, decode_world, encode, strategy_class, world_class
 from dure.run.site import Reach, Site
 from dure.run.train import found_again
 from dure.tasks.builtin import load_task
 from dure.wire.requests import Machine, Trains, Welcome
 from dure.wire.signatures import Key
-from dure.worlds.network.client.agreement import Orders
+from dure.worlds.network.client.agreement import ServerChecks
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
@@ -230,7 +230,7 @@ class Lies:
 
     def __init__(self, honest: Mapping[str, Any], lie: Mapping[str, Any]) -> None:
         self.strategies = [honest, lie]
-        self.orders = Orders()
+        self.checks = ServerChecks()
 
     def check_in(self, said: object) -> Welcome:
         return welcome(self.strategies.pop(0) if len(self.strategies) > 1 else self.strategies[0])
@@ -288,8 +288,8 @@ def forget() -> Iterator[None]:
         del sys.modules[name]
 
 
-def given_by(disk: Disk, *references_: str, task: dure.Task | None = None) -> Given:
-    return Given(references_, disk.state, task)
+def given_by(disk: Disk, *references_: str, task: dure.Task | None = None) -> GivenReferences:
+    return GivenReferences(references_, disk.state, task)
 
 
 @pytest.mark.usefixtures("forget")

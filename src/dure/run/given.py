@@ -15,9 +15,10 @@ from pathlib import Path
 from dure import references
 from dure.contracts.task import Task
 from dure.errors import PolicyError
+from dure.references import last_part
 
 
-class Given:
+class GivenReferences:
     """The `dure.references.Ask` of a client, for what a server sends.
 
     Args:
@@ -68,13 +69,8 @@ class Given:
         return f"{place}:{name}" if is_its_own else None
 
 
-def last_part(reference: str) -> str:
-    """What names a reference on every machine: "rules.py:Mine" of "/home/me/rules.py:Mine"."""
-    return reference.rpartition("/")[2]
-
-
 def _resolved(reference: str) -> str:
-    """The same reference, as it is followed from every folder. Raises PolicyError for none."""
+    """Return the reference with an absolute path. Raises PolicyError for a text that is none."""
     if not references.is_reference(reference):
         raise PolicyError(f"{reference!r} is no class of your own: it is path/to/file.py:Name")
     place, _, name = reference.rpartition(":")

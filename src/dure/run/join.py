@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dure.contracts.task import Task
+from dure.federated.protecting import Site
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.run import party_site
@@ -27,7 +28,7 @@ from dure.tensors.frozen import frozen_of
 from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.link import StoppedError
 from dure.worlds.network.client.loop import Loop
-from dure.worlds.network.client.spending import Spending
+from dure.worlds.network.client.spent_on_disk import SpentOnDisk
 
 CHECK_SECONDS = 10.0
 """For which a check tries a server that is not reached."""
@@ -92,18 +93,22 @@ def join(
         moved=lambda count: on_progress("moved", {"bytes": count}),
     ) as site:
         session, kept, policy = site.session, site.kept, site.policy
-        training.share_errors = policy.share_errors
         training.ask = site.given(task)
         policy.hold()
         # First a look: whoever declines takes nobody's place.
         site.agree(site.look(training.look()), approve)
         welcome = session.check_in(training.enter())
-        training.identities = site.enter(welcome)
-        training.key = session.key
+        signed = site.enter(welcome)
         training.policy = policy
         training.evaluations = Evaluations(policy, kept, welcome.run)
-        training.spent = Spending(kept)
-        training.refuses = lambda reason: on_progress("left", {"why": reason})
+        training.sums = Site(
+            run=welcome.run,
+            refuses=lambda reason: on_progress("left", {"why": reason}),
+            key=session.key,
+            identities=signed,
+            smallest_cohort=policy.smallest_cohort,
+            spent=SpentOnDisk(kept),
+        )
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
         strategy = decode_strategy(welcome.strategy, training.ask)
@@ -120,7 +125,7 @@ def join(
                 name=name,
                 part=part,
                 share_errors=policy.share_errors,
-                known=site.known(training.identities),
+                known=site.known(signed),
                 event=on_progress,
                 limits=SiteLimits(
                     policy.largest_gradient, reach.give_up_seconds, training.evaluations.another
@@ -161,7 +166,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         who = "a place is free" if welcome.client < 0 else f"client {welcome.client}"
         yield f"identity: {who}, of {welcome.clients}"
         strategy = decode_strategy(welcome.strategy, training.ask)
-        reasons = site.reasons(welcome) or site.not_kept(welcome)
+        reasons = site.refusals(welcome)
         yield f"policy: {'; '.join(reasons) or 'this run is allowed'}"
         if not reasons and (trust := site.trust(welcome)):
             yield f"trust: {trust}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,7 +23,7 @@ from dure.errors import PolicyError
 from dure.federated.privacy.choice import Privacy, parse_privacy
 from dure.federated.privacy.secure_aggregation.trust import semi_honest
 from dure.references import is_reference
-from dure.run.given import Given
+from dure.run.given import GivenReferences
 from dure.wire import owners_roster
 from dure.wire.loopback import is_loopback
 from dure.wire.members import RosterError, is_said, key_said
@@ -31,7 +31,7 @@ from dure.wire.owners_roster import OwnersRoster, Pinned
 from dure.wire.requests import CheckIn, Welcome
 from dure.wire.roster import read_identities
 from dure.wire.signatures import Key
-from dure.worlds.network.client.agreement import Agreed, AgreedOrders
+from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
 from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.connection import place_of
 from dure.worlds.network.client.policy import Policy
@@ -106,7 +106,7 @@ class Site(NamedTuple):
 
     def look(self, said: CheckIn) -> Welcome:
         """Hears what is served, and takes no place. said: a check-in that only looks."""
-        self.session.orders.smallest_cohort = self.policy.smallest_cohort
+        self.session.checks.smallest_cohort = self.policy.smallest_cohort
         return self.session.check_in(said)
 
     def agree(self, welcome: Welcome, approve: bool) -> None:
@@ -117,40 +117,45 @@ class Site(NamedTuple):
         """
         if approve:
             self.kept.approve(welcome.run)
-        reasons = self.reasons(welcome) or self.not_kept(welcome)
+        reasons = self.refusals(welcome)
         if self.policy.asks and not self.kept.approved(welcome.run):
             system = welcome.strategy.get("name")
             reasons.append(
                 f"run {welcome.run} ({system}, {welcome.clients} clients) is not approved: look "
                 f"at it, and join once with --approve"
             )
-        if reasons:
-            raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
-        orders = self._orders(Agreed.of(welcome))
+        _decline(reasons)
+        secure = privacy_of(welcome).secure is not None
+        checks = self._checks(AgreedRun.of(welcome), secure)
         before = self.kept.agreed(welcome.run)
         if before is not None and not approve:
-            self._orders(before).welcome(welcome)
-        self.kept.agree(orders.agreed)
-        self.session.orders = orders
+            self._checks(before, secure).welcome(welcome)
+        self.kept.agree(checks.agreed)
+        self.session.checks = checks
         self.kept.quota.limit = self.policy.quota(welcome.trains)
         if self.audit is not None:
             self.audit.quota = self.kept.quota
 
-    def _orders(self, agreed: Agreed) -> AgreedOrders:
-        return AgreedOrders(agreed, self.policy.smallest_cohort, self._allows, self._number)
+    def _checks(self, agreed: AgreedRun, secure: bool) -> AgreementChecks:
+        return AgreementChecks(
+            agreed,
+            self.policy.smallest_cohort,
+            allows=lambda welcome: _decline(self.refusals(welcome)),
+            number=self._number,
+            secure=secure,
+        )
 
     def _number(self) -> int | None:
         about = self.kept.about
         return None if about is None else about.client
 
-    def _allows(self, welcome: Welcome) -> None:
-        """Raises PolicyError for a welcome that is not allowed."""
-        reasons = self.reasons(welcome) or self.not_kept(welcome)
-        if reasons:
-            raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
+    def refusals(self, welcome: Welcome) -> list[str]:
+        """Why the site does not take part, by the run and by what its server keeps to; empty where
+        it does."""
+        return self.reasons(welcome) or self._not_kept(welcome)
 
     def reasons(self, welcome: Welcome) -> list[str]:
-        """Why the site does not take part in what is served; empty where it does."""
+        """Why the site does not take part in such a run; empty where it does."""
         secure = privacy_of(welcome).secure
         reasons = self.policy.check(welcome, sums=None if secure is None else secure.minimum)
         try:
@@ -165,7 +170,7 @@ class Site(NamedTuple):
             )
         return reasons
 
-    def not_kept(self, welcome: Welcome) -> list[str]:
+    def _not_kept(self, welcome: Welcome) -> list[str]:
         """Why the server would not keep to what the site asks; empty where it says it does."""
         least = self.policy.smallest_cohort
         if least == 1 or welcome.smallest_cohort >= least:
@@ -232,17 +237,23 @@ class Site(NamedTuple):
     def _pinned(self, welcome: Welcome) -> Pinned:
         return Pinned.of_client(self.kept.folder, welcome.run)
 
-    def given(self, task: Task | None = None) -> Given:
+    def given(self, task: Task | None = None) -> GivenReferences:
         """Return what code of the site's own the server may name. task: the user's.
 
         Raises PolicyError for references that cannot be followed.
         """
         systems = filter(is_reference, self.policy.systems)
-        return Given([*systems, *self.reach.rules], self.kept.folder, task)
+        return GivenReferences([*systems, *self.reach.rules], self.kept.folder, task)
 
     def closed(self) -> float:
         """Seconds until the site works again; 0 while it does."""
         return self.policy.seconds_until_open(datetime.now().astimezone())
+
+
+def _decline(reasons: Sequence[str]) -> None:
+    """Raises PolicyError where there is a reason."""
+    if reasons:
+        raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
 
 
 @contextmanager

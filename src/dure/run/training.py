@@ -22,7 +22,6 @@ from dure.contracts.task import Task
 from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.halves import layout, one_client
-from dure.federated.privacy.secure_aggregation.spent_models import SpentModels
 from dure.federated.protecting import Site
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
@@ -44,7 +43,7 @@ from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen
-from dure.wire.layout import Layout
+from dure.wire.layout import Layout, is_extra
 from dure.wire.requests import (
     MOST_THREADS,
     VERSION,
@@ -58,7 +57,6 @@ from dure.wire.requests import (
     Trains,
     Welcome,
 )
-from dure.wire.signatures import Key
 from dure.wire.tensors import Form, digest_of, forms_of, size_of
 from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.loop import Answered
@@ -73,11 +71,13 @@ ENGINE: EngineName = "loop"
 class Training:
     """A task of dure's, trained as one client of a federated strategy.
 
-    part: the simulated client whose examples it takes; None: all of the task's are its own. key:
-    the client's identity. identities: public keys of all clients, by number, where their owner has
-    signed them. policy: what the site allows. evaluations: the models that it measures, where these
-    are bounded. refuses: hears why the client takes no part in a sum. spent: models to whose sums
-    it contributes no more. ask: which code of the site's own the server may name; by default none.
+    Args:
+        part: the simulated client whose examples it takes; None: all of the task's are its own.
+        policy: what the site allows.
+        evaluations: the models that it measures, where these are bounded.
+        sums: what the client knows for sums of updates; by default no more than the run and the
+            policy.
+        ask: which code of the site's own the server may name; by default none.
 
     Raises ValueError for a task without training data, which would take a place and fill none.
     """
@@ -85,19 +85,15 @@ class Training:
     task: Task
     name: str
     part: int | None = None
-    share_errors: bool = False
     folder: Path | None = None
     examples: int = 0
     held_out: int = 0
     threads: int = 1
     holds: bool = False
-    key: Key | None = None
-    identities: Mapping[int, str] | None = None
     policy: Policy = field(default_factory=Policy)
     evaluations: Evaluations | None = None
-    refuses: Callable[[str], None] = lambda reason: None
+    sums: Site | None = None
     ask: Ask = refuse
-    spent: SpentModels | None = None
     _began: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +107,10 @@ class Training:
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
         check_dtypes(self.task, self.model, partial(another, self.model, self.task, 0))
+
+    @property
+    def share_errors(self) -> bool:
+        return self.policy.share_errors
 
     def look(self) -> CheckIn:
         """A check-in that only looks at what is served."""
@@ -153,14 +153,8 @@ class Training:
             self.client,
             welcome.clients,
             divides=self.part is not None,
-            site=Site(
-                welcome.run,
-                self.refuses,
-                self.key,
-                self.identities,
-                self.policy.smallest_cohort,
-                self.spent,
-            ),
+            site=self.sums
+            or Site(welcome.run, _ignore, smallest_cohort=self.policy.smallest_cohort),
         )
         self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
         self._forms = self.layout.forms(self._shared(), list(self.model.buffers()))
@@ -198,7 +192,7 @@ class Training:
         return self.policy.work(asked, self.examples)
 
     def forms(self) -> dict[str, Form]:
-        """What the tensors of an assignment are like, by name."""
+        """Return dtype and shape of each tensor of an assignment, by name."""
         algorithm = self.clients.algorithm
         weights = algorithm.shared(FlatParameters(self.model).copy())
         return self.layout.forms(weights, Buffers(self.model).of(self.model), algorithm.down())
@@ -281,10 +275,10 @@ class Training:
         return Answered(reserve, named, memory, keep)
 
     def _assignment(self, train: Train, tensors: Mapping[str, Tensor]) -> Assignment:
-        """What came, as the message of a simulation. Raises ValueError for another model."""
+        """Return the assignment as in a simulation. Raises ValueError for another model."""
         # Else weights of more digits than are trained would be another model by their digest, and
         # the same one for training.
-        found = {name: form for name, form in forms_of(tensors).items() if _is_model(name)}
+        found = {name: form for name, form in forms_of(tensors).items() if not is_extra(name)}
         if found != self._forms:
             differs = sorted(
                 name for name in {*found, *self._forms} if found.get(name) != self._forms.get(name)
@@ -363,6 +357,5 @@ class Training:
             self.clients.memories[self.client] = to_device(list(memory), self.device)
 
 
-def _is_model(name: str) -> bool:
-    """Whether a tensor is one of the model's, and not an algorithm's (`Layout.named`)."""
-    return not name.startswith("extra:")
+def _ignore(reason: str) -> None:
+    pass

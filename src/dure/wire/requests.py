@@ -184,6 +184,9 @@ class Welcome(Said, frozen=True):
     roster: str = ""
     smallest_cohort: Count = 0
 
+    def __post_init__(self) -> None:
+        _check_number(self.client, self.clients)
+
 
 class Outcome(Said, frozen=True):
     """What became of an update: whether it counts, and if not, why."""
@@ -372,6 +375,9 @@ class Enrolled(Said, frozen=True):
     clients: Clients
     name: Name
 
+    def __post_init__(self) -> None:
+        _check_number(self.client, self.clients)
+
 
 Body = TypeVar("Body", bound=Said)
 
@@ -405,13 +411,10 @@ def _is_of(body: bytes | bytearray, kind: type[Said]) -> bool:
     return isinstance(found, dict) and all(name in found for name in required)
 
 
-def check_number(said: Welcome | Enrolled) -> None:
-    """Raises RangeError for a number that no client of the run has."""
-    if said.client >= said.clients:
-        raise RangeError(
-            f"the body is no {type(said).__name__}: client {said.client} is none of "
-            f"{said.clients} clients, whose numbers begin at 0"
-        )
+def _check_number(client: int, clients: int) -> None:
+    """Raises ValueError for a number that no client of the run has."""
+    if client >= clients:
+        raise ValueError(f"client {client} is none of {clients} clients, whose numbers begin at 0")
 
 
 def _check_elements(forms: Iterable[tuple[str, list[int]]]) -> None:

@@ -238,3 +238,19 @@ def test_a_client_that_asks_for_what_can_be_is_taken(
     asked: int, pacing: Pacing, rule: Aggregator, sums: int | None
 ) -> None:
     assert why_not(asked, 10, pacing, rule, sums) is None
+
+
+def test_a_round_waits_for_others_in_place_of_those_that_are_excluded() -> None:
+    told: list[str] = []
+    one = server(6, Rounds(), patient=True, tell=told.append)
+    one.keep_to(3)
+    for client in range(4):
+        one.arrive(client)
+    one.exclude(0, "it spoils sums")
+    one.exclude(1, "it spoils sums")
+    assert one.tick(0.0) == []
+    assert one.tick(one.wake) == []
+    assert one.able == 4
+    assert len(told) == 1
+    asked = assigned(one.check_in(4, 100.0))
+    assert sorted(each.client for each in asked) == [2, 3, 4]

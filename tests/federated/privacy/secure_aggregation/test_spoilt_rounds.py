@@ -22,6 +22,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     from_body,
     to_body,
 )
+from dure.federated.server.coordinator import Coordinator
 from small import same_bits, small_task
 
 LIAR = 2
@@ -70,9 +71,8 @@ def lies(monkeypatch: pytest.MonkeyPatch, lie: Lie) -> None:
 
 
 def trained(clients: int = 6, rounds: int = 3, **settings: Any) -> dure.Run:
-    strategy = dure.FedAvg(
-        clients=clients, batch_size=4, privacy="secure-aggregation", **settings.pop("strategy", {})
-    )
+    how = {"privacy": "secure-aggregation", **settings.pop("strategy", {})}
+    strategy = dure.FedAvg(clients=clients, batch_size=4, **how)
     return dure.train(small_task(), strategy, stop=dure.Stop(rounds=rounds), **settings)
 
 
@@ -117,6 +117,26 @@ def test_a_run_in_which_all_have_helped_for_nothing_ends_by_name(
     )
     with pytest.raises(TooFewClientsError, match=why):
         trained()
+
+
+def test_a_run_whose_excluded_clients_leave_too_few_ends_by_name_and_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lies(monkeypatch, boxes)
+    honest = Coordinator.__post_init__
+
+    def asked_for_all(self: Coordinator) -> None:
+        honest(self)
+        for client in range(4):
+            self.arrive(client)
+        self.keep_to(4)
+        self.patient = True
+
+    monkeypatch.setattr(Coordinator, "__post_init__", asked_for_all)
+    privacy = "secure-aggregation:0.7:1:1000:4"
+    why = "round 1: 3 of 4 clients are left for a sum of at least 4: 0 have .* and 1 are excluded"
+    with pytest.raises(TooFewClientsError, match=why):
+        trained(clients=4, strategy={"privacy": privacy})
 
 
 def test_those_who_have_helped_sit_out_until_the_model_is_another_one(

@@ -35,7 +35,7 @@ def welcome(clients: int = 20, forms: dict[str, Any] | None = None, **strategy: 
     return Welcome(
         version=1,
         run="run-1",
-        client=3,
+        client=0,
         clients=clients,
         strategy={**STRATEGY, **strategy},
         seed=0,

@@ -34,8 +34,8 @@ MOST_SHOWN = 80
 """Characters of a value that differs."""
 
 
-class Agreed(msgspec.Struct, frozen=True):
-    """What a run is, as its server has described it. The fields are those of `Welcome`.
+class AgreedRun(msgspec.Struct, frozen=True):
+    """A run as its server has described it. The fields are those of `Welcome`.
 
     A server that is moved to another machine computes with another torch there, and may ask for
     another heartbeat; threads and engine are orders to the client.
@@ -51,7 +51,7 @@ class Agreed(msgspec.Struct, frozen=True):
     holds: bool
 
     @classmethod
-    def of(cls, welcome: Welcome) -> Agreed:
+    def of(cls, welcome: Welcome) -> AgreedRun:
         """The run that a welcome describes."""
         return cls(
             run=welcome.run,
@@ -64,8 +64,8 @@ class Agreed(msgspec.Struct, frozen=True):
             holds=welcome.holds,
         )
 
-    def differences(self, other: Agreed) -> list[str]:
-        """In what another description differs, field by field, in words."""
+    def differences(self, other: AgreedRun) -> list[str]:
+        """Return the fields in which another description differs, in words."""
         mine = _flat(msgspec.to_builtins(self))
         theirs = _flat(msgspec.to_builtins(other))
         return [
@@ -77,16 +77,16 @@ class Agreed(msgspec.Struct, frozen=True):
 
 def model_bytes(trains: Trains) -> int:
     """Bytes of the elements of all tensors that travel."""
-    return sum(bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
+    return sum(_bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
 
 
-def bytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Of a tensor: "F32" and "float32" have 32 bits an element, "BOOL" has 8."""
+def _bytes_of(dtype: str, shape: Iterable[int]) -> int:
+    """Return the bytes of a tensor: "F32" and "float32" have 32 bits an element, "BOOL" has 8."""
     bits = re.search(r"\d+", dtype)
     return max(0, math.prod(shape)) * (int(bits[0]) if bits else 8) // 8
 
 
-class Orders:
+class ServerChecks:
     """Checks of what a server says; this one takes everything, of a client without a policy.
 
     smallest_cohort: the fewest clients that the site asks for.
@@ -101,28 +101,35 @@ class Orders:
         """Raises PolicyError for an order that the site does not follow."""
 
 
-class AgreedOrders(Orders):
+class AgreementChecks(ServerChecks):
     """Checks by what a site has agreed to.
 
-    allows: raises PolicyError for a welcome that the policy does not allow, by all that it says.
-    number: of this client, once it has one.
+    Args:
+        agreed: the run.
+        smallest_cohort: as `ServerChecks`.
+        allows: raises PolicyError for a welcome that the policy does not allow.
+        number: of this client, once it has one.
+        secure: whether updates stay with their clients by the run's privacy, also where the server
+            does not say so.
     """
 
     def __init__(
         self,
-        agreed: Agreed,
+        agreed: AgreedRun,
         smallest_cohort: int,
         allows: Callable[[Welcome], None],
         number: Callable[[], int | None],
+        secure: bool = False,
     ) -> None:
         self.agreed = agreed
         self.smallest_cohort = smallest_cohort
         self._allows = allows
         self._number = number
+        self._holds = agreed.holds or secure
         self._most_bytes = MOST_EXTRAS * model_bytes(agreed.trains) + HEADER
 
     def welcome(self, welcome: Welcome) -> None:
-        different = self.agreed.differences(Agreed.of(welcome))
+        different = self.agreed.differences(AgreedRun.of(welcome))
         if different:
             raise PolicyError(
                 f"this site does not take part: the server says of the run another thing than "
@@ -148,10 +155,6 @@ class AgreedOrders(Orders):
                 f"this site does not follow a step of a protocol on ticket {word.say.ticket}: the "
                 f"updates of run {self.agreed.run} are sent, and no step was agreed to"
             )
-
-    @property
-    def _holds(self) -> bool:
-        return self.agreed.holds or "secure" in str(self.agreed.strategy.get("privacy", ""))
 
     def _train(self, train: Train) -> None:
         least = self.smallest_cohort

@@ -1,4 +1,4 @@
-"""Which models a site measures for a server, and how often.
+"""Bound on the models that a site measures for a server.
 
     round r   digests of the models that were measured, d_1 ... d_k; one more is measured where
               k < evaluations_per_round, and one of these again as often as it is asked
@@ -16,8 +16,10 @@ from dure.worlds.network.client.state import ClientState
 
 
 class Evaluations:
-    """The models of a run that were measured here, which its policy bounds. state: where the list
-    of them is, from one start of the client to the next."""
+    """The models of a run that were measured here, which its policy bounds.
+
+    state: keeps the list of them from one start of the client to the next.
+    """
 
     def __init__(self, policy: Policy, state: ClientState, run: str) -> None:
         self.policy = policy
@@ -28,7 +30,7 @@ class Evaluations:
         self._newest = max((round for round, _ in self._measured), default=-1)
 
     def another(self, round: int, examples: int) -> str:
-        """As `refusal`, of a model that nobody but the server knows: each counts."""
+        """As `refusal`, for split learning: no site knows the whole model, so each one counts."""
         return self.refusal(round, secrets.token_hex(32), examples)
 
     def refusal(self, round: int, digest: str, examples: int) -> str:

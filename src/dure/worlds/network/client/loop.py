@@ -88,9 +88,12 @@ class Site(Protocol):
     examples: int
     held_out: int
     wants: int | None
-    share_errors: bool
     folder: Path | None
     holds: bool
+
+    @property
+    def share_errors(self) -> bool:
+        """Whether messages and lines of its own errors travel."""
 
     def trains(self) -> Trains | None:
         """What it would train; None for a training loop of its own."""

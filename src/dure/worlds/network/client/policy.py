@@ -64,7 +64,7 @@ from dure.catalog import SYSTEMS
 from dure.errors import PolicyError, suggestion
 from dure.machine.threads import set_own_threads
 from dure.record.inside import contents
-from dure.references import is_reference
+from dure.references import is_reference, last_part
 from dure.wire.members import key_said
 from dure.wire.requests import Trains, Welcome
 from dure.worlds.network.client.agreement import model_bytes
@@ -173,8 +173,9 @@ class Policy:
             return
         # Found by a reference, which may lead to another folder here than there. A name of dure's
         # own is none, whatever systems are allowed.
-        own = {_place(one) for one in self.systems if is_reference(one)}
-        if isinstance(reference, str) and _place(reference) in own:
+        own = {last_part(one) for one in self.systems if is_reference(one)}
+        named = reference if isinstance(reference, str) else ""
+        if is_reference(named) and last_part(named) in own:
             return
         shown = f"{name!r} of its own" if "from" in strategy else repr(name)
         yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"
@@ -277,7 +278,7 @@ class Policy:
         """Why the site does not measure a model, in words; empty where it does.
 
         examples: with how many it would. earlier: the models of the same round that it has measured
-        already. Of every system: whoever keeps no list of them (`Evaluations`) counts them itself.
+        already, which `Evaluations` counts.
         """
         most = self.evaluations_per_round
         if examples < self.smallest_test_set:
@@ -370,17 +371,12 @@ def _steps_per_epoch(examples: int | None, batch: int | None) -> int | None:
     return None if examples is None else math.ceil(examples / batch)
 
 
-def _place(reference: str) -> str:
-    """The last part of a reference's path: "rules.py:Mine" of "/home/me/rules.py:Mine"."""
-    return reference.rpartition("/")[2] if is_reference(reference) else ""
-
-
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def updates_together(strategy: Mapping[str, Any]) -> int | None:
-    """How many updates make a new model, in systems without rounds; None in the others."""
+    """Return the updates of a new model, in systems without rounds; None in the others."""
     if strategy.get("name") == "fed-async":
         return 1
     buffer = strategy.get("buffer")

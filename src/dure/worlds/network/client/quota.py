@@ -1,4 +1,4 @@
-"""How much a server may make a client store: models, what algorithms keep, updates, lines of a log.
+"""Bound on what a server makes a client store: models, states of algorithms, updates, log lines.
 
 What is there is counted by the sizes of the files themselves, each time before another one is
 written, so a client that was started again knows what earlier ones have left. Keys, approvals,

@@ -31,7 +31,6 @@ from dure.wire.requests import (
     Failed,
     Holds,
     MeasuredThis,
-    RangeError,
     Ready,
     Reserve,
     Said,
@@ -40,12 +39,11 @@ from dure.wire.requests import (
     Watched,
     Welcome,
     Word,
-    check_number,
     to_json,
 )
 from dure.wire.signatures import NONCE, Key, Signer, prove
 from dure.wire.tensors import Form, TensorsError, check, forms_of, receive
-from dure.worlds.network.client.agreement import Orders
+from dure.worlds.network.client.agreement import ServerChecks
 from dure.worlds.network.client.audit import Audit, Kind
 from dure.worlds.network.client.channel import Channel
 from dure.worlds.network.client.link import (
@@ -158,7 +156,7 @@ class Session:
         self.heartbeat = 10.0
         self.holds = False
         """Whether updates stay here, by what the server says of its run."""
-        self.orders = Orders()
+        self.checks = ServerChecks()
         """Checks of what the server says, by what the site has agreed to."""
         self.expects: dict[str, Form] | None = None
         """What the tensors of a model are like, with what assignments have besides; None where
@@ -202,17 +200,15 @@ class Session:
         proof = prove(self._key, token, name, wants)
         body = Enrol(token=token, key=self._key.public, proof=proof, name=name, wants=wants)
         enrolled: Enrolled = self._ask("/v1/enrol", body, Enrolled, "enrol")
-        _check_number(enrolled)
         return enrolled
 
     def check_in(self, said: CheckIn) -> Welcome:
         """Says who it is, what it would train, and how many clients it asks for; without examples
         it only looks. Raises PolicyError for a run that is not the one that was agreed to."""
-        asked = max(said.smallest_cohort, self.orders.smallest_cohort)
+        asked = max(said.smallest_cohort, self.checks.smallest_cohort)
         said = replace(said, smallest_cohort=asked)
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
-        _check_number(welcome)
-        self.orders.welcome(welcome)
+        self.checks.welcome(welcome)
         self.patience = welcome.patience
         self.heartbeat = welcome.heartbeat
         self.holds = welcome.holds
@@ -240,7 +236,7 @@ class Session:
                 raise
             return Word(over=over)
         try:
-            self.orders.word(word)
+            self.checks.word(word)
         except PolicyError:
             if word.train is not None:
                 self._declines(word.train)
@@ -519,13 +515,6 @@ def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, Form] | N
         raise TransferError(f"what is to be trained or measured is no such model: {error}") from (
             error
         )
-
-
-def _check_number(said: Welcome | Enrolled) -> None:
-    try:
-        check_number(said)
-    except RangeError as error:
-        raise UnfitMessageError(f"an answer of the server is refused: {error}") from error
 
 
 def _long(seconds: float) -> str:

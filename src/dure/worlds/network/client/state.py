@@ -49,7 +49,7 @@ from dure.record.inside import contents, opened
 from dure.record.seal import checksum
 from dure.wire.requests import Reserve, from_json, to_json
 from dure.wire.tensors import TensorsError, digest_of, forms_of, pieces, receive, size_of
-from dure.worlds.network.client.agreement import Agreed
+from dure.worlds.network.client.agreement import AgreedRun
 from dure.worlds.network.client.lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
 from dure.worlds.network.client.spent import SpentModelsFile
@@ -431,14 +431,14 @@ class ClientState:
         """Whether the user has agreed to take part in the run."""
         return self.approval(run).is_file()
 
-    def agree(self, agreed: Agreed) -> None:
+    def agree(self, agreed: AgreedRun) -> None:
         """The site takes part in the run as it is described here."""
         _write(self._agreed(agreed.run), agreed)
 
-    def agreed(self, run: str) -> Agreed | None:
+    def agreed(self, run: str) -> AgreedRun | None:
         """The run as the site has agreed to it; None where it has not. Raises StateError if it is
         damaged."""
-        return _read(self._agreed(run), Agreed)
+        return _read(self._agreed(run), AgreedRun)
 
     def _agreed(self, run: str) -> Path:
         self.approval(run)

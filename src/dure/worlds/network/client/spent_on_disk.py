@@ -1,12 +1,15 @@
-"""The list of spent models in a client's folder, as what holds its updates asks it."""
+"""`SpentModels` of the one client whose folder this is: the list survives the process.
+
+The client's index keeps the last answers, and `spent` the file of digests.
+"""
 
 from __future__ import annotations
 
 from dure.worlds.network.client.state import ClientState
 
 
-class Spending:
-    """The list of the one client whose folder this is; client numbers make no difference."""
+class SpentOnDisk:
+    """The list in a client's folder; client numbers make no difference."""
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
